@@ -1,0 +1,59 @@
+# Every target does its own set-up: on a fresh machine `make test` is enough. See integration/setup.sh for what is
+# installed, when, and for its settings (PYTHON, RELIABLE_MQ_BROKER_IMAGE, ...). ARGS is passed on to what is run.
+SHELL := /bin/bash
+SETUP := integration/setup.sh
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup venv image images check test test-unit test-integration demo bench soak fmt clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: venv images  ## everything the other targets need: .venv, docker, both broker images
+
+venv:
+	@$(SETUP) venv
+
+image:
+	@$(SETUP) image newest
+
+images: image
+	@$(SETUP) image 4.0
+
+check: venv  ## lint, format, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: test-unit test-integration  ## all tests: without a broker, then against real ones
+
+# The core is covered by its own tests, every branch of it; what else runs its lines does not count.
+test-unit: venv  ## the tests that need no broker (under a minute)
+	$(PYTEST) tests/core --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
+	$(PYTEST) tests --ignore=tests/core $(ARGS)
+
+test-integration: venv images  ## the tests against real brokers
+	$(PYTEST) integration $(ARGS)
+
+demo: venv image  ## publish and consume orders while the broker is killed under them
+	@$(BIN)/python -m integration.demo $(ARGS)
+
+bench: venv image  ## throughput and CPU per message, ours beside others
+	$(BIN)/python -m integration.bench $(ARGS)
+
+# Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
+soak: venv images  ## the fault matrix on both broker lines with many seeds
+	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) integration $(ARGS)
+
+fmt: venv  ## format, and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv and everything that was generated here (docker images stay)
+	rm -rf .venv build dist .bench htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
+		.pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
