@@ -1,0 +1,1 @@
+"""What decides: no socket, no clock, no thread, no logging. The shells in `sync` and `aio` carry out."""

@@ -1,0 +1,114 @@
+"""Whether a delivery that came in may be handed to a handler at all.
+
+Invariants: what is above a limit is refused without an attempt; so is what is in a newer format, or undecodable where
+we have to look, unless that would lose it; what has failed as often as it may is refused, whoever counted; refusing
+concerns this delivery alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.core import headers
+from reliable_mq.core.attempts import NewerFormat, failures_from_headers
+from reliable_mq.errors import ConsumeError
+
+if TYPE_CHECKING:
+    from reliable_mq.core.attempts import FailureBook
+    from reliable_mq.core.consumer_statistics import ConsumerStatistics
+    from reliable_mq.core.delivery import Delivery
+
+__all__ = ["Admission", "used_up"]
+
+_OURS: Final = headers.PREFIX.encode()
+_UNLIMITED: Final = 1 << 62
+
+
+class Admission:
+    """See the module. Not thread-safe.
+
+    Args:
+        book: what is remembered of messages that failed.
+        max_attempts: after how many failed attempts a message is refused.
+        max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
+        keeps: whether what is refused is kept somewhere. Else what cannot be understood is passed as a first attempt.
+        statistics: where to count.
+    """
+
+    __slots__ = ("_book", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
+
+    def __init__(
+        self,
+        *,
+        book: FailureBook,
+        max_attempts: int,
+        max_body_bytes: int | None,
+        max_header_bytes: int | None,
+        keeps: bool,
+        statistics: ConsumerStatistics,
+    ) -> None:
+        self._book = book
+        self._keeps = keeps
+        self._max_attempts = max_attempts
+        self._max_body = _UNLIMITED if max_body_bytes is None else max_body_bytes
+        self._max_header = _UNLIMITED if max_header_bytes is None else max_header_bytes
+        self._statistics = statistics
+
+    def plain(self, deliveries: list[Delivery]) -> bool:
+        """Whether all of these are ordinary first deliveries, which `refusal` would pass. Cheap."""
+        max_body, max_header = self._max_body, self._max_header
+        for delivery in deliveries:
+            properties = delivery.properties
+            if (
+                delivery.redelivered
+                or _OURS in properties
+                or len(delivery.body) > max_body
+                or len(properties) > max_header
+            ):
+                return False
+        return True
+
+    def refusal(self, delivery: Delivery) -> str | None:
+        """Answer why a delivery is to be dead-lettered unseen; None where it is not.
+
+        What is known of its failures is on the delivery then.
+        """
+        if delivery.redelivered:
+            self._statistics.redelivered += 1
+        unfit = self._too_large(delivery) or self._not_understood(delivery)
+        if unfit is not None:
+            self._statistics.quarantined += 1
+            return f"not handed to a handler: {unfit}"
+        if delivery.redelivered:
+            delivery.failures = self._book.recall(delivery)
+        failures = delivery.failures
+        if failures is None:
+            return None
+        delivery.redelivered = True
+        if failures.verdict is not None:
+            return failures.verdict
+        return used_up(failures.count, self._max_attempts) if failures.count >= self._max_attempts else None
+
+    def _too_large(self, delivery: Delivery) -> str | None:
+        for what, size, limit in (
+            ("body", len(delivery.body), self._max_body),
+            ("properties", len(delivery.properties), self._max_header),
+        ):
+            if size > limit:
+                return f"{size} bytes of {what} are above the limit of {limit}"
+        return None
+
+    def _not_understood(self, delivery: Delivery) -> str | None:
+        """Take over what our headers say of earlier attempts; answer why they cannot be understood, if so."""
+        if _OURS in delivery.properties:
+            try:
+                delivery.failures = failures_from_headers(delivery.headers_beginning(headers.PREFIX))
+            except (NewerFormat, ConsumeError) as error:
+                delivery.flaw = None  # the handler has not asked for what cannot be read
+                return str(error) if self._keeps else None
+        return None
+
+
+def used_up(failed: int, max_attempts: int) -> str:
+    """Say that there are no attempts left."""
+    return f"{failed} of {max_attempts} attempts failed"

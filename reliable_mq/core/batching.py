@@ -1,0 +1,110 @@
+"""Deliveries grouped for a batch handler, and what its answer means for each of them.
+
+Invariants: a delivery is in one batch at a time; a batch has at most ``batch_size`` deliveries, in the order in which
+they came, and waits for more at most ``batch_wait`` seconds from its first one on; what is tried again is alone in its
+batch, since an exception names no culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.retry import Ack, RetryLater
+
+if TYPE_CHECKING:
+    from reliable_mq.core.delivery import Delivery
+
+__all__ = ["Batcher", "verdicts"]
+
+
+class Batcher:
+    """Groups deliveries. Not thread-safe.
+
+    Args:
+        batch_size: deliveries in a full batch.
+        batch_wait: seconds that a batch waits to become full.
+
+    Attributes:
+        ready: batches to hand to the handler, since the list was last taken.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+
+    __slots__ = ("_since", "_waiting", "batch_size", "batch_wait", "ready")
+
+    def __init__(self, batch_size: int, batch_wait: float) -> None:
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+        if not batch_wait >= 0:
+            raise ConfigurationError(f"batch_wait must be a number of seconds, at least 0, not {batch_wait}")
+        self.batch_size = batch_size
+        self.batch_wait = batch_wait
+        self.ready: list[list[Delivery]] = []
+        self._waiting: list[Delivery] = []
+        self._since = 0.0
+
+    @property
+    def deadline(self) -> float | None:
+        """When the batch that is waiting is given out, full or not; None where none waits."""
+        return self._since + self.batch_wait if self._waiting else None
+
+    def add(self, deliveries: list[Delivery], now: float) -> None:
+        """These came in, in this order."""
+        waiting = self._waiting
+        if not waiting:
+            self._since = now
+        waiting += deliveries
+        size = self.batch_size
+        if len(waiting) < size:
+            return
+        full = len(waiting) - len(waiting) % size
+        self.ready.extend(waiting[start : start + size] for start in range(0, full, size))
+        self._waiting = waiting[full:]
+        self._since = now
+
+    def due(self, now: float) -> None:
+        """Time passed."""
+        deadline = self.deadline
+        if deadline is not None and now >= deadline:
+            self.ready.append(self._waiting)
+            self._waiting = []
+
+    def clear(self) -> list[Delivery]:
+        """Take out everything that was not taken yet, in batches or waiting."""
+        deliveries = [delivery for batch in self.ready for delivery in batch]
+        deliveries += self._waiting
+        self.ready = []
+        self._waiting = []
+        return deliveries
+
+
+def verdicts(answer: object, count: int) -> list[Exception | None]:
+    """Read what a batch handler returned: per delivery None for an ack, else what is wrong with it.
+
+    Args:
+        answer: what it returned.
+        count: for how many deliveries.
+
+    Raises:
+        UsageError: it is neither None nor a sequence of one verdict per delivery.
+    """
+    if answer is None:
+        return [None] * count
+    if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
+        raise UsageError(f"a batch handler returns None or a sequence of verdicts, not {type(answer).__name__}")
+    if len(answer) != count:
+        raise UsageError(f"the batch handler returned {len(answer)} verdicts for {count} deliveries")
+    return [_verdict(item) for item in answer]
+
+
+def _verdict(item: object) -> Exception | None:
+    if item is None or item is Ack or isinstance(item, Ack):
+        return None
+    if isinstance(item, Exception):
+        return item
+    if item is RetryLater:
+        return RetryLater()
+    return UsageError(f"a verdict is Ack, RetryLater(...), DeadLetter(...) or an exception, not {item!r:.100}")

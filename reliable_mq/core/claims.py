@@ -1,0 +1,40 @@
+"""What an idempotency store says about a key.
+
+Invariants: of all claims on a key that are ``NEW``, at most one at a time has a token that the store accepts; a token
+is never given out twice, and a later one is greater, so a holder whose lease ran out and was taken over cannot settle
+what is no longer its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+__all__ = ["Claim", "ClaimStatus"]
+
+
+class ClaimStatus(enum.Enum):
+    """What became of a claim."""
+
+    NEW = "new"
+    """The key is ours until the lease ends: do the work, then complete or release it."""
+    IN_PROGRESS = "in progress"
+    """Another holder has it, and its lease has not ended."""
+    DONE = "done"
+    """The work was completed before, and the store still knows."""
+
+
+class Claim(NamedTuple):
+    """The answer to a claim.
+
+    Attributes:
+        key: what was claimed.
+        status: what became of it.
+        token: the fencing token, where the claim is new; else 0.
+        attempts: how often a holder released the key as failed before.
+    """
+
+    key: str
+    status: ClaimStatus
+    token: int = 0
+    attempts: int = 0

@@ -1,0 +1,545 @@
+"""The consuming session: everything that a consumer decides, without I/O.
+
+The shell tells the session what happened (a channel opened or lost, deliveries read, results of handlers, dead letters
+confirmed or not, time passed) and asks what to do: which deliveries to hand to handlers, what to publish, which bytes
+to send, when to call again. The session knows no socket, clock or thread; ``now`` is the shell's monotonic clock, in
+seconds.
+
+The way of a delivery::
+
+    delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
+    delivered --its next attempt is not due yet--> held
+    delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
+    running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
+    running --failed, attempts left--> held --its delay is over--> work
+    running --claimed elsewhere, the store failed--> held, no attempt --> work
+    running --its batch failed--> work, alone, no attempt
+    running --failed, none left, or the handler says so--> dead letter
+    dead letter --published and confirmed--> finished
+    dead letter --not confirmed--> held --> dead letter again
+    dead letter --there is no dead-letter queue--> basic.reject
+    anything that is not running --drain or stop--> basic.nack, back to the queue
+    anything --channel lost--> gone: the broker delivers it again; its result, if one comes, is dropped and counted
+
+Invariants:
+
+- a delivery of a lost channel never reaches a handler, and nothing is sent for it on another channel;
+- an original is acked only after its handler finished, its dead letter was confirmed, or the store knew it as done;
+- no message is handed to a handler as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and
+  failed after the message was handed out again;
+- a delivery is in one place at a time: work, running, held, being dead-lettered, finished, or settled;
+- after `stop` nothing more is handed out, and once `drained` nothing is outstanding that is not back at the broker or
+  acked;
+- what the broker has forgotten (automatic acks) is handed out whatever happens to its channel: it comes once;
+- nothing goes back to a stream, which keeps what it has: the next channel begins at the oldest unsettled delivery.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.core.acks import AckBatcher
+from reliable_mq.core.admission import Admission, used_up
+from reliable_mq.core.attempts import FailureBook, Failures
+from reliable_mq.core.codec import encode_ack, encode_nack, encode_reject
+from reliable_mq.core.consumer_statistics import ConsumerStatistics
+from reliable_mq.core.deadletters import Republish
+from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.handling import Failed, Outcome, Result, What
+from reliable_mq.errors import ConfigurationError, PublishRefused, ReliableMQError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from reliable_mq.core.acks import Frames
+    from reliable_mq.core.batching import Batcher
+    from reliable_mq.core.deadletters import DeadLetters
+    from reliable_mq.core.failure import Failure
+    from reliable_mq.core.positions import StreamPosition
+    from reliable_mq.retry import RetryPolicy
+
+__all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
+
+_UNIDENTIFIED: Final = "not handed to a handler: it has no message_id, by which the idempotency store would know it"
+_LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
+
+
+class State(enum.Enum):
+    """What is done with deliveries."""
+
+    CONSUMING = "consuming"
+    """They are handed out."""
+    DRAINING = "draining"
+    """They go back to the broker, until another channel is opened: the subscription has ended."""
+    STOPPING = "stopping"
+    """They go back to the broker, for good."""
+
+
+class NoticeKind(enum.Enum):
+    """What the shell should log."""
+
+    RETRIED = "retried"
+    DEAD_LETTERED = "dead-lettered"
+    REJECTED = "rejected"
+    REPUBLISH_FAILED = "dead letter not confirmed"
+    STORE_FAILED = "idempotency store failed"
+    BATCH_FAILED = "and its batch failed, each is tried by itself"
+    DROPPED = "failed, and acknowledged automatically"
+
+
+class Notice(NamedTuple):
+    """Something about a delivery that a log should tell."""
+
+    kind: NoticeKind
+    delivery: Delivery
+    text: str
+
+
+class ConsumingSession:
+    """See the module. Not thread-safe: one thread, or one event loop, owns it.
+
+    Args:
+        queue: the name of the queue.
+        retry: how a failed delivery is tried again.
+        random: the source of the jitter.
+        dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends what is given
+            up.
+        broker_dead_letters: whether the broker itself dead-letters what is rejected.
+        acks: batches the acks; None with automatic acks, where the broker forgets what it sends and nothing is tried
+            again.
+        batcher: groups deliveries for a batch handler; None for a plain one.
+        max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
+        claim_wait: seconds until a delivery that is claimed elsewhere is looked at again.
+        position: where the consumption of a stream is; None for queues.
+
+    Attributes:
+        automatic: whether acks are.
+        position: as given.
+        statistics: counts, written here and read by anyone.
+        state: what is done with deliveries.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: str,
+        retry: RetryPolicy,
+        random: Random,
+        dead_letters: DeadLetters | None,
+        broker_dead_letters: bool,
+        acks: AckBatcher | None,
+        batcher: Batcher | None = None,
+        max_body_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        claim_wait: float = 1.0,
+        position: StreamPosition | None = None,
+    ) -> None:
+        self._queue = queue
+        self._retry = retry
+        self._random = random
+        self._dead_letters = dead_letters
+        self._broker_dead_letters = broker_dead_letters
+        self._acks = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
+        self.automatic: Final = acks is None
+        self._batcher = batcher
+        self._claim_wait = claim_wait
+        self.position = position
+        self._book = FailureBook()
+        self._source: Source | None = None
+        self._work: list[Delivery] = []
+        self._held: list[tuple[float, int, Delivery | Republish]] = []
+        self._order = itertools.count()  # breaks ties in _held
+        self._republishes: list[Republish] = []
+        self._output: list[bytes] = []
+        self._notices: list[Notice] = []
+        self._noted: Failure | None = None  # of the last batch that failed
+        self._running = 0
+        self._republishing = 0
+        self.statistics: ConsumerStatistics = self._acks.statistics
+        self.state = State.CONSUMING
+        self._admission = Admission(
+            book=self._book,
+            max_attempts=retry.max_attempts,
+            max_body_bytes=max_body_bytes,
+            max_header_bytes=max_header_bytes,
+            keeps=dead_letters is not None or broker_dead_letters,
+            statistics=self.statistics,
+        )
+        self._outcomes = {
+            What.DUPLICATE: self._duplicate,
+            What.IN_PROGRESS: self._in_progress,
+            What.EXHAUSTED: self._exhausted,
+            What.UNIDENTIFIED: self._unidentified,
+            What.STORE_FAILED: self._store_failed,
+        }
+
+    # What happened
+
+    def opened(self, generation: int, channel: int) -> None:
+        """A channel is open and subscribed."""
+        self._source = Source(generation, channel, self._queue)
+        self._acks.opened(generation)
+        if self.state is State.DRAINING:
+            self.state = State.CONSUMING
+
+    def delivered(self, deliveries: list[Delivery], now: float) -> None:
+        """Deliveries came in on the open channel, in their order; at least one."""
+        source = self._source
+        if source is None:
+            self.statistics.stale += len(deliveries)
+            return
+        self.statistics.delivered += len(deliveries)
+        if not self.automatic:
+            self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        for delivery in deliveries:
+            delivery.source = source
+        if self.position is not None:
+            self.position.delivered(deliveries, self._acks.lowest)
+        if self.automatic:
+            self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
+        elif self.state is not State.CONSUMING:
+            self._hand_back(deliveries)
+            return
+        elif not self._admission.plain(deliveries):
+            deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
+        if self._batcher is None:
+            self._work += deliveries
+        elif deliveries:
+            self._batcher.add(deliveries, now)
+
+    def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
+        """These were handed out, and this is what became of them; of what was handled, ``since`` then at the latest."""
+        self._running -= len(results)
+        if self.automatic:
+            self._finished_automatically(results)
+            return
+        handled = [result for result in results if isinstance(result, Delivery)]
+        if handled:
+            self._handled(handled, now if since is None else since)
+        if len(handled) == len(results):
+            return
+        for result in results:
+            if isinstance(result, Failed):
+                self._failed(result, now)
+            elif isinstance(result, Outcome):
+                if result.delivery.source is self._source:
+                    self._outcomes[result.what](result, now)
+                else:
+                    self.statistics.stale += 1
+
+    def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
+        """A dead letter that was taken is confirmed, or it is known that it was not."""
+        self._republishing -= 1
+        delivery = republish.delivery
+        if delivery.source is not self._source:
+            self.statistics.stale += 1
+        elif error is None:
+            self.statistics.dead_lettered += self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
+            self._book.forget(delivery)
+        else:
+            republish.tries += 1
+            self.statistics.republish_failed += 1
+            self._notices.append(Notice(NoticeKind.REPUBLISH_FAILED, delivery, str(error)))
+            if self._broker_dead_letters and isinstance(error, (PublishRefused, ConfigurationError)):
+                # It cannot be published at all (too large with our headers, say); the broker's own dead-lettering keeps
+                # it.
+                self._reject(delivery, republish.reason)
+            else:
+                self._hold(republish, now + self._backoff(republish.tries))
+
+    def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
+        """These were handed out, and no handler has begun with them, nor will."""
+        self._running -= len(deliveries)
+        self._hand_back([delivery for delivery in deliveries if delivery.source is self._source])
+
+    def tick(self, now: float) -> None:
+        """Time passed; see `deadline`."""
+        while self._held and self._held[0][0] <= now:
+            item = heapq.heappop(self._held)[2]
+            if isinstance(item, Republish):
+                self._republishes.append(item)
+            elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
+                self._dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
+            else:
+                self._dispatch_alone(item)
+        if self._batcher is not None:
+            self._batcher.due(now)
+
+    def lost(self, generation: int) -> None:
+        """The channel is gone. What was handed out and has not begun is to be `withdrawn`."""
+        if self._source is None or generation != self._source.generation:
+            return
+        self._source = None
+        if self.position is not None:
+            self.position.lost(self._acks.lowest)
+        self.statistics.lost += self._acks.lost()
+        self._take_everything()
+        self._republishes.clear()
+        self._output.clear()
+
+    def drain(self) -> None:
+        """The broker has ended the subscription; the channel is open: hand back what has not begun, ack what ends.
+
+        What was handed out and has not begun is to be `withdrawn`.
+        """
+        self.statistics.cancelled += 1
+        if self.state is State.CONSUMING:
+            self.state = State.DRAINING
+        self._hand_back(self._take_everything())
+
+    def stop(self) -> None:
+        """As `drain`, for good."""
+        self.state = State.STOPPING
+        self._hand_back(self._take_everything())
+
+    def set_prefetch(self, prefetch: int) -> None:
+        """The prefetch is ``prefetch`` from now on.
+
+        Raises:
+            ConfigurationError: ``ack_every`` or ``batch_size`` does not fit it; nothing has changed.
+        """
+        if self._batcher is not None and 0 < prefetch < self._batcher.batch_size:
+            size = self._batcher.batch_size
+            raise ConfigurationError(f"batch_size={size} does not fit prefetch={prefetch}: lower it")
+        self._acks.set_prefetch(prefetch)
+
+    # What to do
+
+    def take_work(self) -> list[Delivery]:
+        """Take the deliveries to hand out; for a plain handler."""
+        work, self._work = self._work, []
+        self._running += len(work)
+        return work
+
+    def take_batches(self) -> list[list[Delivery]]:
+        """Take the batches to hand out; for a batch handler."""
+        if self._batcher is None:
+            return []
+        batches, self._batcher.ready = self._batcher.ready, []
+        self._running += sum(map(len, batches))
+        return batches
+
+    def take_republishes(self) -> list[Republish]:
+        """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
+        republishes, self._republishes = self._republishes, []
+        self._republishing += len(republishes)
+        return republishes
+
+    def take_notices(self) -> list[Notice]:
+        """Take what to log."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    def take_output(self, now: float) -> bytes:
+        """Take the bytes to write on the open channel; empty where there are none."""
+        frames = self._acks.due(now) if self.state is State.CONSUMING else self._acks.flush()
+        if frames and self._source is not None:
+            self._send_acks(self._source, frames)
+        if not self._output:
+            return b""
+        output = b"".join(self._output)
+        self._output.clear()
+        return output
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
+        held = self._held[0][0] if self._held else None
+        waiting = None if self._batcher is None else self._batcher.deadline
+        return min((time for time in (self._acks.deadline, held, waiting) if time is not None), default=None)
+
+    @property
+    def source(self) -> Source | None:
+        """The open channel, by which deliveries of a lost one are told; None while there is none."""
+        return self._source
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is handed out or to be, and no dead letter is being published."""
+        return not (self._running or self._republishing or self._republishes or self._work)
+
+    @property
+    def running(self) -> int:
+        """Deliveries that are handed out."""
+        return self._running
+
+    @property
+    def held(self) -> int:
+        """Deliveries that wait for their next attempt, or for the next try to dead-letter them."""
+        return len(self._held)
+
+    @property
+    def ack_every(self) -> int:
+        """Finished deliveries that are acked together."""
+        return self._acks.ack_every
+
+    @property
+    def outstanding(self) -> int:
+        """Deliveries that are neither acked nor given back."""
+        return self._acks.outstanding
+
+    # Results
+
+    def _admit(self, delivery: Delivery, now: float) -> bool:
+        reason = self._admission.refusal(delivery)
+        if reason is not None:
+            self._dead_letter(delivery, reason)
+        elif delivery.failures is not None and delivery.failures.due > now:
+            self._hold(delivery, delivery.failures.due)
+        else:
+            return True
+        return False
+
+    def _handled(self, deliveries: list[Delivery], now: float) -> None:
+        source = self._source
+        current = [delivery for delivery in deliveries if delivery.source is source]
+        self.statistics.stale += len(deliveries) - len(current)
+        tags = [delivery.delivery_tag for delivery in current]
+        self.statistics.handled += self._acks.finished(self._acks.generation, tags, now)
+        if self._book:
+            for delivery in current:
+                if delivery.failures is not None:
+                    self._book.forget(delivery)
+
+    def _finished_automatically(self, results: Sequence[Result]) -> None:
+        for result in results:
+            if isinstance(result, Failed):
+                self.statistics.failed += 1
+                self._note(NoticeKind.DROPPED, result)
+            else:
+                self.statistics.handled += 1
+
+    def _failed(self, result: Failed, now: float) -> None:
+        delivery, failure = result.delivery, result.failure
+        failures = self._remember(delivery, failure) if result.alone else Failures()
+        if delivery.source is not self._source:
+            self.statistics.stale += 1
+            return
+        if result.detail:
+            self._notices.append(Notice(NoticeKind.STORE_FAILED, delivery, result.detail))
+        if delivery.flaw is not None:
+            self._dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
+        elif not result.alone:
+            if failure is not self._noted:  # once for a batch, whose deliveries share it
+                self._noted = failure
+                self._note(NoticeKind.BATCH_FAILED, result)
+            delivery.redelivered = True
+            self._hold(delivery, now)
+        elif failure.verdict is not None:
+            self._dead_letter(delivery, failure.verdict)
+        else:
+            self._retry_or_give_up(delivery, failures, failure, now)
+
+    def _retry_or_give_up(self, delivery: Delivery, failures: Failures, failure: Failure, now: float) -> None:
+        delay = self._retry.delay(failures.count, self._random)
+        if delay is None:
+            self._dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
+            return
+        if failure.delay is not None:
+            delay = failure.delay
+        # A retry that goes through a delay queue is a Republish too: published, confirmed, then the original is acked.
+        failures.due = now + delay
+        delivery.redelivered = True
+        self.statistics.retried += 1
+        self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}"))
+        self._hold(delivery, failures.due)
+
+    def _duplicate(self, outcome: Outcome, now: float) -> None:
+        delivery = outcome.delivery
+        self.statistics.duplicates += self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
+        self._book.forget(delivery)
+
+    def _in_progress(self, outcome: Outcome, now: float) -> None:
+        self.statistics.claims_in_progress += 1
+        self._hold(outcome.delivery, now + self._claim_wait)
+
+    def _exhausted(self, outcome: Outcome, _now: float) -> None:
+        failures = outcome.delivery.failures or Failures()
+        self._dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
+
+    def _unidentified(self, outcome: Outcome, _now: float) -> None:
+        self.statistics.quarantined += 1
+        self._dead_letter(outcome.delivery, _UNIDENTIFIED)
+
+    def _store_failed(self, outcome: Outcome, now: float) -> None:
+        self.statistics.store_failures += 1
+        self._notices.append(Notice(NoticeKind.STORE_FAILED, outcome.delivery, outcome.detail))
+        outcome.delivery.store_failures += 1
+        self._hold(outcome.delivery, now + self._backoff(outcome.delivery.store_failures))
+
+    # Where deliveries go
+
+    def _dispatch_alone(self, delivery: Delivery) -> None:
+        if self._batcher is None:
+            self._work.append(delivery)
+        else:
+            self._batcher.ready.append([delivery])
+
+    def _hold(self, item: Delivery | Republish, due: float) -> None:
+        if self.state is State.CONSUMING:
+            heapq.heappush(self._held, (due, next(self._order), item))
+        else:
+            self._hand_back([item.delivery if isinstance(item, Republish) else item])
+
+    def _dead_letter(self, delivery: Delivery, reason: str) -> None:
+        if delivery.failures is not None:
+            delivery.failures.verdict = reason
+        if self._dead_letters is None:
+            self._reject(delivery, reason)
+        else:
+            self._notices.append(Notice(NoticeKind.DEAD_LETTERED, delivery, reason))
+            self._republishes.append(self._dead_letters.make(delivery, reason))
+
+    def _reject(self, delivery: Delivery, reason: str) -> None:
+        source = delivery.source
+        if self._acks.taken(source.generation, delivery.delivery_tag):
+            self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=False))
+            self.statistics.rejected += 1
+            self._notices.append(Notice(NoticeKind.REJECTED, delivery, reason))
+            self._book.forget(delivery)
+
+    def _hand_back(self, deliveries: list[Delivery]) -> None:
+        source = self._source
+        if source is None or self.automatic or self.position is not None or not deliveries:
+            return
+        acks, nacks = self._acks.hand_back(source.generation, [delivery.delivery_tag for delivery in deliveries])
+        self._send_acks(source, acks)
+        self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
+
+    def _send_acks(self, source: Source, frames: Frames) -> None:
+        self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)
+
+    def _take_everything(self) -> list[Delivery]:
+        """Empty every place where a delivery waits to be handed out, or to be dead-lettered again."""
+        if self.automatic:
+            return []
+        deliveries, self._work = self._work, []
+        if self._batcher is not None:
+            deliveries += self._batcher.clear()
+        deliveries.extend(item.delivery if isinstance(item, Republish) else item for _, _, item in self._held)
+        self._held.clear()
+        return deliveries
+
+    def _remember(self, delivery: Delivery, failure: Failure) -> Failures:
+        self.statistics.failed += 1
+        if delivery.redelivered or delivery.source is not self._source:
+            delivery.failures = self._book.recall(delivery)  # another handler of it may have failed in the meantime
+        failures = delivery.failures = delivery.failures or Failures()
+        failures.add(failure)
+        self._book.remember(delivery, failures)
+        return failures
+
+    def _note(self, kind: NoticeKind, result: Failed) -> None:
+        self._notices.append(Notice(kind, result.delivery, _shown(result.failure)))
+
+    @staticmethod
+    def _backoff(tries: int) -> float:
+        return min(_LONGEST_WAIT, 2.0 ** min(tries - 1, 10))
+
+
+def _shown(failure: Failure) -> str:
+    return f"{failure.exception_type}: {failure.exception_message}"

@@ -1,0 +1,313 @@
+"""What is done with deliveries on the thread or task that runs the handler, step by step.
+
+`handling` is a generator: it yields what it wants done (a handler called, keys claimed, ...), is sent the answer, or
+has the exception thrown in, and returns what became of each delivery. So the order of claim, effect and completion is
+decided here, once, for both faces; carrying a step out may block or await, as the face does.
+
+Without a store: call the handler. With one::
+
+    claim --done--> duplicate        --in progress--> wait, no attempt        --store failed--> wait, no attempt
+          --new--> call the handler --not now--> release --> not begun
+                                    --raised--> release (failed) --> failed
+                                    --returned--> complete --taken--> handled
+                                                           --token stale--> claim again later
+                                                           --store failed--> complete again later, without the handler
+
+Invariants:
+
+- every delivery has exactly one result;
+- with a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
+  as done;
+- a handler that has returned is not called again for want of the store's answer;
+- a failed attempt is released before it is reported, so that the next one may claim.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from reliable_mq.core.attempts import Failures
+from reliable_mq.core.batching import verdicts
+from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.failure import Failure, describe, printable
+
+__all__ = [
+    "Call",
+    "ClaimKeys",
+    "Claiming",
+    "Complete",
+    "Failed",
+    "Handling",
+    "NotBegun",
+    "Outcome",
+    "Release",
+    "Result",
+    "Step",
+    "What",
+    "handling",
+]
+
+_STALE: Final = "the lease ended before the handler did, and another holder took over"
+
+
+class What(enum.Enum):
+    """What became of a delivery whose handler was not called, or not for the last time."""
+
+    DUPLICATE = "duplicate"
+    """The store has it as done."""
+    IN_PROGRESS = "in progress"
+    """Another holder has claimed it."""
+    EXHAUSTED = "exhausted"
+    """The store has counted as many failed attempts as there may be."""
+    UNIDENTIFIED = "unidentified"
+    """There is no key to claim."""
+    STORE_FAILED = "store failed"
+    """The store did not answer, or refused the token."""
+    NOT_BEGUN = "not begun"
+    """The shell did not call the handler; the claim was given up."""
+
+
+class NotBegun(Exception):
+    """Thrown in by the shell in place of a `Call` that it does not carry out (now)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A delivery that was neither handled nor failed.
+
+    Attributes:
+        delivery: which.
+        what: what became of it.
+        detail: what the store said, where it failed.
+    """
+
+    delivery: Delivery
+    what: What
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A delivery whose handler raised, or gave a verdict that is no ack.
+
+    Attributes:
+        delivery: which.
+        failure: what the handler raised.
+        alone: whether the failure is this delivery's own; else it was in a batch, and nobody knows whose fault it was.
+        detail: what the store said, where it failed to release the claim.
+    """
+
+    delivery: Delivery
+    failure: Failure
+    alone: bool = True
+    detail: str = ""
+
+
+#: What became of a delivery: itself where it was handled.
+Result: TypeAlias = Delivery | Outcome | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call the handler with ``argument``; answer with what it returns, or throw what it raises."""
+
+    argument: Delivery | list[Delivery]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimKeys:
+    """Claim; answer with one `Claim` per key."""
+
+    keys: list[str]
+    lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Complete; answer with one truth value per claim."""
+
+    claims: list[Claim]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Release, as failed or as not tried; answer with one truth value per claim."""
+
+    claims: list[Claim]
+    failed: bool
+
+
+Step: TypeAlias = Call | ClaimKeys | Complete | Release
+
+
+class Claiming:
+    """How deliveries are claimed.
+
+    Args:
+        namespace: tells the same key of one queue from that of another, in a store that several share.
+        key: gives the key of a delivery, None where it has none; by default its ``message_id``.
+        lease: seconds after which a claim that nobody settled may be taken over.
+        max_attempts: after how many failed attempts the handler is not called any more.
+    """
+
+    __slots__ = ("_prefix", "key", "lease", "max_attempts")
+
+    def __init__(
+        self, *, namespace: str, key: Callable[[Delivery], str | None] | None, lease: float, max_attempts: int
+    ) -> None:
+        # Escaped, so that no key of one namespace can be read as one of another.
+        self._prefix = namespace.replace("%", "%25").replace("|", "%7C") + "|"
+        self.key = key
+        self.lease = lease
+        self.max_attempts = max_attempts
+
+    def key_of(self, delivery: Delivery) -> str | None:
+        """Answer what to claim for a delivery; None where it has no key."""
+        key = delivery.message_id if self.key is None else self.key(delivery)
+        return self._prefix + key if key else None
+
+
+Handling: TypeAlias = Generator[Step, Any, list[Result]]
+
+
+def handling(
+    deliveries: Sequence[Delivery], *, batch: bool, claiming: Claiming | None, wall_clock: Callable[[], float]
+) -> Handling:
+    """Handle deliveries; see the module.
+
+    Args:
+        deliveries: at least one. The handler is called for one after the other, or once if ``batch``.
+        batch: whether the handler takes a list.
+        claiming: how they are claimed; None without a store.
+        wall_clock: the time of a failure, in seconds since 1970.
+
+    Returns:
+        What became of each delivery, in any order.
+    """
+    results: list[Result] = []
+    if claiming is None:
+        handled, failed, left = yield from _judge(list(deliveries), batch, wall_clock)
+        return [*handled, *failed, *(Outcome(delivery, What.NOT_BEGUN) for delivery in left)]
+    owed = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
+    fresh = [delivery for delivery in deliveries if delivery.claim is None]
+    claims = yield from _claim(fresh, claiming, results, wall_clock)
+    handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
+    detail = yield from _release([claims[delivery] for delivery in left], failed=False)
+    results.extend(Outcome(delivery, What.NOT_BEGUN, detail) for delivery in left)
+    for counts in (True, False):
+        some = [result for result in failed if result.alone is counts]
+        detail = yield from _release([claims[result.delivery] for result in some], failed=counts)
+        results.extend(replace(result, detail=detail) if detail else result for result in some)
+    yield from _complete([*owed, *((delivery, claims[delivery]) for delivery in handled)], results)
+    return results
+
+
+def _judge(
+    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float]
+) -> Generator[Step, Any, tuple[list[Delivery], list[Failed], list[Delivery]]]:
+    """Call the handler; answer with the deliveries that it handled, those that it did not, and those not begun."""
+    handled: list[Delivery] = []
+    failed: list[Failed] = []
+    left: list[Delivery] = []
+    if not batch:
+        for delivery in deliveries:
+            try:
+                yield Call(delivery)
+            except NotBegun:
+                left.append(delivery)
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
+                failed.append(Failed(delivery, describe(error, wall_clock())))
+            else:
+                handled.append(delivery)
+    elif deliveries:
+        try:
+            found = verdicts((yield Call(list(deliveries))), len(deliveries))
+        except NotBegun:
+            left = deliveries
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
+            failure = describe(error, wall_clock())
+            failed.extend(Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries)
+        else:
+            for delivery, verdict in zip(deliveries, found, strict=True):
+                if verdict is None:
+                    handled.append(delivery)
+                else:
+                    failed.append(Failed(delivery, describe(verdict, wall_clock())))
+    return handled, failed, left
+
+
+def _claim(
+    deliveries: list[Delivery], claiming: Claiming, results: list[Result], wall_clock: Callable[[], float]
+) -> Generator[Step, Any, dict[Delivery, Claim]]:
+    """Claim; answer with the deliveries that are to be handled, and put the others among the results."""
+    keys: dict[Delivery, str] = {}
+    for delivery in deliveries:
+        try:
+            key = claiming.key_of(delivery)
+        except Exception as error:  # noqa: BLE001 -- the key function's, whatever it is
+            results.append(Failed(delivery, describe(error, wall_clock())))
+        else:
+            if key is None:
+                results.append(Outcome(delivery, What.UNIDENTIFIED))
+            else:
+                keys[delivery] = key
+    new: dict[Delivery, Claim] = {}
+    exhausted: list[Delivery] = []
+    answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
+    if isinstance(answer, str):
+        results.extend(Outcome(delivery, What.STORE_FAILED, detail=answer) for delivery in keys)
+        return new
+    for delivery, claim in zip(keys, answer, strict=True):
+        if claim.status is ClaimStatus.NEW:
+            new[delivery] = claim
+            if claim.attempts:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count = max(failures.count, claim.attempts)
+                delivery.redelivered = True
+                if failures.count >= claiming.max_attempts:
+                    exhausted.append(delivery)
+        else:
+            what = What.DUPLICATE if claim.status is ClaimStatus.DONE else What.IN_PROGRESS
+            results.append(Outcome(delivery, what))
+    detail = yield from _release([new.pop(delivery) for delivery in exhausted], failed=False)
+    results.extend(Outcome(delivery, What.EXHAUSTED, detail) for delivery in exhausted)
+    return new
+
+
+def _release(claims: list[Claim], *, failed: bool) -> Generator[Step, Any, str]:
+    """Release. Where the store fails to, answer with what it said; the keys are then free when their lease ends."""
+    answer = yield from _ask(Release(claims, failed), len(claims))
+    return answer if isinstance(answer, str) else ""
+
+
+def _complete(finished: list[tuple[Delivery, Claim]], results: list[Result]) -> Generator[Step, Any, None]:
+    answer = yield from _ask(Complete([claim for _, claim in finished]), len(finished))
+    if isinstance(answer, str):
+        for delivery, claim in finished:
+            delivery.claim = claim
+            results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+        return
+    for (delivery, _), taken in zip(finished, answer, strict=True):
+        delivery.claim = None
+        results.append(delivery if taken else Outcome(delivery, What.STORE_FAILED, detail=_STALE))
+
+
+def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:
+    """Ask the store for ``count`` answers; a text where it did not give them. It is not asked for none."""
+    if not count:
+        return []
+    try:
+        answer = list((yield step))
+    except Exception as error:  # noqa: BLE001 -- a store is the user's to write
+        return printable(f"{type(error).__name__}: {error}")
+    if len(answer) != count:
+        return f"the store gave {len(answer)} answers to {count} questions"
+    return answer

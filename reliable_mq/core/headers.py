@@ -1,0 +1,58 @@
+"""The names of the headers that this package writes, so that nobody else uses them.
+
+All begin with ``x-reliable-mq-``. They travel in the header table of a message; times are AMQP timestamps (whole
+seconds, UTC).
+
+====================== ========== =====================================================================================
+constant               type       meaning
+====================== ========== =====================================================================================
+POSSIBLE_DUPLICATE     bool       published again after an unknown outcome: the broker may have the message twice
+FORMAT                 int        version of the headers below, now `FORMAT_VERSION`
+ATTEMPT                int        which attempt the next delivery of this message is, from 1
+ATTEMPTS               int        of a dead letter: how many attempts were made at it
+DEAD_LETTER_REASON     str        why it was dead-lettered
+EXCEPTION_TYPE         str        class of the exception that the last attempt raised, with its module
+EXCEPTION_MESSAGE      str        its text, cut
+ORIGINAL_QUEUE         str        the queue that it was first consumed from
+ORIGINAL_EXCHANGE      str        the exchange that it was first published to
+ORIGINAL_ROUTING_KEY   str        with which routing key
+FIRST_FAILURE          timestamp  when an attempt first failed
+LAST_FAILURE           timestamp  when an attempt last failed
+CONSUMER               str        the consumer that moved it
+PACKAGE_VERSION        str        the version of this package that moved it
+ORIGINAL_CC            list[str]  its ``CC``, which would route a re-published message to those queues again
+ORIGINAL_BCC           list[str]  its ``BCC``, for the same reason
+ORIGINAL_USER_ID       str        its ``user_id``, which RabbitMQ accepts from its owner only
+ORIGINAL_EXPIRATION    str        its ``expiration`` (milliseconds, as on the wire), which would cut a delay short
+ORIGINAL_PROPERTIES    bytes      all its properties, as on the wire, where they are broken and cannot be sent as such
+====================== ========== =====================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+PREFIX: Final = "x-reliable-mq-"
+
+POSSIBLE_DUPLICATE: Final = "x-reliable-mq-possible-duplicate"
+FORMAT: Final = "x-reliable-mq-format"
+ATTEMPT: Final = "x-reliable-mq-attempt"
+ATTEMPTS: Final = "x-reliable-mq-attempts"
+DEAD_LETTER_REASON: Final = "x-reliable-mq-dead-letter-reason"
+EXCEPTION_TYPE: Final = "x-reliable-mq-exception-type"
+EXCEPTION_MESSAGE: Final = "x-reliable-mq-exception-message"
+ORIGINAL_QUEUE: Final = "x-reliable-mq-original-queue"
+ORIGINAL_EXCHANGE: Final = "x-reliable-mq-original-exchange"
+ORIGINAL_ROUTING_KEY: Final = "x-reliable-mq-original-routing-key"
+FIRST_FAILURE: Final = "x-reliable-mq-first-failure"
+LAST_FAILURE: Final = "x-reliable-mq-last-failure"
+CONSUMER: Final = "x-reliable-mq-consumer"
+PACKAGE_VERSION: Final = "x-reliable-mq-package-version"
+ORIGINAL_CC: Final = "x-reliable-mq-original-cc"
+ORIGINAL_BCC: Final = "x-reliable-mq-original-bcc"
+ORIGINAL_USER_ID: Final = "x-reliable-mq-original-user-id"
+ORIGINAL_EXPIRATION: Final = "x-reliable-mq-original-expiration"
+ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
+
+#: What FORMAT holds.
+FORMAT_VERSION: Final = 1

@@ -1,0 +1,125 @@
+"""An ordered record of items under contiguous numbers, settled in any order.
+
+Sequence numbers of publishes and delivery tags of deliveries have the same shape: they are given out one by one, and
+come back singly, in any order, or as "all up to and including N". The ledger keeps what is not yet settled.
+
+Invariants:
+
+- numbers are given out contiguously, from 1 on, and never twice;
+- an item leaves the ledger once: a second removal of its number finds nothing;
+- ``pop_through`` and ``clear`` go in order of the numbers;
+- every operation is O(1) amortised per item, however many are held;
+- memory is in proportion to what was held at once, however far apart the numbers of the oldest and the newest item are.
+
+Items stand in a list by number, 8 bytes each. Its settled front is cut off once it is half of the list. Where the list
+is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others are
+confirmed), what is left moves to a dictionary: each item is written once, cleared once and moved at most twice on
+average.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Ledger"]
+
+T = TypeVar("T")
+
+_TIDY_EVERY = 1024  # slots
+_SPARSE = 4  # slots per item held from which on a dictionary is smaller
+
+
+class Ledger(Generic[T]):
+    """Items, none of them None, under contiguous numbers; see the module's invariants. Not thread-safe."""
+
+    __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
+
+    def __init__(self) -> None:
+        self._slots: list[T | None] = []
+        self._base = 1  # the number of _slots[0]
+        self._head = 0  # no slot before this index holds an item
+        self._held = 0  # items in _slots
+        self._stragglers: OrderedDict[int, T] = OrderedDict()  # items with numbers below _base
+
+    def __len__(self) -> int:
+        return self._held + len(self._stragglers)
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next item gets."""
+        return self._base + len(self._slots)
+
+    def extend(self, items: Iterable[T]) -> None:
+        """Hold all of ``items``, in order."""
+        slots = self._slots
+        before = len(slots)
+        slots.extend(items)
+        self._held += len(slots) - before
+        if before // _TIDY_EVERY != len(slots) // _TIDY_EVERY:
+            self._tidy()
+
+    def pop(self, number: int) -> T | None:
+        """Remove and return the item with this number; None if it is not held."""
+        index = number - self._base
+        slots = self._slots
+        if index < 0:
+            return self._stragglers.pop(number, None)
+        if index >= len(slots):
+            return None
+        item = slots[index]
+        if item is not None:
+            slots[index] = None
+            self._held -= 1
+            if not self._held:
+                self._restart()
+        return item
+
+    def pop_through(self, number: int) -> list[T]:
+        """Remove and return all items up to and including ``number``, in order."""
+        items: list[T] = []
+        stragglers = self._stragglers
+        while stragglers and next(iter(stragglers)) <= number:
+            items.append(stragglers.popitem(last=False)[1])
+        head = self._head
+        end = min(number - self._base + 1, len(self._slots))
+        if head < end:
+            settled = [item for item in self._slots[head:end] if item is not None]
+            self._slots[head:end] = [None] * (end - head)
+            self._head = end
+            self._held -= len(settled)
+            if not self._held:
+                self._restart()
+            items += settled
+        return items
+
+    def clear(self) -> list[T]:
+        """Remove and return all items, in order. Numbering goes on."""
+        return self.pop_through(self.next_number - 1)
+
+    def _restart(self) -> None:
+        """No slot holds an item: let go of them all."""
+        self._base += len(self._slots)
+        self._head = 0
+        self._slots.clear()
+
+    def _tidy(self) -> None:
+        """Keep the list in proportion to what it holds; something has been added, so it holds something."""
+        slots = self._slots
+        head = self._head
+        while slots[head] is None:
+            head += 1
+        self._head = head
+        if head * 2 >= len(slots):
+            del slots[:head]
+            self._base += head
+            self._head = 0
+        elif self._held * _SPARSE <= len(slots):
+            for number, item in enumerate(slots, self._base):
+                if item is not None:
+                    self._stragglers[number] = item
+            self._held = 0
+            self._restart()

@@ -1,0 +1,203 @@
+"""One publish: what was asked for, how far it has come, and how it ended.
+
+A publication has one of five outcomes. *Unknown* is an outcome of an attempt long before it is one of the publication:
+a publish whose channel was lost is sent again, with the same ``message_id``; only when its deadline passes does it end
+as unknown.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reliable_mq.errors import (
+    PublishBlocked,
+    PublishError,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.message import Message
+
+__all__ = ["Outcome", "Publication", "Receipt", "Reply"]
+
+
+class Outcome(enum.Enum):
+    """How a publish ended."""
+
+    CONFIRMED = "confirmed"
+    """The broker acked it: it is on every queue it was routed to, and on disk where message and queue are durable."""
+    NACKED = "nacked"
+    """The broker refused it, as often as the retry policy allowed."""
+    RETURNED = "returned"
+    """It was mandatory and no queue was bound for it."""
+    REFUSED = "refused"
+    """The broker closed the channel because of it."""
+    UNKNOWN = "unknown"
+    """Its deadline passed without a confirm."""
+
+
+class Reply(NamedTuple):
+    """A reply code and text of the broker."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What is known of a message that was published.
+
+    Attributes:
+        message_id: the id it was published with.
+        status: ``"confirmed"``: the broker has it; ``"stored"``: it is durable in the outbox, and the relay will
+            publish it.
+        attempts: how often it was sent.
+        possible_duplicate: whether an earlier attempt of unknown outcome may have arrived too.
+    """
+
+    message_id: str
+    status: str = "confirmed"
+    attempts: int = 1
+    possible_duplicate: bool = False
+
+
+class Publication:
+    """A publish and its state. Written by the publishing session alone; ``outcome`` is set last, and once.
+
+    Attributes:
+        message, exchange, routing_key, mandatory: what was asked for.
+        size: bytes counted against the window.
+        accepted_at: on the monotonic clock, seconds.
+        timeout: seconds from ``accepted_at`` after which it is given up; None for the session's delivery timeout.
+        sends: how often it was written to a channel.
+        nacks: how often the broker refused it.
+        on_wire: whether the open channel still owes a confirm for it.
+        in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
+        reply: the return or the channel exception that concerns it, or why it was blocked.
+        outcome: None until it is settled.
+        home: the face that it belongs to, for what a user does with it.
+        watchers: what the face calls when it is settled; None for nobody.
+        seen: whether a user has asked for the outcome, or will be told.
+    """
+
+    __slots__ = (
+        "accepted_at",
+        "exchange",
+        "home",
+        "in_doubt",
+        "mandatory",
+        "message",
+        "nacks",
+        "on_wire",
+        "outcome",
+        "reply",
+        "routing_key",
+        "seen",
+        "sends",
+        "size",
+        "timeout",
+        "watchers",
+    )
+
+    def __init__(
+        self,
+        message: Message,
+        exchange: str,
+        routing_key: str,
+        mandatory: bool,
+        size: int,
+        accepted_at: float,
+        timeout: float | None,
+        home: Any = None,
+    ) -> None:
+        self.message = message
+        self.exchange = exchange
+        self.routing_key = routing_key
+        self.mandatory = mandatory
+        self.size = size
+        self.accepted_at = accepted_at
+        self.timeout = timeout
+        self.sends = 0
+        self.nacks = 0
+        self.on_wire = False
+        self.in_doubt = False
+        self.reply: Reply | None = None
+        self.outcome: Outcome | None = None
+        self.home = home
+        self.watchers: list[Callable[[], object]] | None = None
+        self.seen = False
+
+    def receipt(self) -> Receipt:
+        """The receipt of a confirmed publication."""
+        return Receipt(self.message.message_id, attempts=self.sends, possible_duplicate=self.in_doubt)
+
+    def failure(self) -> PublishError | None:
+        """The error that a settled publication ended with; None where it was confirmed."""
+        match self.outcome:
+            case Outcome.NACKED:
+                return self._with_doubt(
+                    PublishNacked(
+                        f"{self} was nacked by the broker (attempts: {self.nacks}); "
+                        f"a queue it is routed to is full or cannot accept it{self._doubt}",
+                        message_id=self.message.message_id,
+                        attempts=self.nacks,
+                    )
+                )
+            case Outcome.RETURNED:
+                code, text = self.reply or Reply(0, "")
+                return self._with_doubt(
+                    PublishReturned(
+                        f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
+                        f"{self._doubt}",
+                        message_id=self.message.message_id,
+                        reply_code=code,
+                        reply_text=text,
+                        exchange=self.exchange,
+                        routing_key=self.routing_key,
+                    )
+                )
+            case Outcome.REFUSED:
+                code, text = self.reply or Reply(0, "")
+                return PublishRefused(
+                    f"{self} was refused: the broker closed the channel with {code} {text}",
+                    message_id=self.message.message_id,
+                    reply_code=code,
+                    reply_text=text,
+                )
+            case Outcome.UNKNOWN:
+                return self._unconfirmed()
+            case _:
+                return None
+
+    @property
+    def _doubt(self) -> str:
+        return " (an earlier attempt was never answered and may have arrived)" if self.in_doubt else ""
+
+    def _with_doubt(self, error: PublishError) -> PublishError:
+        error.may_have_arrived = self.in_doubt
+        return error
+
+    def _unconfirmed(self) -> PublishError:
+        sent = self.sends > 0
+        if not sent and self.reply is not None:
+            return PublishBlocked(
+                f"{self} was not sent: the broker has blocked publishing ({self.reply.text})",
+                message_id=self.message.message_id,
+                reason=self.reply.text,
+            )
+        known = "it may have arrived" if sent else "it was never sent"
+        return PublishUnconfirmed(
+            f"{self} was not confirmed in time and is published no more; {known}",
+            message_id=self.message.message_id,
+            sent=sent,
+        )
+
+    def __str__(self) -> str:
+        return f"message {self.message.message_id} to exchange {self.exchange!r} with routing key {self.routing_key!r}"

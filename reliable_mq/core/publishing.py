@@ -1,0 +1,375 @@
+"""The publishing session: everything that a publisher decides, without I/O.
+
+The shell tells the session what happened (publishes accepted, a channel opened, confirms and returns read, a channel or
+a connection lost, time passed) and asks what to do: which bytes to send now, which publishes are settled, whether to
+discard the channel, when to call again. The session knows no socket, clock or thread; ``now`` is the shell's monotonic
+clock, in seconds.
+
+The way of a publish::
+
+    accepted --its message_id is outstanding--> waiting for its turn --> ready
+    accepted ----------------------------------------------------------> ready
+    ready    --written to the open channel-----------------------------> on the wire
+    on the wire  --ack--> confirmed            --ack or nack, after a return--> returned
+                 --nack, attempts left--> delayed --its delay is over--> ready
+                 --nack, none left--> nacked
+                 --channel lost--> ready, in its old order (in doubt: its next attempt may be a duplicate)
+                 --the broker closed the channel over it, and over it alone--> refused
+    anywhere     --its deadline passes--> unknown, or returned where the return has come (it is sent no more)
+
+Invariants:
+
+- every accepted publish is settled exactly once, and ``outcome`` never changes afterwards;
+- a return beats its ack: a returned publish is never reported as confirmed;
+- what was on the wire when the channel was lost is exactly what is published again, in order, before anything newer;
+- nothing is published while a channel exception is being isolated, except the group that is probed;
+- a publish is refused only where the channel closed over it alone: one that was given up while on the wire is a suspect
+  too;
+- no two publishes with the same ``message_id`` are on the wire at once;
+- nothing is published without a channel, while the broker blocks, or once it is settled;
+- a place in the window is given back once per accepted publish, when it is settled *and* off the wire: a late confirm
+  still finds it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reliable_mq.core import headers
+from reliable_mq.core.codec import append_publish, encode_properties, publish_head
+from reliable_mq.core.confirms import ConfirmTracker
+from reliable_mq.core.isolation import Isolation
+from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.core.roster import Roster
+from reliable_mq.core.statistics import PublisherStatistics
+from reliable_mq.core.window import IdGate
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from random import Random
+
+    from reliable_mq.retry import RetryPolicy
+
+__all__ = ["PublishingSession"]
+
+P = TypeVar("P", bound=Publication)
+
+_IN_DOUBT = {headers.POSSIBLE_DUPLICATE: True}
+_HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
+
+_DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
+
+# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
+# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
+_BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
+
+
+class PublishingSession(Generic[P]):
+    """See the module. Not thread-safe: one thread, or one event loop, owns it.
+
+    Args:
+        retry: how a nacked publish is tried again.
+        confirm_timeout: seconds without any settlement after which the channel is in doubt.
+        delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
+        random: the source of the jitter.
+
+    Attributes:
+        statistics: counts, written here and read by anyone.
+        frame_max: bytes that a frame may have on the latest channel.
+        blocked_reason: the broker's reason while it blocks publishing; else None.
+        settled: publishes settled since the shell last took and cleared the list.
+        freed_count, freed_bytes: places of the window given back since the shell last took and zeroed them.
+    """
+
+    def __init__(self, *, retry: RetryPolicy, confirm_timeout: float, delivery_timeout: float, random: Random) -> None:
+        self._retry = retry
+        self._confirm_timeout = confirm_timeout
+        self._random = random
+        self._tracker: ConfirmTracker[P] = ConfirmTracker()
+        self._roster: Roster[P] = Roster(delivery_timeout)
+        self._gate: IdGate[P] = IdGate()
+        self._isolation: Isolation[P] = Isolation()
+        self._ready: deque[P] = deque()
+        self._probe: deque[P] = deque()  # the part of the group under isolation that is not written yet
+        self._delayed: list[tuple[float, int, P]] = []
+        self._order = itertools.count()  # breaks ties in _delayed
+        self._heads: dict[tuple[str, str, bool], bytes] = {}
+        self._channel = 0
+        self.frame_max = 131072
+        self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
+        self.statistics = PublisherStatistics()
+        self.blocked_reason: str | None = None
+        self.settled: list[P] = []
+        self.freed_count = 0
+        self.freed_bytes = 0
+
+    # What happened
+
+    def accept(self, publications: Collection[P]) -> None:
+        """Publishes came in, in the order of their ``accepted_at``, each admitted to the window."""
+        self._roster.enter(publications)
+        self._ready.extend(self._gate.enter(publications))
+
+    def channel_opened(self, generation: int, channel: int, frame_max: int, now: float) -> None:
+        """A channel is open and in confirm mode; publishing goes on."""
+        self._tracker.channel_opened(generation)
+        self._channel = channel
+        self.frame_max = frame_max
+        self._heads.clear()
+        self._progress_at = now
+
+    def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
+        """``basic.ack`` from the broker."""
+        settled = self._tracker.settle(generation, tag, multiple)
+        if not settled:
+            return
+        self._progress_at = now
+        before = len(self.settled)
+        freed = 0
+        waited: list[float] = []
+        for publication in settled:
+            publication.on_wire = False
+            freed += publication.size
+            if publication.outcome is None:
+                if publication.reply is None:
+                    publication.outcome = Outcome.CONFIRMED
+                    waited.append(now - publication.accepted_at)
+                else:
+                    publication.outcome = Outcome.RETURNED
+                self.settled.append(publication)
+        self._roster.settled(len(self.settled) - before)
+        self._ready.extend(self._gate.leave(settled))
+        self.freed_count += len(settled)
+        self.freed_bytes += freed
+        self.statistics.returned += len(self.settled) - before - len(waited)
+        if waited:
+            self.statistics.confirmed += len(waited)
+            self.statistics.confirm_seconds.observe_all(waited)
+
+    def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
+        """``basic.nack`` from the broker: it does not take these. They are tried again, or reported."""
+        settled = self._tracker.settle(generation, tag, multiple)
+        if not settled:
+            return
+        self._progress_at = now
+        for publication in settled:
+            publication.on_wire = False
+            publication.nacks += 1
+            self.statistics.nacks += 1
+            if publication.outcome is not None:
+                self._retire(publication)
+            elif publication.reply is not None:
+                self._settle(publication, Outcome.RETURNED)
+            else:
+                delay = self._retry.delay(publication.nacks, self._random)
+                if delay is None:
+                    self._settle(publication, Outcome.NACKED)
+                else:
+                    heapq.heappush(self._delayed, (now + delay, next(self._order), publication))
+
+    def returned(self, generation: int, code: int, text: str, message_id: str | None) -> None:
+        """``basic.return`` from the broker, which comes before the confirm of the same publish.
+
+        ``message_id`` is that of the returned properties. None finds the publish whose ``message.message_id`` is empty:
+        that is how one that goes out without an id is tracked, one at a time.
+        """
+        publication = self._gate.holder(message_id or "")
+        if publication is None or not publication.on_wire or generation != self._tracker.generation:
+            self.statistics.stray_returns += 1
+        elif publication.outcome is None:
+            publication.reply = Reply(code, text)
+
+    def channel_lost(self, generation: int, reply: Reply | None, *, connection: bool) -> None:
+        """The channel is gone, alone or with its connection. ``reply`` is the broker's reason, where it gave one."""
+        if generation != self._tracker.generation:
+            if connection and not self._tracker.open:
+                self.blocked_reason = None
+            return
+        if connection:
+            self.blocked_reason = None
+        lost = self._tracker.channel_lost()
+        unsettled: list[P] = []
+        for publication in lost:
+            publication.on_wire = False
+            if publication.outcome is not None:
+                self._retire(publication)
+                continue
+            publication.in_doubt = True
+            publication.reply = None
+            unsettled.append(publication)
+        self.statistics.in_doubt += len(unsettled)
+        if reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH):
+            self._close_over(lost, reply)
+        elif self._isolation.active:
+            self._isolation.interrupted([*unsettled, *self._take_probe()])
+        else:
+            self._ready.extendleft(reversed(unsettled))
+
+    def blocked(self, reason: str) -> None:
+        """``connection.blocked``: nothing is written until the broker takes it back."""
+        self.blocked_reason = reason
+
+    def unblocked(self, now: float) -> None:
+        """``connection.unblocked``."""
+        self.blocked_reason = None
+        self._progress_at = now
+
+    def abandon(self, publication: P) -> None:
+        """Its caller waits no longer: give it up as if its deadline had passed. It has been accepted before.
+
+        Nothing happens where it is settled.
+        """
+        if publication.outcome is None:
+            self._give_up(publication)
+
+    def abandon_all(self) -> None:
+        """The publisher closes for good: give up everything unsettled."""
+        for publication in self._roster.expire(float("inf")):
+            self._give_up(publication)
+
+    def tick(self, now: float) -> None:
+        """Time passed: give up what is over its deadline, make ready what was delayed. Call it before sending."""
+        for publication in self._roster.expire(now):
+            self._give_up(publication)
+        while self._delayed and self._delayed[0][0] <= now:
+            publication = heapq.heappop(self._delayed)[2]
+            if publication.outcome is None:
+                self._ready.append(publication)
+
+    # What to do
+
+    def data_to_send(self, now: float, limit: int) -> bytes:
+        """The frames to write now: about ``limit`` bytes, at least one message, whole messages. Empty for nothing."""
+        if not self._tracker.open or self.blocked_reason is not None:
+            return b""
+        queue = self._may_be_sent()
+        if not queue:
+            return b""
+        if not len(self._tracker):
+            self._progress_at = now
+        sent: list[P] = []
+        out: list[bytes] = []
+        size = 0
+        heads, channel, frame_max = self._heads, self._channel, self.frame_max
+        while queue and size < limit:
+            publication = queue.popleft()
+            if publication.outcome is not None:
+                continue
+            key = (publication.exchange, publication.routing_key, publication.mandatory)
+            head = heads.get(key)
+            if head is None:
+                if len(heads) >= _HEADS_KEPT:
+                    heads.clear()
+                head = heads[key] = publish_head(channel, *key)
+            if publication.sends:
+                self.statistics.republished += 1
+            publication.sends += 1
+            publication.on_wire = True
+            message = publication.message
+            properties = encode_properties(message, _IN_DOUBT if publication.in_doubt else None)
+            sent.append(publication)
+            size += append_publish(out, head, channel, properties, message.body, frame_max)
+        self._tracker.published(sent)
+        return b"".join(out)
+
+    def channel_in_doubt(self, now: float) -> bool:
+        """Whether the broker owes confirms and has settled nothing for the confirm timeout: discard the channel."""
+        at = self._doubt_at()
+        return at is not None and now >= at
+
+    def next_wakeup(self) -> float | None:
+        """When to call :meth:`tick` and :meth:`channel_in_doubt` next, whatever else happens; None for never."""
+        delayed = self._delayed[0][0] if self._delayed else None
+        times = (self._roster.next_deadline, self._doubt_at(), delayed)
+        return min((at for at in times if at is not None), default=None)
+
+    # What can be seen
+
+    @property
+    def outstanding(self) -> int:
+        """Publishes accepted and not settled."""
+        return len(self._roster)
+
+    @property
+    def on_wire(self) -> int:
+        """Publishes for which the open channel owes a confirm."""
+        return len(self._tracker)
+
+    @property
+    def stale_confirms(self) -> int:
+        """Confirms that were unknown, repeated or of an older channel."""
+        return self._tracker.stale
+
+    @property
+    def oldest_accepted_at(self) -> float | None:
+        """When the oldest unsettled publish was accepted; None where all is settled."""
+        return self._roster.oldest_accepted_at
+
+    def _doubt_at(self) -> float | None:
+        if not len(self._tracker) or self.blocked_reason is not None:
+            return None
+        return self._progress_at + self._confirm_timeout
+
+    def _may_be_sent(self) -> deque[P]:
+        """What is ready; during an isolation, of one group only, and the next one once all of it is settled."""
+        isolation = self._isolation
+        while isolation.active and not len(self._tracker) and all(one.outcome is not None for one in self._probe):
+            self._probe = deque(isolation.next_group())
+        return self._probe if isolation.active else self._ready
+
+    def _close_over(self, suspects: list[P], reply: Reply) -> None:
+        self._isolation.interrupted(self._take_probe())
+        culprit = self._isolation.closed(suspects)
+        if culprit is not None and culprit.outcome is None:
+            culprit.reply = reply
+            self._settle(culprit, Outcome.REFUSED)
+
+    def _take_probe(self) -> list[P]:
+        rest = list(self._probe)
+        self._probe.clear()
+        return rest
+
+    def _settle(self, publication: P, outcome: Outcome) -> None:
+        publication.outcome = outcome
+        match outcome:
+            case Outcome.NACKED:
+                self.statistics.nacked += 1
+            case Outcome.RETURNED:
+                self.statistics.returned += 1
+            case _:
+                self.statistics.refused += 1
+        self._roster.settled(1)
+        self.settled.append(publication)
+        self._retire(publication)
+
+    def _give_up(self, publication: P) -> None:
+        """Settle a publish wherever it stands: as unknown, unless the broker returned it."""
+        if publication.reply is not None:
+            publication.outcome = Outcome.RETURNED
+            self.statistics.returned += 1
+        else:
+            if not publication.sends and self.blocked_reason is not None:
+                publication.reply = Reply(0, self.blocked_reason)
+            publication.outcome = Outcome.UNKNOWN
+            self.statistics.unknown += 1
+        self._roster.settled(1)
+        self.settled.append(publication)
+        if publication.on_wire:
+            return  # its confirm is still owed: it keeps its place until the channel settles it or is lost
+        if self._gate.withdraw(publication):
+            self._free(publication)
+        else:
+            self._retire(publication)
+        if len(self._ready) > 2 * len(self._roster) + _DEAD_KEPT:
+            self._ready = deque(waiting for waiting in self._ready if waiting.outcome is None)
+
+    def _retire(self, publication: P) -> None:
+        self._free(publication)
+        self._ready.extend(self._gate.leave((publication,)))
+
+    def _free(self, publication: P) -> None:
+        self.freed_count += 1
+        self.freed_bytes += publication.size

@@ -1,0 +1,226 @@
+"""Which host next, after how long, and when to give up: every decision about connecting again.
+
+No clock, no socket: the shell says what happened (``begin``, ``failed``, ``lost``, ``ready``) and when, in seconds of
+a monotonic clock, and is told how long to wait before it tries `host`, or to give up.
+
+Invariants:
+
+- Hosts are tried in the order given. After a failed attempt and after a lost connection the next one is `host`; the
+  first attempt of all goes to the first. Every host gets one attempt, without a wait in between, before the wait object
+  is asked: that is a pass.
+- A pass in which *every* attempt failed for a reason that time does not heal (wrong credentials, unknown virtual host,
+  a certificate that does not verify, a topology that differs) ends it all, as long as nothing was ever ready: that is a
+  wrong configuration, and waiting would hide it. Once something was ready, everything is tried again: brokers are
+  re-created, passwords and certificates renewed.
+- A loss is answered at once, as long as losses are few. A channel or a connection that is lost again and again uses up
+  a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The budget for
+  channels is large, since finding the one message that the broker closes channels over takes several closes in a row.
+- No wait is negative; none is computed from a wall clock.
+- Wait and stop objects are the user's. Where one raises, or answers what is no number, the default decides in its
+  place: a mistake in them costs no message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, Final, Literal
+
+import tenacity
+from tenacity.stop import stop_base
+from tenacity.wait import wait_base, wait_exponential
+
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMismatch, UsageError
+
+if TYPE_CHECKING:
+    from reliable_mq.errors import ReliableMQError
+
+__all__ = ["Loss", "Recovery", "is_permanent"]
+
+CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
+CHANNEL_REFILL: Final = 1.0  # and per second in the long run
+CONNECTION_BURST: Final = 32
+CONNECTION_REFILL: Final = 2.0
+
+_FIRST_WAIT: Final = 0.2  # seconds, before the second pass over the hosts
+_LONGEST_WAIT: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The end of a channel that was ready, or of the connection under it.
+
+    Attributes:
+        code: the broker's reply code (406, 320, ...), or None where the broker gave none.
+        text: the broker's reply text, or our own reason.
+        scope: whether the connection went too. With ``"channel"`` it lives on.
+        by_broker: True where the broker closed it with a code; False for everything else (reset, heartbeat, `discard`).
+    """
+
+    code: int | None
+    text: str
+    scope: Literal["channel", "connection"]
+    by_broker: bool
+
+
+class Recovery:
+    """Decides about the attempts of one connection. Not thread-safe: it belongs to the thread or loop that connects.
+
+    Args:
+        hosts: how many hosts there are; at least one.
+        wait: a tenacity wait object, asked after every pass with ``attempt_number`` = number of passes since the outage
+            began. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a half and all.
+        stop: a tenacity stop object, asked after every pass; ``seconds_since_start`` counts from the beginning of the
+            outage. Default: never.
+        random: the randomness of the default wait; a seeded one makes it repeatable.
+
+    Attributes:
+        broken: what the wait or the stop object raised at the last decision; None where it did not.
+
+    Raises:
+        ConfigurationError: a value that is none of these.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: int = 1,
+        wait: wait_base | None = None,
+        stop: stop_base | None = None,
+        random: Random | None = None,
+    ) -> None:
+        if hosts < 1:
+            raise ConfigurationError(f"hosts: at least one is needed, not {hosts}")
+        if wait is not None and not isinstance(wait, wait_base):
+            raise ConfigurationError(f"wait: a tenacity wait object is needed, not {type(wait).__name__}")
+        if stop is not None and not isinstance(stop, stop_base):
+            raise ConfigurationError(f"stop: a tenacity stop object is needed, not {type(stop).__name__}")
+        self._hosts = hosts
+        self._default_wait = _HalfJitter(random or SystemRandom())
+        self._wait = self._default_wait if wait is None else wait
+        self._stop: stop_base = tenacity.stop_never if stop is None else stop
+        self.broken: Exception | None = None
+        self._host = 0
+        self._ever_ready = False
+        self._outage_began = 0.0
+        self._passes = 0
+        self._tried = 0  # attempts in this pass
+        self._permanent = 0  # of those, refused for good
+        self._channels = _Budget(CHANNEL_BURST, CHANNEL_REFILL)
+        self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
+
+    @property
+    def host(self) -> int:
+        """The index of the host to try next."""
+        return self._host
+
+    def begin(self, now: float) -> None:
+        """The first attempt begins."""
+        self._outage(now)
+
+    def ready(self) -> None:
+        """A connection and its channel are set up: the outage is over."""
+        self._ever_ready = True
+        self._new_pass()
+        self._passes = 0
+
+    def failed(self, error: ReliableMQError, now: float, *, connected: bool = False) -> float | None:
+        """An attempt to connect or to set up failed.
+
+        Args:
+            error: why.
+            now: seconds.
+            connected: True where the connection stands and only its channel could not be set up. The host is not to
+                blame then: `host` stays, and no other is tried before the wait.
+
+        Returns:
+            Seconds to wait before the next attempt; None to give up.
+        """
+        self.broken = None
+        self._tried += 1
+        self._permanent += is_permanent(error)
+        if not connected:
+            self._next_host()
+            if self._tried < self._hosts:
+                return 0.0
+        hopeless = is_permanent(error) if connected else self._permanent == self._tried
+        self._new_pass()
+        if hopeless and not self._ever_ready:
+            return None
+        self._passes += 1
+        return self._ask(error, now)
+
+    def lost(self, loss: Loss, now: float) -> float:
+        """What was ready is lost.
+
+        Returns:
+            Seconds to wait before the next attempt (of a channel on the same connection, for a channel loss).
+        """
+        self._outage(now)
+        if loss.scope == "channel":
+            return self._channels.take(now)
+        self._next_host()
+        return self._connections.take(now)
+
+    def _outage(self, now: float) -> None:
+        self._outage_began = now
+        self._passes = 0
+        self._new_pass()
+
+    def _new_pass(self) -> None:
+        self._tried = self._permanent = 0
+
+    def _next_host(self) -> None:
+        self._host = (self._host + 1) % self._hosts
+
+    def _ask(self, error: ReliableMQError, now: float) -> float | None:
+        """Ask tenacity's objects as its own loop does: the wait first, since a stop object may look at it."""
+        state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+        state.attempt_number = self._passes
+        state.start_time = self._outage_began
+        state.outcome = tenacity.Future.construct(self._passes, error, has_exception=True)
+        state.outcome_timestamp = now
+        try:
+            state.upcoming_sleep = max(0.0, float(self._wait(state)))
+            return None if self._stop(state) else state.upcoming_sleep
+        except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
+            self.broken = broken
+            return self._default_wait(state)
+
+
+def is_permanent(error: ReliableMQError) -> bool:
+    """Whether trying the same again cannot help."""
+    if isinstance(error, BrokerUnavailable):
+        return error.permanent
+    return isinstance(error, (TopologyMismatch, ConfigurationError, UsageError))
+
+
+class _HalfJitter(wait_exponential):
+    """Exponential, of which a random part between a half and all: many clients of a broker do not come back as one."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
+        self._random = random
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        longest = super().__call__(retry_state)
+        return self._random.uniform(longest / 2, longest)
+
+
+class _Budget:
+    """A token bucket: `burst` at once, `refill` per second in the long run."""
+
+    __slots__ = ("_burst", "_refill", "_seen", "_tokens")
+
+    def __init__(self, burst: int, refill: float) -> None:
+        self._burst = float(burst)
+        self._refill = refill
+        self._tokens = float(burst)
+        self._seen = 0.0
+
+    def take(self, now: float) -> float:
+        """Take one; return the seconds until it is there, 0 where it is there already."""
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._seen) * self._refill)
+        self._seen = now
+        self._tokens -= 1.0
+        return max(0.0, -self._tokens / self._refill)

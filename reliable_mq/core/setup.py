@@ -1,0 +1,365 @@
+"""What to do on a fresh channel before it is used, as generators of steps that either face can carry out.
+
+A generator yields one step at a time and is sent the broker's reply; where the broker closes the channel over a step,
+`StepRefused` is thrown in at that ``yield``. What the generator raises ends the attempt; when it returns, the channel
+is ready.
+
+Invariants:
+
+- One step is outstanding at a time, so a refusal belongs to the step that was yielded last.
+- A refusal leaves as one of our errors, which names the step; whether trying again can help is in its type
+  (`core.recovery.is_permanent`).
+- Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
+- Prefetch is set per consumer: a channel-wide one is refused by RabbitMQ 4.3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
+from reliable_mq.topology import Declaration, Exchange, Queue, declarations, mismatch_from_reply
+
+__all__ = [
+    "Bind",
+    "Cancel",
+    "CheckQueue",
+    "ConfirmSelect",
+    "Consume",
+    "DeclareExchange",
+    "DeclareQueue",
+    "DeleteQueue",
+    "QueueState",
+    "Reply",
+    "ServerInfo",
+    "SetPrefetch",
+    "SetupGenerator",
+    "Step",
+    "StepGenerator",
+    "StepRefused",
+    "consumer_setup",
+    "is_missing",
+    "parse_version",
+    "publisher_setup",
+    "pull_setup",
+    "refusal",
+]
+
+Arguments = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the broker says of itself.
+
+    Attributes:
+        product: ``"RabbitMQ"``.
+        version: as sent, e.g. ``"4.3.6"``.
+        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty where there are none.
+        properties: all of ``server-properties``.
+    """
+
+    product: str
+    version: str
+    version_tuple: tuple[int, ...]
+    properties: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, properties: Mapping[str, object]) -> ServerInfo:
+        """Read ``server-properties``."""
+        version = str(properties.get("version", ""))
+        return cls(str(properties.get("product", "")), version, parse_version(version), dict(properties))
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareQueue:
+    """``queue.declare``; the reply is a `QueueState`."""
+
+    name: str
+    durable: bool = True
+    exclusive: bool = False
+    auto_delete: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckQueue:
+    """``queue.declare`` with ``passive``: that the queue exists; the reply is a `QueueState`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteQueue:
+    """``queue.delete``: the queue and every message in it are gone; one that does not exist is no error."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareExchange:
+    """``exchange.declare``."""
+
+    name: str
+    type: str = "direct"
+    durable: bool = True
+    auto_delete: bool = False
+    internal: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """``queue.bind`` or ``exchange.bind``, by `kind` of the destination."""
+
+    kind: Literal["queue", "exchange"]
+    destination: str
+    source: str
+    routing_key: str = ""
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmSelect:
+    """``confirm.select``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPrefetch:
+    """``basic.qos`` for the consumers to come; messages, 0 for no limit."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consume:
+    """``basic.consume``; the reply is the consumer tag."""
+
+    queue: str
+    consumer_tag: str
+    automatic_ack: bool = False
+    exclusive: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """``basic.cancel``: deliveries stop when the reply arrives; what was delivered stays to be acked."""
+
+    consumer_tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What the broker says of a queue: its name, the messages ready in it and its consumers."""
+
+    name: str
+    messages: int
+    consumers: int
+
+
+Step = DeclareQueue | CheckQueue | DeleteQueue | DeclareExchange | Bind | ConfirmSelect | SetPrefetch | Consume | Cancel
+Reply = QueueState | str | None
+StepGenerator = Generator[Step, Any, Any]
+SetupGenerator = Generator[Step, Any, None]
+
+
+class StepRefused(Exception):
+    """The broker closed the channel, or the connection, over a step. Thrown into generators, never at a user.
+
+    Attributes:
+        code: the AMQP reply code.
+        text: the broker's text.
+    """
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.text = text
+
+
+def publisher_setup(topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
+    """Declare `topology`, in order, and select confirms.
+
+    Args:
+        topology: what to declare.
+        version: the broker's, which decides which arguments it can be given.
+
+    Raises:
+        TopologyMismatch: something exists that differs, or something named is missing.
+        BrokerUnavailable: the broker refused a step for another reason.
+    """
+    yield from _declare_all(topology, version)
+    yield from _carry_out(ConfirmSelect())
+
+
+def consumer_setup(
+    queue: Queue | str,
+    topology: Iterable[Declaration],
+    version: tuple[int, ...],
+    *,
+    prefetch: int,
+    consumer_tag: str,
+    arguments: Arguments | None = None,
+    ack_mode: Literal["manual", "automatic"] = "manual",
+    exclusive: bool = False,
+) -> SetupGenerator:
+    """Declare `topology` and `queue` (or check that it exists, where it is a name), set the prefetch and consume.
+
+    Args:
+        queue: what to consume from.
+        topology: what else to declare, before the queue is checked.
+        version: the broker's.
+        prefetch: deliveries that may be unacked, for this consumer; 0 for no limit.
+        consumer_tag: unique on the channel.
+        arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
+        ack_mode: ``"automatic"`` for deliveries that need no ack.
+        exclusive: refuse other consumers of the queue.
+
+    Raises:
+        TopologyMismatch: something exists that differs, or something named is missing.
+        BrokerUnavailable: the broker refused a step for another reason.
+    """
+    name = yield from _queue_setup(queue, topology, version)
+    yield from _carry_out(SetPrefetch(prefetch))
+    yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
+
+
+def pull_setup(queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
+    """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
+
+    Args:
+        queue: what to get from.
+        topology: what else to declare.
+        version: the broker's.
+
+    Raises:
+        TopologyMismatch: as `consumer_setup` does.
+        BrokerUnavailable: likewise.
+    """
+    yield from _queue_setup(queue, topology, version)
+
+
+def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
+    """Return the error for a step that the broker refused."""
+    code, text = refused.code, refused.text
+    kind, name = _subject(step)
+    away = "is down or inaccessible" in text  # RabbitMQ says 404 of a queue whose node is away
+    if code == _NOT_FOUND and kind and not away:
+        if isinstance(step, CheckQueue):
+            to_do = "a plain name is not declared: create the queue, or give a Queue"
+        else:
+            to_do = "declare it in the same topology, or create it first"
+        return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
+    if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
+        return mismatch_from_reply(kind, name, code, text)
+    taken = "in exclusive use" in text  # 403 where another consumer is exclusive: it may go away
+    permanent = code in _PERMANENT and not away and not taken
+    return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
+
+
+def is_missing(error: ReliableMQError) -> bool:
+    """Whether a set-up ended because something named does not exist; it may come to exist."""
+    return isinstance(error.__cause__, StepRefused) and error.__cause__.code == _NOT_FOUND
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with: ``(4, 3, 0)`` for ``"4.3.0-rc.1"``, empty where there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+_NOT_FOUND = 404
+_DIFFERENT = frozenset({406, 503})  # precondition-failed; command-invalid for an exchange type that does not exist
+# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
+# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
+_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
+
+
+def _queue_setup(
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...]
+) -> Generator[Step, Any, str]:
+    if isinstance(queue, Queue):
+        yield from _declare_all([*topology, queue], version)
+        return queue.name
+    yield from _declare_all(topology, version)
+    yield from _carry_out(CheckQueue(queue))
+    return queue
+
+
+def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
+    for declaration in declarations(topology):
+        yield from _carry_out(_declare(declaration, version))
+
+
+def _declare(declaration: Declaration, version: tuple[int, ...]) -> Step:
+    if isinstance(declaration, Queue):
+        return DeclareQueue(
+            declaration.name,
+            declaration.durable,
+            declaration.exclusive,
+            declaration.auto_delete,
+            declaration.arguments_for(version),
+        )
+    if isinstance(declaration, Exchange):
+        return DeclareExchange(
+            declaration.name,
+            declaration.type,
+            declaration.durable,
+            declaration.auto_delete,
+            declaration.internal,
+            declaration.arguments_for(version),
+        )
+    destination, source = declaration.destination, declaration.source
+    return Bind(
+        "exchange" if isinstance(destination, Exchange) else "queue",
+        destination if isinstance(destination, str) else destination.name,
+        source if isinstance(source, str) else source.name,
+        declaration.routing_key,
+        declaration.arguments,
+    )
+
+
+def _carry_out(step: Step) -> SetupGenerator:
+    try:
+        yield step
+    except StepRefused as refused:
+        raise refusal(step, refused) from refused
+
+
+def _subject(step: Step) -> tuple[str, str]:
+    """What a step is about: kind and name, both empty where that is the channel."""
+    match step:
+        case DeclareQueue(name=name) | CheckQueue(name=name) | DeleteQueue(name=name) | Consume(queue=name):
+            return "queue", name
+        case DeclareExchange(name=name):
+            return "exchange", name
+        case Bind(destination=name):
+            return "binding", name
+        case _:
+            return "", ""
+
+
+def _describe(step: Step) -> str:
+    match step:
+        case DeclareQueue(name=name):
+            return f"declare queue {name!r}"
+        case CheckQueue(name=name):
+            return f"find queue {name!r}"
+        case DeleteQueue(name=name):
+            return f"delete queue {name!r}"
+        case DeclareExchange(name=name):
+            return f"declare exchange {name!r}"
+        case Bind(kind=kind, destination=name, source=source, routing_key=key):
+            return f"bind {kind} {name!r} to exchange {source!r} with routing key {key!r}"
+        case ConfirmSelect():
+            return "confirm publishes on this channel"
+        case SetPrefetch(count=count):
+            return f"set the prefetch to {count}"
+        case Consume(queue=name):
+            return f"let us consume from queue {name!r}"
+        case _:
+            return f"cancel consumer {step.consumer_tag!r}"

@@ -1,0 +1,368 @@
+"""The message that is published: immutable, checked when it is made, light enough to keep a million of them.
+
+Invariants: a `Message` that exists can be sent, whatever is wrong with a value is said at construction, where its
+cause is; its ``message_id`` stays the same at every re-publish and is empty only where `from_wire` was given none;
+nothing about it can change.
+
+Only the body, the id and, where there is more to the message than these, its encoded properties are kept; attributes
+show what goes onto the wire, so a timestamp has whole seconds and an expiration whole milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from secrets import randbits
+from time import time_ns
+from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, Unpack
+
+from reliable_mq.core.codec import (
+    CodecError,
+    Properties,
+    encode_properties,
+    encode_property,
+    encode_values,
+    join_properties,
+    split_properties,
+)
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime, timedelta
+
+    from reliable_mq.core.codec import FieldValue
+
+__all__ = ["Message", "MessageProperties", "new_message_id"]
+
+
+class MessageProperties(TypedDict, total=False):
+    """The keyword arguments of `Message`."""
+
+    headers: Mapping[str, FieldValue] | None
+    content_type: str | None
+    content_encoding: str | None
+    message_id: str | None
+    correlation_id: str | None
+    reply_to: str | None
+    priority: int | None
+    expiration: float | timedelta | None
+    timestamp: datetime | None
+    type: str | None
+    user_id: str | None
+    app_id: str | None
+    persistent: bool
+
+
+class Message:
+    """What is published.
+
+    Args:
+        body: ``bytes``, or a ``bytearray`` or ``memoryview``, which is copied. Text: ``Message("é".encode())``, or
+            `Message.json`.
+        headers: names (up to 255 bytes) to values: ``None``, ``bool``, ``int`` (64 bits), ``float`` (finite),
+            ``Decimal``, ``str``, ``bytes``, aware ``datetime``, lists and mappings of these, up to 32 levels deep.
+        content_type: e.g. ``"application/json"``.
+        content_encoding: e.g. ``"gzip"``.
+        message_id: the id by which consumers tell duplicates; made where none is given (a time-ordered UUID).
+        correlation_id: ties a reply to its request.
+        reply_to: the queue that a reply is to be sent to.
+        priority: 0 to 255, for queues with priorities.
+        expiration: seconds, or a ``timedelta``, after which queues drop the message; rounded to milliseconds.
+        timestamp: an aware ``datetime``; AMQP carries whole seconds. A naive one is refused: which time it means
+            would depend on the machine that reads it.
+        type: an application's name for the kind of message.
+        user_id: checked by RabbitMQ against the connection's user.
+        app_id: the application that publishes.
+        persistent: whether durable queues keep it across a restart of the broker.
+
+    Equality is identity. A message can be pickled and copied.
+
+    Raises:
+        ConfigurationError: a value that AMQP cannot carry or that RabbitMQ would close the channel over; its text
+            names the field and what to do.
+    """
+
+    __slots__ = ("body", "encoded_properties", "message_id")
+
+    body: bytes
+    message_id: str
+    encoded_properties: bytes | None
+    """All properties as on the wire; None where the message is persistent, has an id, and nothing else. Internal."""
+
+    def __init__(
+        self,
+        body: bytes | bytearray | memoryview,
+        *,
+        headers: Mapping[str, FieldValue] | None = None,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        message_id: str | None = None,
+        correlation_id: str | None = None,
+        reply_to: str | None = None,
+        priority: int | None = None,
+        expiration: float | timedelta | None = None,
+        timestamp: datetime | None = None,
+        type: str | None = None,  # noqa: A002
+        user_id: str | None = None,
+        app_id: str | None = None,
+        persistent: bool = True,
+    ) -> None:
+        if not isinstance(body, bytes):
+            body = _copied_body(body)
+        if message_id is None:
+            message_id = new_message_id()
+        else:
+            encode_property("message_id", message_id)
+        encoded = None
+        if not (
+            persistent is True
+            and headers is None
+            and content_type is None
+            and content_encoding is None
+            and correlation_id is None
+            and reply_to is None
+            and priority is None
+            and expiration is None
+            and timestamp is None
+            and type is None
+            and user_id is None
+            and app_id is None
+        ):
+            # None would pass for absent below, and the broker takes an absent delivery mode for transient.
+            encode_property("persistent", persistent)
+            encoded = encode_values(
+                (
+                    content_type,
+                    content_encoding,
+                    headers,
+                    persistent,
+                    priority,
+                    correlation_id,
+                    reply_to,
+                    expiration,
+                    message_id,
+                    timestamp,
+                    type,
+                    user_id,
+                    app_id,
+                )
+            )
+        _set_body(self, body)
+        _set_message_id(self, message_id)
+        _set_encoded_properties(self, encoded)
+
+    @classmethod
+    def json(cls, obj: object, **properties: Unpack[MessageProperties]) -> Self:
+        """Make a message whose body is `obj` as JSON in UTF-8, with the content type that says so.
+
+        Args:
+            obj: what ``json.dumps`` takes, without NaN and infinities, which JSON does not have.
+            properties: as for `Message`; a ``content_type`` replaces ours.
+
+        Raises:
+            ConfigurationError: `obj` cannot be written as JSON, or as for `Message`.
+        """
+        try:
+            body = json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"the body cannot be written as JSON: {error}") from error
+        properties.setdefault("content_type", "application/json")
+        return cls(body, **properties)
+
+    @classmethod
+    def from_wire(cls, body: bytes, properties: bytes) -> Self:
+        """Make a message that is byte for byte what was delivered: ``from_wire(delivery.body, delivery.properties)``.
+
+        What RabbitMQ makes of a property that is published again is the caller's to know: a ``user_id`` has to be the
+        connection's own, ``CC`` and ``BCC`` route it to those queues again.
+
+        Args:
+            body: the bytes of the message.
+            properties: as on the wire. Where they have no ``message_id``, none is sent, the message's own is empty, and
+                a publisher has one such message outstanding at a time: a return could not be told from another's.
+
+        Raises:
+            ConfigurationError: they are no properties.
+        """
+        try:
+            split_properties(properties)
+        except CodecError as error:
+            raise ConfigurationError(f"properties are not those of a message: {error}") from error
+        return cls._from_wire(body, properties, Properties(properties).message_id or "")
+
+    @classmethod
+    def _from_wire(cls, body: bytes, properties: bytes | None, message_id: str) -> Self:
+        """Make a message that goes onto the wire with exactly these properties.
+
+        Args:
+            body: the bytes of the message.
+            properties: from a delivery, or rewritten from one's.
+            message_id: what the message is tracked by; the properties need not have one.
+        """
+        message = cls.__new__(cls)
+        _set_body(message, body)
+        _set_message_id(message, message_id)
+        _set_encoded_properties(message, properties)
+        return message
+
+    def replace(
+        self, *, body: bytes | bytearray | memoryview | None = None, **changes: Unpack[MessageProperties]
+    ) -> Self:
+        """Make a copy with some things changed; None removes a property, but for ``persistent``.
+
+        The copy has the same ``message_id`` unless another is given, or None for a new one. What is not changed stays
+        byte for byte what it is.
+
+        Raises:
+            ConfigurationError: as for `Message`.
+        """
+        segments = split_properties(encode_properties(self))
+        message_id = self.message_id
+        for name, value in changes.items():
+            if name not in MessageProperties.__annotations__:
+                raise TypeError(f"Message.replace() got an unexpected keyword argument {name!r}")
+            segment = "delivery_mode" if name == "persistent" else name
+            if value is not None or name == "persistent":
+                segments[segment] = encode_property(name, value)
+            elif segment in segments:
+                del segments[segment]
+        if "message_id" in changes:
+            message_id = changes["message_id"] or new_message_id()
+            segments["message_id"] = encode_property("message_id", message_id)
+        copied = self.body if body is None else body if isinstance(body, bytes) else _copied_body(body)
+        return self._from_wire(copied, join_properties(segments), message_id)
+
+    @property
+    def _properties(self) -> Properties:
+        return Properties(encode_properties(self))
+
+    @property
+    def headers(self) -> Mapping[str, FieldValue]:
+        """The headers, read-only; empty where there are none."""
+        return self._properties.headers
+
+    @property
+    def content_type(self) -> str | None:
+        """The content type."""
+        return self._properties.content_type
+
+    @property
+    def content_encoding(self) -> str | None:
+        """The content encoding."""
+        return self._properties.content_encoding
+
+    @property
+    def correlation_id(self) -> str | None:
+        """The correlation id."""
+        return self._properties.correlation_id
+
+    @property
+    def reply_to(self) -> str | None:
+        """Where a reply goes."""
+        return self._properties.reply_to
+
+    @property
+    def priority(self) -> int | None:
+        """The priority, 0 to 255."""
+        return self._properties.priority
+
+    @property
+    def expiration(self) -> float | None:
+        """Seconds after which queues drop it."""
+        milliseconds = self._properties.expiration
+        return int(milliseconds) / 1000 if milliseconds is not None and milliseconds.isdecimal() else None
+
+    @property
+    def timestamp(self) -> datetime | None:
+        """The timestamp in UTC, in whole seconds."""
+        value = self._properties.timestamp
+        return None if isinstance(value, int) else value
+
+    @property
+    def user_id(self) -> str | None:
+        """The user that publishes it."""
+        return self._properties.user_id
+
+    @property
+    def app_id(self) -> str | None:
+        """The application that publishes it."""
+        return self._properties.app_id
+
+    @property
+    def persistent(self) -> bool:
+        """Whether durable queues keep it across a restart of the broker."""
+        return self._properties.delivery_mode == 2
+
+    @property
+    def type(self) -> str | None:
+        """The application's name for the kind of message."""
+        return self._properties.type
+
+    def __setattr__(self, name: str, value: object) -> Never:
+        raise AttributeError(f"a Message is immutable: use replace({name}=...)")
+
+    def __delattr__(self, name: str) -> Never:
+        raise AttributeError(f"a Message is immutable: {name!r} cannot be deleted")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._from_wire, (self.body, self.encoded_properties, self.message_id)
+
+    def __repr__(self) -> str:
+        body: bytes | None = getattr(self, "body", None)
+        if body is None:  # half made: its constructor has refused something, and a debugger looks at it
+            return f"<{self.__class__.__name__}, half made>"
+        return f"<{self.__class__.__name__} {getattr(self, 'message_id', '?')}: {len(body)} bytes>"
+
+
+# The slots' own setters, which __setattr__ does not stand before.
+_set_body: Final = Message.__dict__["body"].__set__
+_set_message_id: Final = Message.__dict__["message_id"].__set__
+_set_encoded_properties: Final = Message.__dict__["encoded_properties"].__set__
+
+
+def _copied_body(body: object) -> bytes:
+    if isinstance(body, (bytearray, memoryview)):
+        return bytes(body)
+    if isinstance(body, str):
+        raise ConfigurationError("body must be bytes, not str: use body.encode(), or Message.json(...) for JSON")
+    raise ConfigurationError(
+        f"body must be bytes, bytearray or memoryview, not {type(body).__name__}: encode it, or use Message.json(...)"
+    )
+
+
+# -- message ids: UUIDs of version 7 (RFC 9562): milliseconds, 12 bits of the fraction below, 62 random bits
+
+_HEX_12_BITS: Final = tuple(f"{number:03x}" for number in range(4096))
+_IDS_AT_A_TIME: Final = 256
+
+# Twelve random hexadecimal digits for each id to come. Taking one out is atomic, so threads never get the same; a
+# forked child empties it, so processes do not either.
+_random_digits: list[str] = []
+# The millisecond of the last id, with the digits that all ids of that millisecond share.
+_moment = [(0, "", "")]
+
+
+def new_message_id() -> str:
+    """Make a time-ordered UUID (version 7). Thread-safe, and safe on both sides of a fork."""
+    millisecond, nanoseconds = divmod(time_ns(), 1_000_000)
+    shared, head, middle = _moment[0]
+    if shared != millisecond:
+        head = f"{millisecond >> 16:08x}-{millisecond & 0xFFFF:04x}-7"
+        middle = f"-{0x8000 | randbits(14):04x}-"
+        _moment[0] = (millisecond, head, middle)
+    try:
+        tail = _random_digits.pop()
+    except IndexError:
+        tail = _refill()
+    return f"{head}{_HEX_12_BITS[nanoseconds * 67 >> 14]}{middle}{tail}"
+
+
+def _refill() -> str:
+    digits = os.urandom(6 * _IDS_AT_A_TIME).hex()
+    *fresh, tail = (digits[start : start + 12] for start in range(0, len(digits), 12))
+    _random_digits.extend(fresh)
+    return tail
+
+
+os.register_at_fork(after_in_child=_random_digits.clear)

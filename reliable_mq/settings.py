@@ -1,0 +1,191 @@
+"""What a connection needs to know: hosts, credentials, TLS and tuning, validated, and without a secret in any text.
+
+Invariants:
+
+- Neither ``repr`` nor ``str`` nor an error message of these classes holds a password or a token.
+- Credentials are asked for at every connect, so that a rotated password is used by the next one.
+- Every value is in the range that RabbitMQ and both drivers accept; a driver is never handed a value to reject.
+"""
+
+from __future__ import annotations
+
+import inspect
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import quote
+
+from reliable_mq.durations import seconds
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.tls import TLSOptions
+
+__all__ = ["ConnectionSettings", "Credentials", "CredentialsCallback", "Endpoint", "Mechanism"]
+
+Mechanism = Literal["PLAIN", "EXTERNAL"]
+
+# AMQP carries these names as short strings.
+_SHORT_STRING_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One host and port. ``str()`` gives ``host:port``, with an IPv6 address in brackets."""
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        _check_short_string("host", self.host)
+        _check_whole_number("port", self.port, 1, 65535)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host is this machine by its address or by the name ``localhost``; asks no resolver."""
+        if self.host.lower() == "localhost":
+            return True
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A user name and a password (or a token in its place), which ``repr`` hides.
+
+    Raises:
+        ConfigurationError: not text, an empty password (RabbitMQ refuses it), or a NUL character, which SASL PLAIN
+            uses as its separator.
+    """
+
+    username: str
+    password: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        values: dict[str, object] = {"username": self.username, "password": self.password}
+        for name, value in values.items():
+            if not isinstance(value, str):
+                raise ConfigurationError(f"{name} must be text, not {type(value).__name__}")
+            if "\0" in value:
+                raise ConfigurationError(f"{name} holds a NUL character, which SASL PLAIN cannot carry")
+        if not self.password:
+            raise ConfigurationError(f"the password of user {self.username!r} is empty, which RabbitMQ refuses")
+
+
+CredentialsCallback = Callable[[], "Credentials | tuple[str, str]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """Everything that a driver is told about a connection. `reliable_mq.url.parse_url` makes one.
+
+    ``repr`` leaves the credentials out, a callback as well; ``str`` is a URL without user and options.
+
+    Args:
+        endpoints: the hosts, in the order given; at least one, none twice.
+        virtual_host: decoded.
+        tls: None for plaintext.
+        credentials: static, or a callback that is asked at every connect and returns a user name and a password;
+            None with ``EXTERNAL``, and only there.
+        mechanism: ``"PLAIN"``, or ``"EXTERNAL"``, where the client's certificate says who it is.
+        heartbeat: seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms. There is no "off":
+            a peer that vanished would never be noticed. The default of 20 is the upper end of what it calls optimal;
+            an idle connection that vanished is noticed within some 45 s.
+        connect_timeout: seconds, for TCP, TLS and AMQP handshake of one endpoint together.
+        connection_name: shown by the management UI; None for the caller's choice.
+        frame_max: bytes, 8192 (RabbitMQ 4.1 refuses less) to 131072 (pika refuses more).
+        channel_max: the highest channel number to ask for, 1 to 65535 (RabbitMQ refuses 0, "no limit").
+
+    Raises:
+        ConfigurationError: names the field, what was given and what is accepted.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    virtual_host: str = "/"
+    tls: TLSOptions | None = None
+    credentials: Credentials | CredentialsCallback | None = field(default=None, repr=False)
+    mechanism: Mechanism = "PLAIN"
+    heartbeat: int = 20
+    connect_timeout: float = 10.0
+    connection_name: str | None = None
+    frame_max: int = 131072
+    channel_max: int = 2047
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise ConfigurationError("endpoints is empty: give at least one host")
+        for index, endpoint in enumerate(self.endpoints):
+            if endpoint in self.endpoints[:index]:
+                raise ConfigurationError(f"host {endpoint} is given twice")
+        _check_short_string("virtual_host", self.virtual_host)
+        if self.tls is not None and not isinstance(self.tls, TLSOptions):
+            raise ConfigurationError(f"tls must be TLSOptions, not {type(self.tls).__name__}")
+        self._check_authentication()
+        _check_whole_number("heartbeat", self.heartbeat, 1, 65535, "seconds; heartbeats cannot be switched off")
+        seconds("connect_timeout", self.connect_timeout, positive=True)
+        if self.connection_name is not None:
+            _check_short_string("connection_name", self.connection_name)
+        _check_whole_number("frame_max", self.frame_max, 8192, 131072, "bytes")
+        _check_whole_number("channel_max", self.channel_max, 1, 65535)
+
+    def __str__(self) -> str:
+        hosts = ",".join(map(str, self.endpoints))
+        return f"{'amqp' if self.tls is None else 'amqps'}://{hosts}/{quote(self.virtual_host, safe='')}"
+
+    def resolve_credentials(self) -> Credentials | None:
+        """Return the credentials for one connect; None with ``EXTERNAL``. Blocks as long as the user's callback does.
+
+        Raises:
+            BrokerUnavailable: the callback raised; trying again may help.
+            ConfigurationError: the callback returned something that is no user name and password.
+        """
+        if self.credentials is None or isinstance(self.credentials, Credentials):
+            return self.credentials
+        try:
+            answer: object = self.credentials()
+        except Exception as error:
+            # Its text may hold anything, so it stays in the cause.
+            raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}") from error
+        if isinstance(answer, Credentials):
+            return answer
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise ConfigurationError(
+                f"the credentials callback must return (username, password), not {type(answer).__name__}"
+            )
+        return Credentials(*answer)
+
+    def _check_authentication(self) -> None:
+        if self.mechanism == "EXTERNAL":
+            if self.credentials is not None:
+                raise ConfigurationError(
+                    "mechanism EXTERNAL takes the user from the certificate: leave credentials out"
+                )
+            if self.tls is None or not self.tls.has_client_certificate:
+                raise ConfigurationError("mechanism EXTERNAL needs TLS with a client certificate: give cert_file")
+        elif self.mechanism != "PLAIN":
+            raise ConfigurationError(f"mechanism must be PLAIN or EXTERNAL, not {self.mechanism!r}")
+        elif inspect.iscoroutinefunction(self.credentials):
+            raise ConfigurationError("credentials must be a plain callable: a coroutine function is not awaited")
+        elif not isinstance(self.credentials, Credentials) and not callable(self.credentials):
+            raise ConfigurationError(
+                f"credentials must be Credentials or a callable, not {type(self.credentials).__name__}"
+            )
+
+
+def _check_whole_number(name: str, value: object, low: int, high: int, unit: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        unit = f" ({unit})" if unit else ""
+        raise ConfigurationError(f"{name} must be a whole number from {low} to {high}{unit}, not {value!r}")
+
+
+def _check_short_string(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
+    if len(value.encode()) > _SHORT_STRING_BYTES:
+        raise ConfigurationError(f"{name} has {len(value.encode())} bytes in UTF-8; {_SHORT_STRING_BYTES} is the most")

@@ -1,0 +1,351 @@
+"""Properties: as pika and pamqp write and read them; rewriting copies what it does not change, byte for byte."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pamqp.commands
+import pika
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.core.codec import (
+    CodecError,
+    Properties,
+    encode_properties,
+    encode_property,
+    encode_table,
+    encode_values,
+    join_properties,
+    rewrite_properties,
+    split_properties,
+)
+from reliable_mq.core.codec.properties import PROPERTY_NAMES
+from reliable_mq.errors import ConfigurationError
+
+
+def naive(year: int) -> datetime:
+    return datetime(year, 1, 2, tzinfo=UTC).replace(tzinfo=None)
+
+
+STRINGS = (
+    "content_type",
+    "content_encoding",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "type",
+    "user_id",
+    "app_id",
+)
+texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=40)
+header_tables = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | texts, max_size=4)
+moments = st.datetimes(naive(1970), naive(2105), timezones=st.just(UTC)).map(
+    lambda moment: moment.replace(microsecond=0)
+)
+message_properties = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(STRINGS, texts),
+        "headers": header_tables,
+        "persistent": st.booleans(),
+        "priority": st.integers(0, 255),
+        "expiration": st.integers(0, 315_360_000_000).map(lambda milliseconds: milliseconds / 1000),
+        "timestamp": moments,
+    },
+)
+
+
+@dataclass
+class Plain:
+    """What `encode_properties` asks of a message."""
+
+    message_id: str
+    encoded_properties: bytes | None = None
+
+
+def encoded(properties: dict[str, Any]) -> bytes:
+    return encode_values([properties.get(name) for name in PROPERTY_NAMES])
+
+
+def as_on_the_wire(properties: dict[str, Any]) -> dict[str, Any]:
+    """Name and show the properties of a message as the protocol does."""
+    wire = {**properties}
+    if "persistent" in wire:
+        wire["delivery_mode"] = 2 if wire.pop("persistent") else 1
+    if "expiration" in wire:
+        wire["expiration"] = str(round(wire["expiration"] * 1000))
+    return wire
+
+
+@given(message_properties)
+def test_pika_reads_what_it_writes_and_writes_the_same(properties: dict[str, Any]) -> None:
+    raw = encoded(properties)
+    wire = as_on_the_wire(properties)
+    theirs = pika.BasicProperties()
+    theirs.decode(raw)
+    seen = {name: value for name, value in vars(theirs).items() if value is not None}
+    if "timestamp" in wire:
+        wire["timestamp"] = round(wire["timestamp"].timestamp())
+    assert seen == wire
+    assert b"".join(pika.BasicProperties(**wire).encode()) == raw
+
+
+@given(message_properties)
+def test_pamqp_reads_what_it_writes(properties: dict[str, Any]) -> None:
+    raw = encoded(properties)
+    theirs = pamqp.commands.Basic.Properties()
+    flags = struct.unpack_from(">H", raw)[0]
+    theirs.unmarshal(flags, raw[2:])
+    seen = {name.replace("message_type", "type"): value for name, value in theirs if value not in (None, "")}
+    assert seen == as_on_the_wire(properties)
+
+
+@given(message_properties)
+def test_what_is_written_is_read_back(properties: dict[str, Any]) -> None:
+    raw = encoded(properties)
+    view = Properties(raw)
+    wire = as_on_the_wire(properties)
+    for name in (*STRINGS, "delivery_mode", "priority", "expiration", "timestamp", "cluster_id"):
+        assert getattr(view, name) == wire.get(name)
+    assert view.headers == wire.get("headers", {})
+    assert view.headers is view.headers
+    assert view.raw is raw
+
+
+def test_a_plain_message_is_written_as_pika_writes_it() -> None:
+    """Also with a long id, and one that is not ASCII."""
+    for message_id in ("0190a5f2-6b7e-7c3d-9a41-3f5e2d1c0b9a", "x" * 255, "é"):
+        theirs = pika.BasicProperties(delivery_mode=2, message_id=message_id)
+        assert encode_properties(Plain(message_id)) == b"".join(theirs.encode())
+
+
+def test_encoded_properties_are_sent_as_they_are() -> None:
+    raw = join_properties({"priority": b"\7"})
+    assert encode_properties(Plain("id", raw)) is raw
+    assert encode_properties(Plain("id", raw), {}) is raw
+
+
+def test_extra_headers_are_set_on_top() -> None:
+    plain = Properties(encode_properties(Plain("id"), {"x": True}))
+    assert (plain.message_id, plain.delivery_mode, plain.headers) == ("id", 2, {"x": True})
+    own = encoded({"headers": {"a": 1, "x": 2}})
+    assert Properties(encode_properties(Plain("id", own), {"x": 3})).headers == {"a": 1, "x": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        *((name, 5, f"{name} must be a str, not int") for name in STRINGS),
+        *((name, "x" * 256, f"{name} is 256 bytes long") for name in STRINGS),
+        *((name, "a\0", f"{name} holds a NUL") for name in STRINGS),
+        ("app_id", "\ud800", "app_id cannot be encoded as UTF-8"),
+        ("message_id", "", "message_id must not be empty"),
+        ("headers", [("a", 1)], "headers must be a mapping"),
+        ("headers", {"a": object()}, "headers['a'] is a object"),
+        ("headers", {"CC": "q"}, "headers['CC'] must be a list"),
+        ("headers", {"CC": None}, "headers['CC'] must be a list"),
+        ("headers", {"BCC": ["q", 1]}, "headers['BCC'] must be a list"),
+        ("priority", 256, "priority must be"),
+        ("priority", -1, "priority must be"),
+        ("priority", True, "priority must be"),
+        ("priority", 1.0, "priority must be"),
+        ("expiration", -0.001, "expiration must be"),
+        ("expiration", "5", "expiration must be"),
+        ("expiration", True, "expiration must be"),
+        ("expiration", float("nan"), "expiration must be"),
+        ("expiration", float("inf"), "expiration must be"),
+        ("expiration", timedelta(seconds=-1), "expiration must be"),
+        ("expiration", 315_360_000.001, "at most 315360000 seconds"),
+        ("expiration", 10**400, "at most 315360000 seconds"),
+        ("timestamp", 1_700_000_000, "timestamp must be an aware datetime, not int"),
+        ("timestamp", naive(2024), "timestamp has no time zone"),
+        ("timestamp", datetime(1960, 1, 1, tzinfo=UTC), "timestamp lies before 1970"),
+        ("persistent", 1, "persistent must be True or False"),
+    ],
+)
+def test_what_the_broker_would_not_take_is_refused_by_its_name(name: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        encode_property(name, value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wire"),
+    [
+        (0, b"\x010"),
+        (1.5, b"\x041500"),
+        (0.1, b"\x03100"),
+        (4.35, b"\x044350"),
+        (0.0001, b"\x011"),
+        (timedelta(minutes=1), b"\x0560000"),
+        (315_360_000, b"\x0c315360000000"),
+    ],
+)
+def test_an_expiration_goes_out_as_milliseconds(seconds: float | timedelta, wire: bytes) -> None:
+    """Rounded, but never down to 0, which means something else."""
+    assert encode_property("expiration", seconds) == wire
+
+
+def test_cc_and_bcc_may_be_lists_of_routing_keys() -> None:
+    table = {"CC": ["a", "b"], "BCC": ("c",)}
+    assert encode_property("headers", table) == encode_table(table)
+
+
+def test_strings_that_are_not_utf8_survive_both_ways() -> None:
+    raw = join_properties({"correlation_id": b"\2\xff\xfe"})
+    assert Properties(raw).correlation_id == "\udcff\udcfe"
+    assert encode_property("correlation_id", "\udcff\udcfe") == b"\2\xff\xfe"
+
+
+def test_a_timestamp_beyond_the_year_9999_is_its_number() -> None:
+    raw = join_properties({"timestamp": struct.pack(">Q", 1_700_000_000_000)})
+    assert Properties(raw).timestamp == 1_700_000_000_000
+
+
+def test_a_broken_header_table_leaves_the_other_properties_readable() -> None:
+    view = Properties(join_properties({"headers": b"\0\0\0\3\1k?", "message_id": b"\2id"}))
+    assert view.message_id == "id"
+    with pytest.raises(CodecError):
+        _ = view.headers
+
+
+BROKEN = [
+    b"",
+    b"\x80",
+    b"\x80\x00",
+    b"\x80\x00\x02a",
+    b"\x20\x00\0\0\0",
+    b"\x20\x00\0\0\0\1",
+    b"\x10\x00",
+    b"\x00\x40\0\0\0\0\0\0\0",
+    b"\x00\x00x",
+    b"\x00\x01",
+    b"\x00\x02",
+]
+
+
+@pytest.mark.parametrize("raw", BROKEN)
+def test_broken_properties_are_a_codec_error(raw: bytes) -> None:
+    for read in (
+        split_properties,
+        rewrite_properties,
+        lambda it: Properties(it).message_id,
+        lambda it: Properties(it).headers,
+    ):
+        with pytest.raises(CodecError):
+            read(raw)
+
+
+@given(
+    st.binary(max_size=80)
+    | st.builds(
+        lambda raw, at, patch: raw[: at % len(raw)] + patch + raw[at % len(raw) + 1 :],
+        message_properties.map(encoded),
+        st.integers(0),
+        st.binary(max_size=3),
+    )
+)
+def test_reading_anything_gives_values_or_a_codec_error(raw: bytes) -> None:
+    """What can be cut is put together again byte for byte."""
+    try:
+        segments = split_properties(raw)
+    except CodecError:
+        with pytest.raises(CodecError):
+            _ = Properties(raw).priority
+        return
+    assert join_properties(segments) == raw
+    assert rewrite_properties(raw) == raw
+    view = Properties(raw)
+    for name in segments:
+        if name != "headers":
+            assert getattr(view, name) is not None
+    with suppress(CodecError):
+        assert "headers" in segments or view.headers == {}
+
+
+def table(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack(">I", len(body)) + body
+
+
+def raw_entry(name: bytes, rest: bytes) -> bytes:
+    return bytes((len(name),)) + name + rest
+
+
+FLOAT = raw_entry(b"f", b"f" + struct.pack(">f", 0.75))
+MILLISECONDS = raw_entry(b"ms", b"T" + struct.pack(">Q", 1_700_000_000_000))
+NESTED = raw_entry(b"deep", b"F" + table(*[raw_entry(b"a", b"A\0\0\0\2?!")]))
+NOT_UTF8 = raw_entry(b"\xff", b"S\0\0\0\1\xfe")
+UNSIGNED = raw_entry(b"u", b"u\xff\xff")
+TWICE = raw_entry(b"x", b"b\1"), raw_entry(b"x", b"b\2")
+
+
+def test_rewriting_copies_other_entries_and_properties_byte_for_byte() -> None:
+    """Floats, milliseconds, what nobody can decode: all of it stays; ours comes last and is there once."""
+    strange = {"content_type": b"\1\xff", "timestamp": b"\xff" * 8, "cluster_id": b"\1c", "type": b"\0"}
+    raw = join_properties(
+        {
+            **strange,
+            "headers": table(FLOAT, TWICE[0], MILLISECONDS, NESTED, TWICE[1], NOT_UTF8, UNSIGNED, MILLISECONDS),
+            "expiration": b"\x015",
+            "user_id": b"\1u",
+        }
+    )
+    new = rewrite_properties(
+        raw, set_headers={"x": 3}, drop_headers=["f", "\udcff", "absent"], clear=["user_id", "expiration", "app_id"]
+    )
+    assert split_properties(new) == {
+        **strange,
+        "headers": table(MILLISECONDS, NESTED, UNSIGNED, MILLISECONDS, raw_entry(b"x", b"I\0\0\0\3")),
+    }
+
+
+def test_rewriting_adds_a_header_table_where_there_is_none_and_removes_an_empty_one() -> None:
+    raw = encode_properties(Plain("id"))
+    with_table = rewrite_properties(raw, set_headers={"a": 1})
+    assert Properties(with_table).headers == {"a": 1}
+    assert rewrite_properties(with_table, drop_headers={"a"}) == raw
+    assert rewrite_properties(raw, drop_headers={"a"}) == raw
+    assert rewrite_properties(with_table, clear=["headers"]) == raw
+
+
+def test_rewriting_a_table_that_cannot_be_walked_puts_ours_in_front_and_leaves_the_rest() -> None:
+    broken = FLOAT + raw_entry(b"q", b"?")
+    raw = join_properties({"headers": table(broken), "message_id": b"\2id"})
+    new = rewrite_properties(raw, set_headers={"a": 1}, drop_headers=["f"])
+    assert split_properties(new) == {"headers": table(raw_entry(b"a", b"I\0\0\0\1"), broken), "message_id": b"\2id"}
+
+
+def test_rewriting_refuses_a_header_that_cannot_be_encoded() -> None:
+    with pytest.raises(ConfigurationError, match="headers"):
+        rewrite_properties(b"\0\0", set_headers={"a": float("nan")})
+
+
+@given(header_tables, header_tables, st.lists(texts, max_size=3))
+def test_rewriting_headers_does_what_dictionaries_do(
+    own: dict[str, Any], ours: dict[str, Any], dropped: list[str]
+) -> None:
+    dropped = [*dropped, *list(own)[:1]]
+    raw = encoded({"headers": own, "message_id": "id"})
+    new = Properties(rewrite_properties(raw, set_headers=ours, drop_headers=dropped))
+    assert new.headers == {name: value for name, value in own.items() if name not in dropped} | ours
+    assert new.message_id == "id"
+
+
+def test_some_headers_are_read_though_others_cannot_be() -> None:
+    """A value that cannot be decoded is stepped over; a table whose entries cannot be told apart is not."""
+    broken = encode_table({"our-count": 3, "theirs": {"n": 1}, "our-name": "é"}).replace(b"\x01nI", b"\x01n?")
+    properties = Properties(join_properties({"headers": broken}))
+    with pytest.raises(CodecError):
+        properties.headers  # noqa: B018
+    assert properties.headers_beginning("our-") == {"our-count": 3, "our-name": "é"}
+    assert properties.headers_beginning("no such") == {}
+    assert Properties(join_properties({})).headers_beginning("our-") == {}
+    with pytest.raises(CodecError):
+        Properties(join_properties({"headers": b"\x00\x00\x00\x03\x05ab"})).headers_beginning("our-")

@@ -1,0 +1,74 @@
+"""Deliveries for tests of the consuming half, built from raw properties as a foreign publisher might send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reliable_mq.core import headers
+from reliable_mq.core.attempts import Failures
+from reliable_mq.core.codec import encode_table, join_properties
+from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.failure import Failure
+
+#: The length of a header table that ends before its entries do: the properties hold, the headers do not.
+BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
+#: A header that our publisher or consumer wrote makes the session look closer.
+OURS = {headers.FORMAT: headers.FORMAT_VERSION}
+
+
+def short(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogateescape")
+    return bytes((len(encoded),)) + encoded
+
+
+def too_deep(table: bytes) -> bytes:
+    """The table with one entry more, which nests deeper than anybody decodes."""
+    inner = bytes(4)
+    for _ in range(200):
+        inner = (len(inner) + 3).to_bytes(4) + b"\x01nF" + inner
+    entries = table[4:] + b"\x01nF" + inner
+    return len(entries).to_bytes(4) + entries
+
+
+def properties(
+    *,
+    headers: Mapping[str, object] | bytes | None = None,
+    message_id: str | None = None,
+    **others: bytes,
+) -> bytes:
+    segments = dict(others)
+    if headers is not None:
+        segments["headers"] = headers if isinstance(headers, bytes) else encode_table(headers)
+    if message_id is not None:
+        segments["message_id"] = short(message_id)
+    return join_properties(segments)
+
+
+def delivery(
+    tag: int = 1,
+    *,
+    redelivered: bool = False,
+    exchange: str = "",
+    routing_key: str = "orders",
+    body: bytes = b"body",
+    message_id: str | None = "m1",
+    headers: Mapping[str, object] | bytes | None = None,
+    source: Source | None = None,
+    **others: bytes,
+) -> Delivery:
+    raw = properties(headers=headers, message_id=message_id, **others)
+    made = Delivery("ctag", tag, redelivered, exchange, routing_key, raw, body)
+    if source is not None:
+        made.source = source
+    return made
+
+
+def failure(*, at: float = 1_000.0, delay: float | None = None, verdict: str | None = None) -> Failure:
+    return Failure("ValueError", "no", at, delay, verdict)
+
+
+def failures(count: int, *, at: float = 1_000.0) -> Failures:
+    made = Failures()
+    for _ in range(count):
+        made.add(failure(at=at))
+    return made

@@ -1,0 +1,142 @@
+"""What a broker reads of a publishing session, decoded by a codec that is not ours (pamqp), and a shell for one."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from pamqp import commands, frame
+from pamqp.body import ContentBody
+from pamqp.header import ContentHeader
+
+from reliable_mq.core.headers import POSSIBLE_DUPLICATE
+from reliable_mq.core.publication import Publication, Reply
+from reliable_mq.core.publishing import PublishingSession
+from reliable_mq.message import Message
+from reliable_mq.retry import RetryPolicy
+
+MAX_ATTEMPTS = 3
+DELAYS = (1.0, 2.0)
+CONFIRM_TIMEOUT = 30.0
+DELIVERY_TIMEOUT = 120.0
+FRAME_MAX = 4096
+
+NO_ROUTE = Reply(312, "NO_ROUTE")
+NO_EXCHANGE = Reply(404, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+FRAME_ERROR = Reply(501, "FRAME_ERROR")
+FORCED = Reply(320, "CONNECTION_FORCED - broker forced connection closure")
+
+
+class Published(NamedTuple):
+    """A publish as the broker reads it."""
+
+    channel: int
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    message_id: str | None
+    possible_duplicate: bool
+    persistent: bool
+    body: bytes
+
+
+def decode(data: bytes) -> list[Published]:
+    published = []
+    while data:
+        size, channel, method = frame.unmarshal(data)
+        assert isinstance(method, commands.Basic.Publish)
+        data = data[size:]
+        size, header_channel, header = frame.unmarshal(data)
+        assert isinstance(header, ContentHeader)
+        data = data[size:]
+        body = b""
+        while len(body) < header.body_size:
+            size, body_channel, part = frame.unmarshal(data)
+            assert isinstance(part, ContentBody)
+            assert size <= FRAME_MAX
+            assert body_channel == channel
+            body += part.value
+            data = data[size:]
+        assert header_channel == channel
+        properties = header.properties
+        published.append(
+            Published(
+                channel,
+                method.exchange,
+                method.routing_key,
+                method.mandatory,
+                properties.message_id,
+                bool((properties.headers or {}).get(POSSIBLE_DUPLICATE)),
+                properties.delivery_mode == 2,
+                body,
+            )
+        )
+    return published
+
+
+def new_session(max_attempts: int = MAX_ATTEMPTS) -> PublishingSession[Publication]:
+    return PublishingSession(
+        retry=RetryPolicy(max_attempts, delays=DELAYS),
+        confirm_timeout=CONFIRM_TIMEOUT,
+        delivery_timeout=DELIVERY_TIMEOUT,
+        random=random.Random(1),
+    )
+
+
+class Shell:
+    """A session with a channel, on a clock that stands at 0."""
+
+    def __init__(self) -> None:
+        self.session = new_session()
+        self.generation = 0
+        self.reopen()
+
+    def reopen(self, now: float = 0.0) -> None:
+        self.generation += 1
+        self.session.channel_opened(self.generation, 1, FRAME_MAX, now)
+
+    def accept(
+        self,
+        *bodies: str,
+        message_id: str | None = None,
+        exchange: str = "",
+        timeout: float | None = None,
+        at: float = 0.0,
+    ) -> list[Publication]:
+        publications = [
+            Publication(
+                Message(body.encode(), message_id=message_id or f"id of {body}"),
+                exchange,
+                "orders",
+                True,
+                len(body),
+                at,
+                timeout,
+            )
+            for body in bodies
+        ]
+        self.session.accept(publications)
+        return publications
+
+    def send(self, now: float = 0.0, limit: int = 1_000_000) -> list[Published]:
+        self.session.tick(now)
+        return decode(self.session.data_to_send(now, limit))
+
+    def sent(self, now: float = 0.0, limit: int = 1_000_000) -> list[str]:
+        return [published.body.decode() for published in self.send(now, limit)]
+
+    def ack(self, tag: int, *, multiple: bool = False, now: float = 0.0) -> None:
+        self.session.acked(self.generation, tag, multiple, now)
+
+    def nack(self, tag: int, *, multiple: bool = False, now: float = 0.0) -> None:
+        self.session.nacked(self.generation, tag, multiple, now)
+
+    def return_(self, message_id: str | None) -> None:
+        self.session.returned(self.generation, *NO_ROUTE, message_id)
+
+    def lose(self, reply: Reply | None = None, *, connection: bool = True) -> None:
+        self.session.channel_lost(self.generation, reply, connection=connection)
+
+    def take_settled(self) -> list[Publication]:
+        settled, self.session.settled = self.session.settled, []
+        return settled

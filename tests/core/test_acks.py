@@ -1,0 +1,435 @@
+"""The ack batcher: what is acked when, and never what is not finished."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from time import process_time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reliable_mq.core import acks as module
+from reliable_mq.core.acks import AckBatcher, Frames
+from reliable_mq.errors import ConfigurationError
+
+GENERATION = 7
+RARELY = st.sampled_from([False] * 5 + [True])
+
+
+def batcher(*, ack_every: int = 10, ack_interval: float = 1.0, prefetch: int = 100, delivered: int = 0) -> AckBatcher:
+    acks = AckBatcher(ack_every=ack_every, ack_interval=ack_interval, prefetch=prefetch)
+    acks.opened(GENERATION)
+    if delivered:
+        acks.delivered(1, delivered)
+    return acks
+
+
+def test_contiguous_completions_are_acked_by_count_with_one_frame() -> None:
+    acks = batcher(delivered=50)
+    assert acks.finished(GENERATION, range(1, 10), 0.0) == 9
+    assert acks.due(0.0) == []
+    acks.finished(GENERATION, [10, 11], 0.0)
+    assert acks.due(0.0) == [(11, True)]
+    assert (acks.statistics.acked, acks.statistics.acks_sent, acks.statistics.acks_saved) == (11, 1, 10)
+    assert acks.outstanding == 39
+
+
+def test_a_single_completion_is_acked_without_multiple_when_its_interval_is_over() -> None:
+    acks = batcher(delivered=3)
+    assert acks.deadline is None
+    acks.finished(GENERATION, [1], 5.0)
+    assert acks.deadline == 6.0
+    assert acks.due(5.9) == []
+    assert acks.due(6.0) == [(1, False)]
+    assert acks.deadline is None
+    assert acks.due(100.0) == []
+
+
+def test_multiple_stops_before_a_gap_and_what_is_beyond_waits_for_the_interval() -> None:
+    acks = batcher(ack_every=3, delivered=10)
+    acks.finished(GENERATION, [1, 2, 3, 5, 7], 0.0)
+    assert acks.due(0.0) == [(3, True)]
+    assert acks.deadline == 1.0
+    assert acks.due(1.0) == [(5, False), (7, False)]
+
+
+def test_a_gap_that_closes_makes_one_frame_of_all() -> None:
+    acks = batcher(ack_every=4, delivered=10)
+    acks.finished(GENERATION, [4, 2, 3], 0.0)
+    assert acks.due(0.0) == []
+    acks.finished(GENERATION, [1], 0.5)
+    assert acks.due(0.5) == [(4, True)]
+    assert acks.statistics.acks_saved == 3
+
+
+def test_multiple_names_the_highest_tag_that_is_still_outstanding() -> None:
+    acks = batcher(delivered=10)
+    acks.finished(GENERATION, [3], 0.0)
+    assert acks.due(1.0) == [(3, False)]
+    acks.finished(GENERATION, [1, 2], 2.0)
+    assert acks.flush() == [(2, True)]  # not 3: naming a settled tag is a channel error
+
+
+def test_one_slow_handler_does_not_starve_the_prefetch() -> None:
+    acks = batcher(ack_every=5, ack_interval=60.0, prefetch=10, delivered=10)
+    acks.finished(GENERATION, [2, 3, 4, 5], 0.0)
+    assert acks.due(0.0) == []
+    acks.finished(GENERATION, [6], 0.0)
+    assert acks.due(0.0) == [(2, False), (3, False), (4, False), (5, False), (6, False)]
+
+
+def test_half_of_the_prefetch_acks_the_prefix_first_and_keeps_what_is_beyond() -> None:
+    acks = batcher(ack_every=8, ack_interval=60.0, prefetch=10, delivered=10)
+    acks.finished(GENERATION, [1, 2, 3, 5, 6], 0.0)
+    assert acks.due(0.0) == [(3, True)]
+    assert acks.outstanding == 7
+    assert acks.deadline == 60.0
+
+
+def test_a_prefetch_of_one_acks_each() -> None:
+    acks = batcher(ack_every=1, ack_interval=60.0, prefetch=1, delivered=1)
+    acks.finished(GENERATION, [1], 0.0)
+    assert acks.due(0.0) == [(1, False)]
+
+
+def test_without_a_prefetch_only_count_and_time_decide() -> None:
+    acks = batcher(ack_every=3, prefetch=0, delivered=1000)
+    acks.finished(GENERATION, range(2, 1000), 0.0)
+    assert acks.due(0.0) == []
+
+
+def test_changing_the_prefetch_changes_when_it_is_half_used() -> None:
+    acks = batcher(ack_every=5, ack_interval=60.0, delivered=10)
+    acks.finished(GENERATION, [1, 2, 3, 4], 0.0)
+    assert acks.due(0.0) == []
+    acks.set_prefetch(8)
+    assert acks.due(0.0) == [(4, True)]
+
+
+@pytest.mark.parametrize(("prefetch", "ack_every"), [(0, 100), (1, 1), (2, 1), (11, 5), (200, 100), (5000, 100)])
+def test_without_a_number_of_its_own_it_acks_at_half_of_the_prefetch(prefetch: int, ack_every: int) -> None:
+    acks = AckBatcher(ack_interval=1.0, prefetch=300)
+    acks.set_prefetch(prefetch)
+    assert acks.ack_every == ack_every
+
+
+def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:
+    acks = batcher(delivered=5)
+    assert acks.lowest == 1
+    acks.finished(GENERATION, [1, 2, 4], 0.0)
+    assert acks.lowest == 3
+    acks.taken(GENERATION, 3)
+    assert acks.lowest == 5
+
+
+@pytest.mark.parametrize(
+    ("tags", "generation", "refused"),
+    [
+        ([4], GENERATION, 1),
+        ([0], GENERATION, 1),
+        ([1], GENERATION, 1),
+        ([2, 2], GENERATION, 1),
+        ([2, 9], GENERATION, 1),
+        ([2, 3], GENERATION - 1, 2),
+    ],
+    ids=["unknown", "zero", "finished before", "twice at once", "one unknown among known", "another generation"],
+)
+def test_what_is_unknown_repeated_or_stale_is_counted_and_changes_nothing(
+    tags: list[int], generation: int, refused: int
+) -> None:
+    acks = batcher(delivered=3)
+    acks.finished(GENERATION, [1], 0.0)
+    assert acks.finished(generation, tags, 0.0) == len(tags) - refused
+    assert acks.statistics.stale == refused
+    good = 1 + len(tags) - refused
+    assert acks.flush() == [(good, good > 1)]
+
+
+def test_a_refused_completion_does_not_start_the_interval() -> None:
+    acks = batcher(delivered=1)
+    acks.finished(GENERATION, [9], 0.0)
+    assert acks.deadline is None
+
+
+def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap_for_others() -> None:
+    acks = batcher(delivered=4)
+    acks.finished(GENERATION, [1, 4], 0.0)
+    assert acks.taken(GENERATION, 2)
+    assert not acks.taken(GENERATION, 2)
+    assert not acks.taken(GENERATION, 9)
+    assert not acks.taken(GENERATION + 1, 3)
+    assert acks.statistics.stale == 3
+    assert acks.flush() == [(1, False), (4, False)]
+    acks.finished(GENERATION, [3], 0.0)
+    assert acks.flush() == [(3, False)]
+    assert acks.outstanding == 0
+
+
+def test_rejecting_the_gap_makes_what_was_beyond_contiguous() -> None:
+    acks = batcher(ack_every=3, delivered=5)
+    acks.finished(GENERATION, [2, 3, 4], 0.0)
+    assert acks.due(0.0) == []
+    acks.taken(GENERATION, 1)
+    assert acks.due(0.0) == [(4, True)]
+
+
+def test_a_new_channel_begins_anew_though_the_loss_of_the_last_was_not_told() -> None:
+    acks = batcher(delivered=5)
+    acks.finished(GENERATION, [1, 2], 0.0)
+    acks.opened(GENERATION + 1)
+    assert (acks.outstanding, acks.flush()) == (0, [])
+    acks.delivered(1, 1)
+
+
+def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
+    acks = batcher(delivered=5)
+    acks.finished(GENERATION, [1, 3], 0.0)
+    assert acks.lost() == 5
+    assert acks.flush() == []
+    assert acks.deadline is None
+    assert acks.finished(GENERATION, [2], 0.0) == 0
+    acks.opened(GENERATION + 1)
+    acks.delivered(1, 2)
+    assert acks.finished(GENERATION, [1], 0.0) == 0
+    assert acks.finished(GENERATION + 1, [1], 0.0) == 1
+    assert acks.flush() == [(1, False)]
+
+
+def test_handing_back_uses_multiple_only_where_nothing_else_is_below() -> None:
+    acks = batcher(delivered=10)
+    acks.finished(GENERATION, [1, 2, 6], 0.0)
+    assert acks.hand_back(GENERATION, [3, 4, 7, 8, 42]) == (
+        [(2, True), (6, False)],
+        [(4, True), (7, False), (8, False)],
+    )
+    assert acks.statistics.stale == 1
+    assert acks.outstanding == 3
+    assert acks.hand_back(GENERATION + 1, [5]) == ([], [])
+    assert acks.hand_back(GENERATION, [5]) == ([], [(5, False)])
+    assert acks.hand_back(GENERATION, [10, 9]) == ([], [(10, True)])
+
+
+def test_a_delivery_that_was_missed_is_an_error() -> None:
+    acks = batcher(delivered=3)
+    with pytest.raises(ValueError, match="delivery tag 5 follows 3"):
+        acks.delivered(5, 6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"ack_every": 0}, "ack_every"), ({"ack_interval": -1.0}, "ack_interval"), ({"prefetch": 9}, "ack_every=10")],
+)
+def test_nonsense_is_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        batcher(**wrong)
+
+
+def test_a_delivery_costs_the_same_among_a_thousand_and_among_a_million(
+    assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
+) -> None:
+    """Finished a little out of order, twenty at a time, with as many outstanding all the time."""
+    source = random.Random(1)
+    tags: list[int] = []
+    for start in range(1, 50_001, 50):
+        part = list(range(start, start + 50))
+        source.shuffle(part)
+        tags += part
+
+    def cost(outstanding: int) -> float:
+        acks = batcher(ack_every=100, prefetch=0, delivered=outstanding)
+        began = process_time()
+        for start in range(0, len(tags), 20):
+            acks.delivered(outstanding + start + 1, outstanding + start + 20)
+            acks.finished(GENERATION, tags[start : start + 20], 0.0)
+            acks.due(0.0)
+        return process_time() - began
+
+    assert_same_cost(lambda: cost(1_000), lambda: cost(1_000_000))
+
+
+def test_a_straggler_that_ends_costs_the_same_after_a_thousand_and_after_a_million_others(
+    assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
+) -> None:
+    """No pause as long as the gap: the thread that acks has other things to do."""
+
+    def cost(behind: int) -> float:
+        acks = batcher(delivered=behind)
+        acks.finished(GENERATION, range(2, behind), 0.0)
+        acks.flush()
+        acks.finished(GENERATION, [behind], 0.0)
+        began = process_time()
+        for _ in range(20):
+            acks.finished(GENERATION, [1], 0.0)
+        spent = process_time() - began
+        assert acks.flush() == [(behind, True)]
+        return spent
+
+    assert_same_cost(lambda: cost(1_000), lambda: cost(1_000_000))
+
+
+@pytest.mark.parametrize("others", [10, 1_000])
+def test_when_a_straggler_ends_its_gap_closes_up_to_the_next_one(others: int) -> None:
+    acks = batcher(prefetch=0, delivered=others)
+    acks.finished(GENERATION, range(2, others - 5), 0.0)
+    acks.flush()
+    acks.finished(GENERATION, [others, others - 3, others - 5], 0.0)
+    acks.finished(GENERATION, [1], 0.0)
+    assert acks.flush() == [(others - 5, True), (others - 3, False), (others, False)]
+
+
+def test_when_a_straggler_ends_last_the_next_delivery_is_the_prefix_again() -> None:
+    acks = batcher(prefetch=0, delivered=1_000)
+    acks.finished(GENERATION, range(2, 1_001), 0.0)
+    acks.flush()
+    acks.taken(GENERATION, 1)
+    acks.delivered(1_001, 1_002)
+    acks.finished(GENERATION, [1_001, 1_002], 0.0)
+    assert acks.flush() == [(1_002, True)]
+
+
+class Acknowledging(RuleBasedStateMachine):
+    """A channel of the broker, which settles what it is told to, and closes with an error over a tag that it does not
+    know.
+
+    Invariants:
+
+    - nothing unfinished is ever acked, nothing is settled twice, and no frame names a tag that is not outstanding;
+    - broker and batcher agree on what is outstanding;
+    - after `due`, nothing finished has waited for longer than the interval; contiguous finished ones are fewer than
+      ``ack_every``, and finished ones in all fill less than half of the prefetch;
+    - after a flush nothing finished is left;
+    - acked = acks sent + acks saved, and everything refused is counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = patch.object(module, "_STEPS", 1)  # short runs have short gaps
+        self.patch.start()
+        self.ack_every, self.interval, self.prefetch = 3, 10.0, 12
+        self.acks = AckBatcher(ack_every=self.ack_every, ack_interval=self.interval, prefetch=self.prefetch)
+        self.now = 0.0
+        self.generation = 0  # of the open channel; 0: there is none
+        self.generations = 0
+        self.newest = 0
+        self.outstanding: set[int] = set()  # at the broker
+        self.finished: dict[int, float] = {}  # finished, not acked: since when
+        self.acked = self.stale = 0
+        self.open()
+
+    def teardown(self) -> None:
+        self.patch.stop()
+
+    @property
+    def unfinished(self) -> list[int]:
+        return sorted(self.outstanding - self.finished.keys())
+
+    @precondition(lambda self: not self.generation)
+    @rule()
+    def open(self) -> None:
+        self.generations += 1
+        self.generation = self.generations
+        self.acks.opened(self.generation)
+        self.newest = 0
+
+    @precondition(lambda self: self.generation)
+    @rule(really=RARELY)
+    def lose(self, really: bool) -> None:
+        if really:
+            assert self.acks.lost() == len(self.outstanding)
+            self.generation = 0
+            self.outstanding.clear()
+            self.finished.clear()
+
+    @precondition(lambda self: self.generation)
+    @rule(count=st.integers(1, 8))
+    def deliver(self, count: int) -> None:
+        first = self.newest + 1
+        self.newest += count
+        self.acks.delivered(first, self.newest)
+        self.outstanding.update(range(first, self.newest + 1))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        tags = data.draw(st.lists(st.sampled_from(self.unfinished), min_size=1, max_size=6, unique=True))
+        assert self.acks.finished(self.generation, tags, self.now) == len(tags)
+        self.finished.update(dict.fromkeys(tags, self.now))
+
+    @rule(tags=st.lists(st.integers(0, 20), min_size=1, max_size=4), older=st.booleans())
+    def finish_anything(self, tags: list[int], older: bool) -> None:
+        good = set() if older else set(tags) & set(self.unfinished)
+        assert self.acks.finished(self.generation - older, tags, self.now) == len(good)
+        self.stale += len(tags) - len(good)
+        self.finished.update(dict.fromkeys(good, self.now))
+
+    @rule(tag=st.integers(0, 20), older=st.booleans())
+    def reject(self, tag: int, older: bool) -> None:
+        good = not older and tag in self.unfinished
+        assert self.acks.taken(self.generation - older, tag) == good
+        self.stale += not good
+        if good:
+            self.outstanding.remove(tag)
+
+    @rule(tags=st.sets(st.integers(1, 20), min_size=1), older=RARELY)
+    def hand_back(self, tags: set[int], older: bool) -> None:
+        good = set() if older else tags & set(self.unfinished)
+        self.stale += len(tags) - len(good)
+        acks, nacks = self.acks.hand_back(self.generation - older, tags)
+        self.carry_out(acks)
+        assert not self.finished
+        returned: set[int] = set()
+        for tag, many in nacks:
+            returned |= self.settle(tag, many)
+        assert returned == good
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry_out(self.acks.due(self.now))
+        assert all(self.now - since < self.interval for since in self.finished.values())
+        assert len(self.finished) < self.prefetch // 2
+        lowest = min(self.unfinished, default=self.newest + 1)
+        assert sum(tag < lowest for tag in self.finished) < self.ack_every
+        if self.finished:
+            assert self.acks.deadline is not None
+            assert self.acks.deadline <= min(self.finished.values()) + self.interval
+        else:
+            assert self.acks.deadline is None
+
+    @rule()
+    def flush(self) -> None:
+        self.carry_out(self.acks.flush())
+        assert not self.finished
+        assert self.acks.deadline is None
+
+    @invariant()
+    def both_agree(self) -> None:
+        statistics = self.acks.statistics
+        assert self.acks.outstanding == len(self.outstanding)
+        assert statistics.acked == statistics.acks_sent + statistics.acks_saved == self.acked
+        assert statistics.stale == self.stale
+
+    def carry_out(self, frames: Frames) -> None:
+        sent = self.acks.statistics.acks_sent
+        assert sent >= len(frames)
+        for tag, many in frames:
+            settled = self.settle(tag, many)
+            assert settled <= self.finished.keys()
+            for done in settled:
+                del self.finished[done]
+            self.acked += len(settled)
+
+    def settle(self, tag: int, many: bool) -> set[int]:
+        assert tag in self.outstanding
+        settled = {one for one in self.outstanding if one <= tag} if many else {tag}
+        self.outstanding -= settled
+        return settled
+
+
+TestAcknowledging = Acknowledging.TestCase
+TestAcknowledging.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

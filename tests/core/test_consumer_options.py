@@ -1,0 +1,195 @@
+"""What a consumer may be asked for, and what is refused before anything is connected."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from reliable_mq import ConfigurationError, Queue, RetryPolicy
+from reliable_mq.core.consumer_options import ConsumerOptions
+from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
+from tests.core.deliveries import delivery
+
+ORDERS = Queue("orders")
+EVENTS = Queue("events", type="stream")
+SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
+
+
+def handle(_delivery: object) -> None:
+    pass
+
+
+def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> ConsumerOptions:
+    return ConsumerOptions(queue, handler, **{"name": "test", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"queue": 5}, "queue must be a Queue or the name of one, not 5"),
+        ({"queue": ""}, "queue must be"),
+        ({"name": ""}, "name must be text of 1 to 200 bytes"),
+        ({"name": "é" * 101}, "name must be text"),
+        ({"name": None}, "name must be text"),
+        ({"handler": 5}, "handler must be callable, not 5"),
+        ({"prefetch": -1}, "prefetch must be a whole number from 0 to 65535, not -1"),
+        ({"prefetch": 65536}, "prefetch must be"),
+        ({"prefetch": True}, "prefetch must be"),
+        ({"prefetch": 1.5}, "prefetch must be"),
+        ({"concurrency": 0}, "concurrency must be a whole number of at least 1, not 0"),
+        ({"max_body_bytes": -1}, "max_body_bytes must be"),
+        ({"max_header_bytes": "1k"}, "max_header_bytes must be"),
+        ({"retry": 3}, "retry must be a RetryPolicy, not 3"),
+        ({"idempotency_key": "id"}, "idempotency_key must be callable"),
+        ({"idempotency_lease": 0}, "idempotency_lease must be"),
+        ({"ack_every": 0}, "ack_every must be"),
+        ({"ack_every": 11, "prefetch": 10}, "ack_every=11 does not fit prefetch=10"),
+        ({"ack_interval": -1}, "ack_interval must be"),
+        ({"ack_mode": "never"}, "ack_mode must be 'manual' or 'automatic', not 'never'"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"batch_size": 11, "prefetch": 10}, "batch_size=11 does not fit prefetch=10"),
+        ({"batch_wait": "1s"}, "batch_wait must be"),
+        ({"exclusive": 1}, "exclusive must be True or False"),
+        ({"exclusive": True}, "exclusive is ignored by RabbitMQ on a quorum queue"),
+        ({"stop_timeout": float("nan")}, "stop_timeout must be"),
+        ({"dead_letter": 5}, "dead_letter must be a Queue"),
+        ({"dead_letter": ""}, "dead_letter must be a Queue"),
+        ({"dead_letter": "orders"}, "dead_letter is the queue itself"),
+        ({"dead_letter": Queue("orders")}, "dead_letter is the queue itself"),
+        ({"topology": [5]}, "topology holds a int"),
+        ({"consumer_arguments": 5}, "consumer_arguments"),
+        ({"consumer_arguments": {"x-priority": object()}}, "x-priority"),
+        ({"offset": "first"}, "offset is for streams, and queue 'orders' is of type quorum"),
+        ({"queue": EVENTS, "offset": "begin"}, "offset must be 'first', 'last', 'next'"),
+        ({"queue": EVENTS, "offset": -1}, "offset must be"),
+        ({"queue": EVENTS, "offset": True}, "offset must be"),
+        ({"queue": EVENTS, "offset": 2**63}, "offset must be"),
+        ({"queue": EVENTS, "offset": 1.5}, "offset must be"),
+        ({"queue": EVENTS, "offset": datetime(2026, 1, 1)}, "offset must be an aware datetime"),  # noqa: DTZ001
+        ({"queue": EVENTS, "offset": 5, "consumer_arguments": {"x-stream-offset": 6}}, "offset is given beside"),
+        ({"queue": EVENTS, "prefetch": 0}, "prefetch=0 does not go with a stream"),
+        ({"queue": EVENTS, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a stream"),
+        ({"ack_mode": "automatic", "retry": RetryPolicy()}, "retry does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "idempotency": True}, "idempotency does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "batch_size": 5}, "batch_size does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "dead_letter": "x"}, "dead_letter does not go with ack_mode='automatic'"),
+        ({"handler": None, "idempotency": True}, "idempotency does not go with a consumer without a handler"),
+        ({"handler": None, "batch_size": 5}, "batch_size does not go with a consumer without a handler"),
+        ({"handler": None, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a consumer without"),
+        ({"handler": None, "queue": EVENTS}, "a stream does not go with a consumer without a handler"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        options(**given)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("offset", "argument"),
+    [
+        ("first", "first"),
+        (0, 0),
+        (datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2))), datetime(2026, 1, 1, tzinfo=UTC)),
+    ],
+)
+def test_an_offset_goes_into_the_arguments_until_a_position_is_known(offset: Any, argument: object) -> None:
+    made = options(EVENTS, offset=offset, consumer_arguments={"x-priority": 1})
+    assert made.consume("tag", None).arguments == {"x-priority": 1, "x-stream-offset": argument}
+    assert made.consume("tag", 77).arguments == {"x-priority": 1, "x-stream-offset": 77}
+
+
+def test_a_plain_name_with_an_offset_is_a_stream() -> None:
+    assert options("events", offset=5).is_stream
+    assert options("events", consumer_arguments={"x-stream-offset": 5}).is_stream
+    assert not options("events").is_stream
+
+
+def test_the_set_up_declares_a_queue_and_checks_a_name() -> None:
+    orders = Queue("orders", type="classic")
+    made = options(orders, prefetch=7, exclusive=True, dead_letter=Queue("bin", dead_letter=None))
+    steps = list(made.setup(SERVER, "tag", None))
+    declared = [step.name for step in steps if isinstance(step, DeclareQueue)]
+    assert declared == ["bin", "orders.dead", "orders"]
+    assert steps[-2:] == [SetPrefetch(7), Consume("orders", "tag", exclusive=True)]
+    assert list(options("orders").pull_setup(SERVER)) == [CheckQueue("orders")]
+    assert list(options(EVENTS).setup(SERVER, "tag", 9))[-1] == Consume(
+        "events", "tag", arguments={"x-stream-offset": 9}
+    )
+
+
+@pytest.mark.parametrize(
+    ("queue", "given", "name"),
+    [
+        (ORDERS, {}, "orders.dead"),
+        (Queue("orders", dead_letter="bin"), {}, "bin"),
+        (Queue("orders", dead_letter=None), {}, None),
+        (ORDERS, {"dead_letter": None}, None),
+        (ORDERS, {"dead_letter": "bin"}, "bin"),
+        (ORDERS, {"dead_letter": Queue("bin")}, "bin"),
+        ("orders", {}, None),
+    ],
+)
+def test_dead_letters_go_to_the_queues_own_unless_told(queue: Any, given: dict[str, Any], name: str | None) -> None:
+    assert options(queue, **given).dead_letter == name
+
+
+@pytest.mark.parametrize(
+    ("queue", "given", "count"),
+    [
+        (ORDERS, {}, 0),
+        (ORDERS, {"prefetch": 0}, 1),
+        ("orders", {}, 1),
+        ("orders", {"ack_mode": "automatic"}, 0),
+        ("orders", {"handler": None}, 0),
+        (EVENTS, {}, 0),
+    ],
+)
+def test_what_had_better_be_known_is_warned_of(queue: Any, given: dict[str, Any], count: int) -> None:
+    assert len(options(queue, **given).warnings) == count
+
+
+def test_a_prefetch_that_does_not_fit_changes_nothing() -> None:
+    made = options(prefetch=100, batch_size=50)
+    for wrong in (49, -1):
+        with pytest.raises(ConfigurationError):
+            made.change_prefetch(wrong)
+        assert made.prefetch == 100
+    made.change_prefetch(50)
+    assert made.prefetch == 50
+    with pytest.raises(ConfigurationError):
+        options(EVENTS).change_prefetch(0)
+
+
+def test_ack_every_follows_the_prefetch_unless_given() -> None:
+    made = options(prefetch=10)
+    assert made.new_session().ack_every == 5
+    made.change_prefetch(1000)
+    assert made.new_session().ack_every == 100
+    assert options(prefetch=10, ack_every=3).new_session().ack_every == 3
+
+
+def test_a_session_fits_the_options() -> None:
+    assert options().new_session().position is None
+    assert options(EVENTS).new_session().position is not None
+    assert options(ack_mode="automatic").new_session().automatic
+
+
+def test_what_is_pulled_is_acked_at_once() -> None:
+    """Its room in the prefetch is what the next request waits for."""
+    session = options(handler=None, ack_interval=60).new_session()
+    session.opened(1, 1)
+    item = delivery(1)
+    session.delivered([item], 0.0)
+    session.take_work()
+    session.finished([item], 0.0)
+    assert session.take_output(0.0)
+
+
+def test_claiming_is_by_queue() -> None:
+    claiming = options("a|b", idempotency=True).new_claiming()
+    assert claiming is not None
+    assert claiming.key_of(delivery(message_id="m")) == "a%7Cb|m"
+    assert options().new_claiming() is None

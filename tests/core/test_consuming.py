@@ -1,0 +1,367 @@
+"""The consuming session: handlers and their results. The state machine is in `test_consuming_machine`."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq import ConfigurationError, PublishNacked, PublishRefused, ReliableMQError
+from reliable_mq.core import headers
+from reliable_mq.core.codec import Properties, encode_ack, encode_nack, encode_reject
+from reliable_mq.core.consuming import NoticeKind
+from reliable_mq.core.handling import Failed, Outcome, What
+from tests.core.deliveries import BROKEN_TABLE, delivery, failure
+from tests.core.sessions import CHANNEL, RETURNED, attempt_again, deliver, fail, items, kinds, make, only_republish
+
+# Handled
+
+
+def test_deliveries_are_handed_out_in_order_and_acked_together() -> None:
+    session = make()
+    work = deliver(session, items(20))
+    assert [item.delivery_tag for item in work] == list(range(1, 21))
+    assert [item.attempt for item in work] == [1] * 20
+    assert work[0].queue == "orders"
+    assert session.running == session.outstanding == 20
+    session.finished(work[:12], 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 12, True)
+    assert session.take_output(0.0) == b""
+    assert session.statistics.handled == 12
+    assert session.running == session.outstanding == 8
+
+
+def test_acks_wait_for_their_interval_at_most() -> None:
+    session = make()
+    work = deliver(session, items(3))
+    assert session.deadline is None
+    session.finished([work[1]], 2.0)
+    assert session.deadline == 7.0
+    assert session.take_output(6.9) == b""
+    assert session.take_output(7.0) == encode_ack(CHANNEL, 2, False)
+
+
+def test_a_result_given_twice_is_counted_and_acked_once() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([item], 0.0)
+    session.finished([item], 0.0)
+    assert (session.statistics.handled, session.statistics.stale) == (1, 1)
+    assert session.take_output(9.0) == encode_ack(CHANNEL, 1, False)
+
+
+# Failed
+
+
+def test_a_failed_delivery_is_held_for_its_delay_and_handed_out_again() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    fail(session, item, 100.0)
+    assert (session.held, session.running) == (1, 0)
+    assert session.deadline == 101.0
+    assert attempt_again(session, 100.9) == []
+    assert attempt_again(session, 101.0) == [item]
+    assert (item.attempt, item.redelivered) == (2, True)
+    assert session.take_output(200.0) == b""
+    assert kinds(session) == [NoticeKind.RETRIED]
+    session.finished([item], 101.0)
+    assert session.take_output(200.0) == encode_ack(CHANNEL, 1, False)
+    assert (session.statistics.failed, session.statistics.retried, session.statistics.handled) == (1, 1, 1)
+
+
+def test_a_handler_may_choose_the_delay_but_not_the_number_of_attempts() -> None:
+    session = make(max_attempts=2)
+    [item] = deliver(session, items(1))
+    fail(session, item, 0.0, delay=42.0)
+    assert session.deadline == 42.0
+    assert attempt_again(session, 42.0) == [item]
+    fail(session, item, 42.0, delay=42.0)
+    assert only_republish(session).reason == "2 of 2 attempts failed"
+
+
+def test_the_longest_held_is_not_in_the_way_of_the_shortest() -> None:
+    session = make()
+    first, second = deliver(session, items(2))
+    fail(session, first, 0.0, delay=60.0)
+    fail(session, second, 0.0)
+    assert attempt_again(session, 1.0) == [second]
+    assert attempt_again(session, 60.0) == [first]
+
+
+def test_after_the_last_attempt_the_dead_letter_is_confirmed_before_the_original_is_acked() -> None:
+    session = make(max_attempts=1)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    republish = only_republish(session)
+    assert (republish.exchange, republish.routing_key, republish.body) == ("", "q.dead", item.body)
+    table = Properties(republish.properties).headers
+    assert (table[headers.ATTEMPTS], table[headers.EXCEPTION_TYPE]) == (1, "ValueError")
+    assert session.take_output(99.0) == b""
+    assert not session.drained
+    session.published(republish, None, 99.0)
+    assert session.take_output(200.0) == encode_ack(CHANNEL, 1, False)
+    assert session.statistics.dead_lettered == 1
+    assert kinds(session) == [NoticeKind.DEAD_LETTERED]
+    assert session.drained
+
+
+def test_a_handler_may_dead_letter_at_once() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    fail(session, item, verdict="no such customer")
+    assert only_republish(session).reason == "no such customer"
+
+
+@pytest.mark.parametrize("error", [RETURNED, PublishNacked("full"), PublishRefused("x", reply_code=1, reply_text="x")])
+def test_a_dead_letter_that_is_not_confirmed_is_tried_again_and_the_original_kept(error: ReliableMQError) -> None:
+    session = make(max_attempts=1, broker_dead_letters=False)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    republish = only_republish(session)
+    waits = []
+    now = 0.0
+    for _ in range(8):
+        session.published(republish, error, now)
+        assert session.take_output(now) == b""
+        assert session.deadline is not None
+        waits.append(session.deadline - now)
+        now = session.deadline
+        session.tick(now)
+        assert only_republish(session) is republish
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert session.statistics.republish_failed == 8
+    session.published(republish, None, now)
+    assert session.take_output(now + 5) == encode_ack(CHANNEL, 1, False)
+
+
+def test_a_dead_letter_that_cannot_be_published_at_all_is_left_to_the_broker_where_it_keeps_it() -> None:
+    session = make(max_attempts=1)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    refused = PublishRefused("headers above frame_max", reply_code=501, reply_text="FRAME_ERROR")
+    session.published(only_republish(session), refused, 0.0)
+    assert session.take_output(0.0) == encode_reject(CHANNEL, 1, False)
+    assert (session.statistics.rejected, session.statistics.republish_failed) == (1, 1)
+    assert session.outstanding == 0
+
+
+def test_without_a_dead_letter_queue_what_is_given_up_is_rejected_loudly() -> None:
+    session = make(max_attempts=1, dead_letters=False)
+    first, second = deliver(session, items(2))
+    fail(session, second)
+    assert session.take_output(0.0) == encode_reject(CHANNEL, 2, False)
+    assert kinds(session) == [NoticeKind.REJECTED]
+    assert session.statistics.rejected == 1
+    session.finished([first], 0.0)
+    assert session.take_output(5.0) == encode_ack(CHANNEL, 1, False)
+
+
+def test_broken_headers_that_a_handler_touched_are_no_case_for_a_retry() -> None:
+    session = make()
+    [item] = deliver(session, [delivery(headers=BROKEN_TABLE)])
+    item.flaw = "truncated table"
+    fail(session, item)
+    assert "its properties are broken: truncated table" in only_republish(session).reason
+
+
+def test_a_failure_told_twice_is_not_rejected_twice() -> None:
+    session = make(max_attempts=1, dead_letters=False)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    fail(session, item)
+    assert session.take_output(0.0) == encode_reject(CHANNEL, 1, False)
+    assert (session.statistics.rejected, session.statistics.stale) == (1, 1)
+
+
+# Admitted or not
+
+
+def test_what_is_refused_unseen_does_not_hold_up_its_neighbours() -> None:
+    session = make(max_body_bytes=100)
+    poison = delivery(2, headers={headers.FORMAT: 99}), delivery(3, body=bytes(101))
+    work = deliver(session, [*items(1), *poison, *items(1, 4)])
+    assert [item.delivery_tag for item in work] == [1, 4]
+    for republish in session.take_republishes():
+        session.published(republish, None, 0.0)
+    session.finished(work, 0.0)
+    assert session.take_output(5.0) == encode_ack(CHANNEL, 4, True)
+    assert session.statistics.quarantined == session.statistics.dead_lettered == 2
+
+
+def test_a_redelivery_goes_on_where_its_attempts_were_and_not_before_its_time() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    fail(session, item, 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    [again] = items(1)
+    again.redelivered = True
+    assert deliver(session, [again], 0.5) == []
+    assert (session.held, session.deadline) == (1, 1.0)
+    assert attempt_again(session, 1.0) == [again]
+    assert again.attempt == 2
+
+
+def test_success_is_what_makes_failures_forgotten() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    [item] = attempt_again(session, 1.0)
+    session.finished([item], 1.0)
+    [copy] = deliver(session, [delivery(2, message_id="m1", redelivered=True)], 2.0)
+    assert copy.attempt == 1
+
+
+def test_a_neighbours_success_forgets_nothing() -> None:
+    session = make()
+    first, second = deliver(session, items(2))
+    fail(session, first)
+    session.finished([second], 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    [again] = deliver(session, [delivery(1, message_id="m1", redelivered=True)], 5.0)
+    assert again.attempt == 2
+
+
+# The store
+
+
+def test_a_duplicate_is_acked_without_a_handler() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([Outcome(item, What.DUPLICATE)], 0.0)
+    assert session.take_output(5.0) == encode_ack(CHANNEL, 1, False)
+    assert (session.statistics.duplicates, session.statistics.handled) == (1, 0)
+
+
+def test_what_is_claimed_elsewhere_is_looked_at_again_and_not_acked() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([Outcome(item, What.IN_PROGRESS)], 0.0)
+    assert session.take_output(99.0) == b""
+    assert attempt_again(session, 1.0) == [item]
+    assert (item.attempt, session.statistics.claims_in_progress) == (1, 1)
+
+
+def test_a_store_that_fails_closed_is_asked_again_ever_more_slowly() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    now = 0.0
+    waits = []
+    for _ in range(8):
+        session.finished([Outcome(item, What.STORE_FAILED, "down")], now)
+        assert session.deadline is not None
+        waits.append(session.deadline - now)
+        now = session.deadline
+        assert attempt_again(session, now) == [item]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert session.take_output(now) == b""
+    assert kinds(session) == [NoticeKind.STORE_FAILED] * 8
+    assert (item.attempt, session.statistics.store_failures) == (1, 8)
+
+
+def test_attempts_that_the_store_has_counted_end_in_a_dead_letter() -> None:
+    session = make()
+    [item, bare] = deliver(session, items(2))
+    fail(session, item)
+    [item] = attempt_again(session, 1.0)
+    session.finished([Outcome(item, What.EXHAUSTED), Outcome(bare, What.EXHAUSTED)], 1.0)
+    reasons = [republish.reason for republish in session.take_republishes()]
+    assert reasons == ["1 of 3 attempts failed", "0 of 3 attempts failed"]
+
+
+def test_without_an_id_a_delivery_is_dead_lettered_with_that_reason() -> None:
+    session = make()
+    [item] = deliver(session, [delivery(message_id=None)])
+    session.finished([Outcome(item, What.UNIDENTIFIED)], 0.0)
+    assert "no message_id" in only_republish(session).reason
+    assert session.statistics.quarantined == 1
+
+
+def test_a_claim_that_was_not_released_is_told() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([Failed(item, failure(), detail="down")], 0.0)
+    assert kinds(session) == [NoticeKind.STORE_FAILED, NoticeKind.RETRIED]
+
+
+# Batches
+
+
+def test_batches_are_handed_out_full_or_after_their_wait() -> None:
+    session = make(batch=(2, 3.0))
+    session.delivered(items(5), 10.0)
+    assert [len(batch) for batch in session.take_batches()] == [2, 2]
+    assert session.running == 4
+    assert session.deadline == 13.0
+    session.tick(13.0)
+    assert [[item.delivery_tag for item in batch] for batch in session.take_batches()] == [[5]]
+    assert session.take_work() == []
+
+
+def test_a_plain_handler_gets_no_batches() -> None:
+    session = make()
+    session.delivered(items(1), 0.0)
+    assert session.take_batches() == []
+
+
+def test_a_failed_batch_is_tried_item_by_item_at_once_and_counts_for_none() -> None:
+    session = make(batch=(3, 3.0), max_attempts=1)
+    session.delivered(items(3), 0.0)
+    [batch] = session.take_batches()
+    batch[1].flaw = "truncated table"
+    shared = failure()
+    session.finished([Failed(item, shared, alone=False) for item in batch], 0.0)
+    session.tick(0.0)
+    alone = session.take_batches()
+    assert alone == [[batch[0]], [batch[2]]]
+    assert (alone[0][0].attempt, alone[0][0].redelivered) == (1, True)
+    assert "its properties are broken" in only_republish(session).reason
+    assert session.statistics.failed == 0
+    assert kinds(session).count(NoticeKind.BATCH_FAILED) == 1
+
+
+def test_a_failed_batch_goes_back_while_stopping() -> None:
+    session = make(batch=(2, 3.0))
+    session.delivered(items(2), 0.0)
+    [batch] = session.take_batches()
+    session.stop()
+    session.finished([Failed(item, failure(), alone=False) for item in batch], 0.0)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, True) + encode_nack(CHANNEL, 2, False, True)
+    assert session.drained
+
+
+def test_refusing_all_of_a_batch_leaves_nothing_waiting() -> None:
+    session = make(batch=(2, 3.0))
+    session.delivered([delivery(headers={headers.FORMAT: 99})], 0.0)
+    assert session.deadline is None
+
+
+# Settings
+
+
+def test_the_prefetch_may_change_if_the_batch_still_fits() -> None:
+    session = make(batch=(20, 3.0))
+    with pytest.raises(ConfigurationError, match="batch_size=20 does not fit prefetch=12"):
+        session.set_prefetch(12)
+    with pytest.raises(ConfigurationError, match="ack_every=10 does not fit prefetch=9"):
+        make().set_prefetch(9)
+    session.set_prefetch(20)
+    session.set_prefetch(0)
+    plain = make()
+    plain.set_prefetch(10)
+    plain.finished(deliver(plain, items(5)), 0.0)
+    assert plain.take_output(0.0) == encode_ack(CHANNEL, 5, True)
+
+
+def test_automatic_acks_mean_at_most_once_and_nothing_is_ever_sent() -> None:
+    session = make(automatic=True, max_body_bytes=1)
+    first, second = deliver(session, [delivery(1, redelivered=True), delivery(2)])
+    session.finished([first, Failed(second, failure())], 0.0)
+    assert session.take_output(99.0) == b""
+    assert session.take_republishes() == []
+    assert kinds(session) == [NoticeKind.DROPPED]
+    statistics = session.statistics
+    assert (statistics.delivered, statistics.redelivered, statistics.handled, statistics.failed) == (2, 1, 1, 1)
+    deliver(session, items(1, 3))
+    session.stop()
+    session.delivered(items(1, 4), 0.0)
+    assert session.take_output(99.0) == b""

@@ -1,0 +1,360 @@
+"""The consuming session against a broker, handlers and a dead-letter queue that do whatever they may, in any order."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reliable_mq import PublishReturned, RetryPolicy
+from reliable_mq.core.acks import AckBatcher
+from reliable_mq.core.batching import Batcher
+from reliable_mq.core.consuming import ConsumingSession, State
+from reliable_mq.core.deadletters import DeadLetters, Republish, Target
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Failed, Outcome, Result, What
+from tests.core.deliveries import delivery, failure
+
+FRAME = struct.Struct(">BHIHHQBB")
+CHANNEL = 5
+MAX_ATTEMPTS = 3
+PREFETCH = 8
+RARELY = st.sampled_from([False] * 5 + [True])
+ACK_INTERVAL = 5.0
+RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
+
+
+class Broker:
+    """A queue with one channel on it. Closes nothing: what a real one answers with a channel error is an assertion."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
+        self.unacked: dict[int, str] = {}
+        self.acked: list[str] = []
+        self.tag = 0
+
+    def deliver(self, count: int) -> list[Delivery]:
+        sent: list[Delivery] = []
+        while self.queue and len(self.unacked) < PREFETCH and len(sent) < count:
+            message_id, redelivered = self.queue.popleft()
+            self.tag += 1
+            self.unacked[self.tag] = message_id
+            sent.append(delivery(self.tag, message_id=message_id, redelivered=redelivered))
+        return sent
+
+    def close(self) -> None:
+        self.queue.extendleft((message_id, True) for message_id in reversed(self.unacked.values()))
+        self.unacked.clear()
+        self.tag = 0
+
+    def receive(self, output: bytes) -> list[tuple[str, set[int]]]:
+        """Carry frames out; answer per frame what it was and which tags it settled."""
+        settled = []
+        for kind, channel, size, class_id, method, tag, bits, end in FRAME.iter_unpack(output):
+            assert (kind, channel, size, class_id, end) == (1, CHANNEL, 13, 60, 0xCE)
+            assert tag in self.unacked, f"unknown delivery tag {tag}"
+            multiple = method != 90 and bits & 1
+            tags = {one for one in self.unacked if one <= tag} if multiple else {tag}
+            for one in sorted(tags):
+                message_id = self.unacked.pop(one)
+                if method == 80:
+                    self.acked.append(message_id)
+                else:
+                    assert method == 120, "with a dead-letter queue nothing is rejected"
+                    assert bits & 2
+                    self.queue.append((message_id, True))
+            settled.append(({80: "ack", 120: "nack"}[method], tags))
+        return settled
+
+
+class Consuming(RuleBasedStateMachine):
+    """A queue of messages with ids, and one session that consumes it.
+
+    Invariants:
+
+    - nothing is lost: every message is in the queue, unacked, handled or dead-lettered, whatever happened;
+    - a delivery is acked only after its handler finished, its dead letter was confirmed, or the store had it as done;
+    - what a handler begins with is of the open channel, and outstanding; it is with one handler at a time;
+    - a handler sees attempts 1 to ``max_attempts``, and earlier failures counted, at a redelivery too, unless an
+      earlier handler has outlived its channel;
+    - no attempt begins before its delay is over;
+    - after a stop nothing is handed out, and when the session is drained the channel has nothing outstanding;
+    - what is finished is acked by the end of its interval;
+    - everything ends: with a broker and handlers that behave, each message is handled or dead-lettered in the end.
+    """
+
+    batch = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = ConsumingSession(
+            queue="orders",
+            retry=RetryPolicy(MAX_ATTEMPTS, delays=(1, 10)),
+            random=Random(1),
+            dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0"),
+            broker_dead_letters=True,
+            acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
+            batcher=Batcher(3, 2.0) if self.batch else None,
+        )
+        self.broker = Broker()
+        self.now = 0.0
+        self.generation = 0
+        self.open = False
+        self.published = 0
+        self.work: deque[list[Delivery]] = deque()  # handed out, not begun
+        self.begun: list[Delivery] = []
+        self.publishing: list[Republish] = []
+        self.may_ack: dict[tuple[int, int], float] = {}  # (generation, tag): since when
+        self.failed: dict[str, int] = {}
+        self.not_before: dict[str, float] = {}
+        self.outlived: set[str] = set()  # failed on a channel that is gone, after they were delivered on the next
+        self.handled: set[str] = set()
+        self.dead: set[str] = set()
+        self.open_channel()
+
+    # The shell
+
+    def turn(self) -> None:
+        """One turn of the shell's loop: what it does after every event."""
+        self.session.tick(self.now)
+        self.work.extend(self.session.take_batches())
+        self.work.extend([item] for item in self.session.take_work())
+        self.publishing += self.session.take_republishes()
+        self.session.take_notices()
+        output = self.session.take_output(self.now)
+        assert self.open or not output
+        for kind, tags in self.broker.receive(output):
+            if kind == "ack":
+                for tag in tags:
+                    del self.may_ack[self.generation, tag]
+
+    def withdraw(self) -> None:
+        withdrawn = [item for group in self.work for item in group]
+        self.work.clear()
+        self.session.withdrawn(withdrawn)
+
+    def finish(self, *results: Result) -> None:
+        for result in results:
+            item = result if isinstance(result, Delivery) else result.delivery
+            self.begun.remove(item)
+        self.session.finished(results, self.now)
+        self.turn()
+
+    # The broker
+
+    def publish(self, count: int) -> None:
+        for _ in range(count):
+            self.published += 1
+            self.broker.queue.append((f"m{self.published}", False))
+
+    @precondition(lambda self: not self.open)
+    @rule()
+    def open_channel(self) -> None:
+        self.open = True
+        self.generation += 1
+        self.session.opened(self.generation, CHANNEL)
+        self.turn()
+
+    @precondition(lambda self: self.open)
+    @rule(really=RARELY)
+    def lose_channel(self, really: bool) -> None:
+        if really:
+            self.close_channel()
+            if self.generation % 3:
+                self.open_channel()
+
+    def close_channel(self) -> None:
+        self.open = False
+        self.broker.close()
+        self.session.lost(self.generation)
+        self.withdraw()
+        self.may_ack.clear()
+        self.turn()
+
+    @precondition(lambda self: self.open)
+    @rule(count=st.integers(1, PREFETCH))
+    def deliver(self, count: int) -> None:
+        if not self.broker.queue:
+            self.publish(count)
+        sent = self.broker.deliver(count)
+        if sent:
+            self.session.delivered(sent, self.now)
+            self.turn()
+
+    # The handlers
+
+    @precondition(lambda self: self.work or self.open)
+    @rule()
+    def begin(self) -> None:
+        if not self.work:
+            self.deliver(3)
+        for item in self.work.popleft() if self.work else ():
+            message_id = item.message_id or ""
+            assert item.source.generation == self.generation
+            assert self.open
+            assert item.delivery_tag in self.broker.unacked
+            assert item not in self.begun
+            assert self.session.state is State.CONSUMING
+            assert item.attempt == 1 or item.redelivered
+            if message_id not in self.outlived:
+                assert item.attempt == self.failed.get(message_id, 0) + 1 <= MAX_ATTEMPTS
+                assert self.now >= self.not_before.get(message_id, 0.0)
+            self.begun.append(item)
+
+    def some_begun(self, data: st.DataObject, least: int, most: int) -> list[Delivery]:
+        while len(self.begun) < least and self.open:
+            before = len(self.begun)
+            self.begin()
+            if len(self.begun) == before:
+                break
+        if len(self.begun) < least:
+            return []
+        return data.draw(st.lists(st.sampled_from(self.begun), min_size=least, max_size=most, unique_by=id))
+
+    @rule(data=st.data())
+    def succeed(self, data: st.DataObject) -> None:
+        some = self.some_begun(data, 1, 4)
+        for item in some:
+            self.settled_well(item, self.handled)
+        self.finish(*some)
+
+    @rule(data=st.data(), delay=st.sampled_from([None, 0.0, 7.0]), final=RARELY)
+    def fail(self, data: st.DataObject, delay: float | None, final: bool) -> None:
+        for item in self.some_begun(data, 1, 1):
+            self.fail_one(item, delay, final)
+
+    def fail_one(self, item: Delivery, delay: float | None, final: bool) -> None:
+        message_id = item.message_id or ""
+        self.failed[message_id] = self.failed.get(message_id, 0) + 1
+        if not self.current(item) and self.open and message_id in self.broker.unacked.values():
+            self.outlived.add(message_id)
+        if self.current(item) and not final:
+            policy = 1.0 if item.attempt == 1 else 10.0
+            self.not_before[message_id] = self.now + (policy if delay is None else delay)
+        self.finish(Failed(item, failure(delay=delay, verdict="no use" if final else None)))
+
+    @rule(data=st.data(), what=st.sampled_from([What.DUPLICATE, What.IN_PROGRESS, What.STORE_FAILED]))
+    def store_says(self, data: st.DataObject, what: What) -> None:
+        for item in self.some_begun(data, 1, 1):
+            if what is What.DUPLICATE:
+                self.settled_well(item, self.handled)
+            self.finish(Outcome(item, what))
+
+    @rule(data=st.data())
+    def fail_together(self, data: st.DataObject) -> None:
+        some = self.some_begun(data, 2, 4)
+        self.finish(*(Failed(item, failure(), alone=False) for item in some))
+
+    # The dead-letter queue
+
+    @precondition(lambda self: self.publishing)
+    @rule(data=st.data(), confirmed=st.booleans())
+    def settle_dead_letter(self, data: st.DataObject, confirmed: bool) -> None:
+        republish = data.draw(st.sampled_from(self.publishing))
+        self.publishing.remove(republish)
+        if confirmed:
+            self.settled_well(republish.delivery, self.dead)
+        self.session.published(republish, None if confirmed else RETURNED, self.now)
+        self.turn()
+
+    # Time, and the end
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 5.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.turn()
+        assert all(self.now - since < ACK_INTERVAL for since in self.may_ack.values())
+        deadline = self.session.deadline
+        assert deadline is None or deadline > self.now
+        if self.session.state is State.DRAINING and self.session.drained and self.open:
+            self.close_channel()
+            self.open_channel()
+
+    @precondition(lambda self: self.open)
+    @rule(really=RARELY)
+    def drain(self, really: bool) -> None:
+        if not really:
+            return
+        self.session.drain()
+        self.withdraw()
+        self.turn()
+        assert not self.session.take_work()
+        assert not self.session.take_batches()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        known = {message_id for message_id, _ in self.broker.queue} | set(self.broker.unacked.values())
+        assert known | self.handled | self.dead == {f"m{number}" for number in range(1, self.published + 1)}
+        assert set(self.broker.acked) <= self.handled | self.dead
+
+    @invariant()
+    def the_counts_agree(self) -> None:
+        session = self.session
+        assert session.outstanding == len(self.broker.unacked)
+        assert session.running == len(self.begun) + sum(map(len, self.work))
+        assert session.statistics.acked == session.statistics.acks_sent + session.statistics.acks_saved
+        assert session.statistics.acked == len(self.broker.acked)
+        if session.state is not State.CONSUMING:
+            assert not self.work
+            assert session.held == 0
+            if session.drained and self.open:
+                assert session.outstanding == 0
+
+    def teardown(self) -> None:
+        """Everything behaves from here on; then, or after a stop, nothing is left."""
+        if self.session.state is State.DRAINING and self.open:
+            self.close_channel()
+        if not self.open:
+            self.open_channel()
+        for _ in range(1000):
+            if not (self.broker.queue or self.broker.unacked):
+                break
+            self.now += 61.0
+            self.turn()
+            sent = self.broker.deliver(PREFETCH)
+            if sent:
+                self.session.delivered(sent, self.now)
+                self.turn()
+            while self.work:
+                self.begin()
+            for item in list(self.begun):
+                self.settled_well(item, self.handled)
+                self.finish(item)
+            for republish in list(self.publishing):
+                self.publishing.remove(republish)
+                self.settled_well(republish.delivery, self.dead)
+                self.session.published(republish, None, self.now)
+                self.turn()
+        assert not self.broker.queue
+        assert not self.broker.unacked
+        assert self.handled | self.dead == {f"m{number}" for number in range(1, self.published + 1)}
+        self.session.stop()
+        self.withdraw()
+        assert self.session.drained
+
+    def settled_well(self, item: Delivery, where: set[str]) -> None:
+        message_id = item.message_id or ""
+        where.add(message_id)
+        if self.current(item):
+            self.may_ack[self.generation, item.delivery_tag] = self.now
+            self.failed.pop(message_id, None)
+            self.not_before.pop(message_id, None)
+
+    def current(self, item: Delivery) -> bool:
+        return self.open and item.source.generation == self.generation
+
+
+class ConsumingBatches(Consuming):
+    """The same with a batch handler."""
+
+    batch = True
+
+
+TestConsuming = Consuming.TestCase
+TestConsuming.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestConsumingBatches = ConsumingBatches.TestCase
+TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -1,0 +1,103 @@
+"""The consuming session where nothing can be given back: streams, and acks that are automatic."""
+
+from __future__ import annotations
+
+from random import Random
+
+from reliable_mq import RetryPolicy
+from reliable_mq.core.acks import AckBatcher
+from reliable_mq.core.codec import encode_ack
+from reliable_mq.core.consuming import ConsumingSession
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Failed
+from reliable_mq.core.positions import StreamPosition
+from tests.core.deliveries import delivery, failure
+from tests.core.sessions import CHANNEL, deliver, items, make
+
+
+def of_a_stream() -> tuple[ConsumingSession, StreamPosition]:
+    position = StreamPosition()
+    session = ConsumingSession(
+        queue="events",
+        retry=RetryPolicy(3, delays=(1,)),
+        random=Random(1),
+        dead_letters=None,
+        broker_dead_letters=False,
+        acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
+        position=position,
+    )
+    session.opened(1, CHANNEL)
+    return session, position
+
+
+def events(*offsets: int) -> list[Delivery]:
+    return [delivery(tag, headers={"x-stream-offset": offset}) for tag, offset in enumerate(offsets, 1)]
+
+
+def test_a_stream_goes_on_behind_what_is_settled_however_it_was() -> None:
+    """Handled or rejected: neither is wanted again."""
+    session, position = of_a_stream()
+    first, second, third, _ = deliver(session, events(10, 11, 12, 13))
+    session.finished([first, Failed(second, failure(verdict="no")), third], 0.0)
+    session.lost(1)
+    assert position.following == 13
+
+
+def test_a_stream_goes_on_at_what_waits_for_its_next_attempt() -> None:
+    session, position = of_a_stream()
+    first, second, third = deliver(session, events(10, 11, 12))
+    session.finished([first, Failed(second, failure()), third], 0.0)
+    session.lost(1)
+    assert position.following == 11
+
+
+def test_nothing_goes_back_to_a_stream_and_none_of_it_is_left_out() -> None:
+    """A nack would pass for settled there: the next channel begins at what was not handled."""
+    session, position = of_a_stream()
+    first, *_ = deliver(session, events(10, 11, 12))
+    session.finished([first], 0.0)
+    session.drain()
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 1, False)
+    session.lost(1)
+    assert position.following == 11
+    session.opened(2, CHANNEL)
+    deliver(session, events(11, 12))
+    session.stop()
+    assert session.take_output(0.0) == b""
+    assert session.statistics.handed_back == 0
+    assert session.statistics.cancelled == 1
+
+
+def test_what_was_acked_automatically_is_handled_whatever_happens_to_its_channel() -> None:
+    """The broker has forgotten it: it would never come again."""
+    session = make(automatic=True)
+    session.delivered(items(3), 0.0)
+    session.lost(1)
+    work = session.take_work()
+    assert len(work) == 3
+    session.finished(work, 0.0)
+    session.opened(2, CHANNEL)
+    session.stop()
+    session.delivered(items(2), 0.0)
+    assert not session.drained
+    session.finished(session.take_work(), 0.0)
+    assert session.drained
+    assert session.statistics.handled == 5
+
+
+def test_the_interval_of_an_ack_counts_from_when_it_was_finished_not_from_when_that_was_looked_at() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([item], 10.0, since=5.0)
+    assert session.take_output(10.0) == encode_ack(CHANNEL, 1, False)
+
+
+def test_a_retry_counts_from_when_it_was_looked_at() -> None:
+    """Never too early."""
+    session = make()
+    first, second = deliver(session, items(2))
+    session.finished([first, Failed(second, failure())], 10.0, since=5.0)
+    session.tick(10.9)
+    assert session.take_work() == []
+    session.tick(11.0)
+    assert session.take_work() == [second]

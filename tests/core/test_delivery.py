@@ -1,0 +1,89 @@
+"""Deliveries: what a handler can read, and what happens where that is broken."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from reliable_mq import ConsumeError
+from reliable_mq.core.delivery import Delivery, Source
+from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short
+
+
+def test_every_property_can_be_read() -> None:
+    item = delivery(
+        headers={"tenant": "a", "share": 0.75},
+        message_id="m7",
+        content_type=short("application/json"),
+        content_encoding=short("identity"),
+        correlation_id=short("c1"),
+        reply_to=short("answers"),
+        type=short("order"),
+        user_id=short("guest"),
+        app_id=short("shop"),
+        expiration=short("2500"),
+        priority=b"\x04",
+        delivery_mode=b"\x02",
+        timestamp=(1_700_000_000).to_bytes(8),
+        body=b'{"total": 3}',
+        source=Source(1, 1, "orders"),
+    )
+    assert item.headers == {"tenant": "a", "share": 0.75}
+    assert (item.content_type, item.content_encoding) == ("application/json", "identity")
+    assert (item.message_id, item.correlation_id, item.reply_to) == ("m7", "c1", "answers")
+    assert (item.type, item.user_id, item.app_id) == ("order", "guest", "shop")
+    assert (item.expiration, item.priority, item.persistent) == (2.5, 4, True)
+    assert item.timestamp == datetime.fromtimestamp(1_700_000_000, UTC)
+    assert item.json() == {"total": 3}
+    assert item.queue == "orders"
+
+
+def test_what_is_not_there_is_none() -> None:
+    item = delivery(message_id=None)
+    assert item.headers == {}
+    absent = (item.message_id, item.expiration, item.priority, item.timestamp, item.offset, item.content_type)
+    assert absent == (None,) * 6
+    assert not item.persistent
+
+
+def test_an_expiration_that_is_no_number_is_none() -> None:
+    assert delivery(expiration=short("soon")).expiration is None
+
+
+def test_the_attempt_is_one_more_than_what_failed() -> None:
+    item = delivery()
+    assert item.attempt == 1
+    item.failures = failures(2)
+    assert item.attempt == 3
+
+
+def test_the_offset_of_a_stream_is_a_header() -> None:
+    assert delivery(headers={"x-stream-offset": 41}).offset == 41
+    assert delivery(headers={"x-stream-offset": "41"}).offset is None
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (delivery(headers=BROKEN_TABLE), "headers"),
+        (Delivery("ctag", 1, False, "", "orders", b"\x00", b""), "message_id"),
+    ],
+    ids=["headers", "properties"],
+)
+def test_reading_what_is_broken_raises_and_leaves_a_mark(broken: Delivery, name: str) -> None:
+    assert broken.flaw is None
+    with pytest.raises(ConsumeError, match="are broken"):
+        getattr(broken, name)
+    assert broken.flaw
+
+
+def test_broken_headers_leave_the_other_properties_readable() -> None:
+    item = delivery(headers=BROKEN_TABLE, message_id="m1")
+    assert item.message_id == "m1"
+    assert item.flaw is None
+
+
+def test_the_repr_shows_neither_body_nor_headers() -> None:
+    shown = repr(delivery(4, body=b"secret", headers={"password": "secret"}))
+    assert shown == "<Delivery 4 with routing key 'orders', 6 bytes>"

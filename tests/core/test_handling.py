@@ -1,0 +1,432 @@
+"""Handling: the order of claim, effect and completion, whatever handler, key function and store do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater
+from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import (
+    Call,
+    Claiming,
+    ClaimKeys,
+    Complete,
+    Failed,
+    NotBegun,
+    Outcome,
+    Release,
+    Result,
+    Step,
+    What,
+    handling,
+)
+from reliable_mq.stores import MemoryStore
+from tests.core.deliveries import delivery, failures
+
+Handler = Callable[[Any], object]
+HOUR = 3600.0
+
+
+def nothing(_argument: object) -> None:
+    pass
+
+
+class Runner:
+    """Carries the steps out on a memory store, and notes them. A step of a type in ``broken`` fails."""
+
+    def __init__(
+        self,
+        handler: Handler = nothing,
+        *,
+        store: bool = True,
+        batch: bool = False,
+        max_attempts: int = 3,
+        key: Callable[[Delivery], str | None] | None = None,
+    ) -> None:
+        self.handler = handler
+        self.store = MemoryStore()
+        self.batch = batch
+        self.claiming = Claiming(namespace="q", key=key, lease=HOUR, max_attempts=max_attempts) if store else None
+        self.steps: list[Step] = []
+        self.broken: set[type] = set()
+        self.answers: dict[type, list[Any]] = {}
+
+    def __call__(self, *deliveries: Delivery) -> list[Result]:
+        steps = handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0)
+        send: Callable[[Any], Step] = steps.send
+        answer: Any = None
+        while True:
+            try:
+                step = send(answer)
+            except StopIteration as stop:
+                results: list[Result] = stop.value
+                assert len(results) == len(deliveries)
+                return results
+            self.steps.append(step)
+            try:
+                answer, send = self.perform(step), steps.send
+            except BaseException as error:
+                answer, send = error, steps.throw
+
+    def perform(self, step: Step) -> object:
+        if type(step) in self.broken:
+            raise IdempotencyStoreError("no answer")
+        if type(step) in self.answers:
+            return self.answers[type(step)]
+        match step:
+            case Call(argument):
+                return self.handler(argument)
+            case ClaimKeys(keys, lease):
+                return self.store.claim_many(keys, lease)
+            case Complete(claims):
+                return self.store.complete_many(claims)
+            case Release(claims, failed):
+                return self.store.release_many(claims, failed=failed)
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(step) for step in self.steps]
+
+
+def refuse(_argument: object) -> None:
+    raise ValueError("no")
+
+
+def only(results: list[Result]) -> Result:
+    [result] = results
+    return result
+
+
+def test_without_a_store_the_handler_is_called_for_each() -> None:
+    seen: list[Delivery] = []
+    items = [delivery(1), delivery(2)]
+    runner = Runner(seen.append, store=False)
+    assert runner(*items) == items == seen
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_handler_that_would_end_its_thread_has_failed_as_any_other(error: BaseException, batch: bool) -> None:
+    """One of several that share their claims: the others are handled, and none stays claimed."""
+
+    def leave(argument: Any) -> None:
+        if batch or argument.message_id == "m1":
+            raise error
+
+    runner = Runner(leave, batch=batch)
+    results = runner(delivery(1, message_id="m1"), delivery(2, message_id="m2"))
+    failed = [result for result in results if isinstance(result, Failed)]
+    assert [one.failure.exception_type for one in failed] == [type(error).__name__] * (2 if batch else 1)
+    assert runner.store.claim_many(["q|m1"], HOUR)[0].status is ClaimStatus.NEW
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_generator_that_is_closed_at_a_call_ends(batch: bool) -> None:
+    """As when the task that runs it is cancelled: no attempt has failed."""
+    steps = handling([delivery()], batch=batch, claiming=None, wall_clock=lambda: 50.0)
+    assert isinstance(next(steps), Call)
+    steps.close()
+    assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store: bool, batch: bool) -> None:
+    def put_off(_argument: object) -> None:
+        raise NotBegun
+
+    runner = Runner(put_off, store=store, batch=batch)
+    items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
+    assert runner(*items) == [Outcome(item, What.NOT_BEGUN) for item in items]
+    claims = runner.store.claim_many(["q|m1", "q|m2"], HOUR)
+    assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 0)] * 2
+
+
+def test_without_a_store_a_failure_is_described_with_its_time() -> None:
+    result = only(Runner(refuse, store=False)(delivery()))
+    assert isinstance(result, Failed)
+    assert (result.failure.exception_type, result.failure.at, result.alone) == ("ValueError", 50.0, True)
+
+
+def test_the_key_is_claimed_before_the_handler_and_completed_after_it() -> None:
+    runner = Runner()
+    item = delivery(message_id="m1")
+    assert runner(item) == [item]
+    assert runner.kinds == [ClaimKeys, Call, Complete]
+    assert runner.steps[0] == ClaimKeys(["q|m1"], HOUR)
+    assert runner.store.claim_many(["q|m1"], 1.0)[0].status is ClaimStatus.DONE
+    assert item.claim is None
+
+
+def test_a_duplicate_of_what_is_done_calls_no_handler() -> None:
+    runner = Runner()
+    runner(delivery(1))
+    assert only(runner(copy := delivery(2))) == Outcome(copy, What.DUPLICATE)
+    assert runner.kinds == [ClaimKeys, Call, Complete, ClaimKeys]
+
+
+def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
+    runner = Runner()
+    runner.store.claim_many(["q|m1"], HOUR)
+    item = delivery()
+    assert only(runner(item)) == Outcome(item, What.IN_PROGRESS)
+    assert (runner.kinds, item.attempt) == ([ClaimKeys], 1)
+
+
+def test_a_failed_attempt_is_released_counted_and_told() -> None:
+    runner = Runner(refuse)
+    item = delivery()
+    result = only(runner(item))
+    assert isinstance(result, Failed)
+    assert runner.kinds == [ClaimKeys, Call, Release]
+    assert runner.store.claim_many(["q|m1"], 1.0)[0].attempts == 1
+
+
+def test_attempts_counted_by_the_store_make_the_attempt_and_its_end() -> None:
+    attempts: list[tuple[int, bool]] = []
+
+    def handler(item: Delivery) -> None:
+        attempts.append((item.attempt, item.redelivered))
+        raise ValueError
+
+    runner = Runner(handler, max_attempts=3)
+    for copy in range(1, 4):  # three copies of one message, each failing once
+        assert isinstance(only(runner(delivery(copy))), Failed)
+    last = delivery(4)
+    assert only(runner(last)) == Outcome(last, What.EXHAUSTED)
+    assert attempts == [(1, False), (2, True), (3, True)]
+    assert last.failures is not None
+    assert last.failures.count == 3
+    assert runner.store.claim_many(["q|m1"], 1.0)[0].status is ClaimStatus.NEW  # released, to be looked at again
+
+
+def test_the_higher_of_two_counts_holds() -> None:
+    runner = Runner(max_attempts=5)
+    runner.store.release_many(runner.store.claim_many(["q|m1"], 1.0), failed=True)
+    item = delivery()
+    item.failures = failures(3)
+    assert runner(item) == [item]
+    assert item.attempt == 4
+
+
+def test_without_an_id_there_is_nothing_to_claim() -> None:
+    for nameless in (delivery(message_id=None), delivery(message_id="")):
+        runner = Runner()
+        assert only(runner(nameless)) == Outcome(nameless, What.UNIDENTIFIED)
+        assert runner.kinds == []
+
+
+def test_a_key_function_names_what_is_claimed() -> None:
+    runner = Runner(key=lambda item: item.json()["order"])
+    item = delivery(body=b'{"order": "7"}')
+    assert runner(item) == [item]
+    assert runner.steps[0] == ClaimKeys(["q|7"], HOUR)
+
+
+def test_a_key_function_that_fails_is_a_failed_attempt() -> None:
+    runner = Runner(key=lambda item: item.json()["order"])
+    result = only(runner(delivery(body=b"no json")))
+    assert isinstance(result, Failed)
+    assert runner.kinds == []
+
+
+def test_a_message_id_that_cannot_be_read_is_a_failure_that_leaves_its_mark() -> None:
+    item = Delivery("ctag", 1, False, "", "orders", b"\x00", b"")
+    assert isinstance(only(Runner()(item)), Failed)
+    assert item.flaw
+
+
+@given(st.text("a|%27C", max_size=5), st.text("a|%27C", min_size=1, max_size=5), st.data())
+def test_keys_of_different_namespaces_never_meet(namespace: str, message_id: str, data: st.DataObject) -> None:
+    other_namespace = data.draw(st.text("a|%27C", max_size=5).filter(lambda text: text != namespace))
+    other_id = data.draw(st.text("a|%27C", min_size=1, max_size=5))
+    keys = [
+        Claiming(namespace=space, key=None, lease=1.0, max_attempts=1).key_of(delivery(message_id=name))
+        for space, name in ((namespace, message_id), (other_namespace, other_id))
+    ]
+    assert keys[0] != keys[1]
+
+
+def test_a_store_that_fails_to_claim_means_no_effect() -> None:
+    runner = Runner()
+    runner.broken = {ClaimKeys}
+    item = delivery()
+    assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "IdempotencyStoreError: no answer")
+    assert runner.kinds == [ClaimKeys]
+
+
+def test_a_store_that_fails_to_complete_is_asked_again_without_the_handler() -> None:
+    calls: list[object] = []
+    runner = Runner(calls.append)
+    runner.broken = {Complete}
+    item = delivery()
+    for _ in range(2):
+        assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "IdempotencyStoreError: no answer")
+    runner.broken = set()
+    assert runner(item) == [item]
+    assert len(calls) == 1
+    assert runner.kinds == [ClaimKeys, Call, Complete, Complete, Complete]
+    assert item.claim is None
+
+
+def test_a_completion_whose_answer_was_lost_is_taken_the_second_time() -> None:
+    calls: list[object] = []
+
+    class Forgetful(Runner):
+        def perform(self, step: Step) -> object:
+            answer = super().perform(step)
+            if self.kinds.count(Complete) == 1:
+                raise TimeoutError
+            return answer
+
+    runner = Forgetful(calls.append)
+    item = delivery()
+    assert isinstance(only(runner(item)), Outcome)
+    assert runner(item) == [item]
+    assert len(calls) == 1
+
+
+def test_a_stale_token_is_no_completion_and_the_key_is_claimed_again() -> None:
+    runner = Runner()
+    runner.answers = {Complete: [False]}
+    item = delivery()
+    result = only(runner(item))
+    assert isinstance(result, Outcome)
+    assert (result.what, item.claim) == (What.STORE_FAILED, None)
+    assert "lease" in result.detail
+
+
+def test_a_store_that_fails_to_release_changes_no_outcome() -> None:
+    runner = Runner(refuse)
+    runner.broken = {Release}
+    result = only(runner(delivery()))
+    assert isinstance(result, Failed)
+    assert result.detail == "IdempotencyStoreError: no answer"
+
+
+def test_a_store_that_fails_to_release_what_is_used_up_changes_no_outcome() -> None:
+    runner = Runner(max_attempts=1)
+    runner.store.release_many(runner.store.claim_many(["q|m1"], 1.0), failed=True)
+    runner.broken = {Release}
+    result = only(runner(delivery()))
+    assert isinstance(result, Outcome)
+    assert (result.what, result.detail) == (What.EXHAUSTED, "IdempotencyStoreError: no answer")
+
+
+@pytest.mark.parametrize("answer", [[], [Claim("a", ClaimStatus.NEW)] * 2, None])
+def test_an_answer_of_another_shape_is_a_store_that_failed(answer: Any) -> None:
+    runner = Runner()
+    runner.answers = {ClaimKeys: answer}
+    result = only(runner(delivery()))
+    assert isinstance(result, Outcome)
+    assert result.what is What.STORE_FAILED
+    assert runner.kinds == [ClaimKeys]
+
+
+def test_a_completion_answered_in_another_shape_is_owed() -> None:
+    runner = Runner()
+    runner.answers = {Complete: []}
+    item = delivery()
+    assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "the store gave 0 answers to 1 questions")
+    assert item.claim is not None
+
+
+def test_a_batch_costs_one_question_each() -> None:
+    batches: list[list[Delivery]] = []
+    runner = Runner(batches.append, batch=True)
+    items = [delivery(tag, message_id=f"m{tag}") for tag in (1, 2, 3)]
+    assert runner(*items) == items
+    assert runner.kinds == [ClaimKeys, Call, Complete]
+    assert batches == [items]
+
+
+def test_each_item_of_a_batch_gets_its_verdict() -> None:
+    def handler(_batch: list[Delivery]) -> object:
+        return [Ack, RetryLater(5), DeadLetter("why")]
+
+    runner = Runner(handler, batch=True)
+    good, later, dead = (delivery(tag, message_id=f"m{tag}") for tag in (1, 2, 3))
+    results = runner(good, later, dead)
+    assert good in results
+    delays = {result.delivery: result.failure for result in results if isinstance(result, Failed)}
+    assert delays[later].delay == 5.0
+    assert delays[dead].verdict == "why"
+    assert runner.kinds == [ClaimKeys, Call, Release, Complete]
+
+
+def test_an_exception_of_a_batch_names_no_culprit_and_counts_for_none() -> None:
+    runner = Runner(refuse, batch=True)
+    items = [delivery(tag, message_id=f"m{tag}") for tag in (1, 2)]
+    results = runner(*items)
+    assert [result.alone for result in results if isinstance(result, Failed)] == [False, False]
+    last = runner.steps[-1]
+    assert isinstance(last, Release)
+    assert not last.failed
+    assert [claim.attempts for claim in runner.store.claim_many(["q|m1", "q|m2"], 1.0)] == [0, 0]
+
+
+def test_an_exception_over_a_batch_of_one_is_its_own() -> None:
+    result = only(Runner(refuse, batch=True, store=False)(delivery()))
+    assert isinstance(result, Failed)
+    assert result.alone
+
+
+def test_a_batch_of_which_nothing_is_new_calls_no_handler() -> None:
+    runner = Runner(batch=True)
+    runner(delivery(1))
+    runner(delivery(2))
+    assert runner.kinds == [ClaimKeys, Call, Complete, ClaimKeys]
+
+
+def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
+    runner = Runner(batch=True)
+    runner(delivery(1, message_id="done"))
+    runner.store.claim_many(["q|busy"], HOUR)
+    items = [delivery(tag, message_id=name) for tag, name in enumerate(("new", "done", "busy", None, "new"), 2)]
+    results = {
+        (result if isinstance(result, Delivery) else result.delivery).delivery_tag: result for result in runner(*items)
+    }
+    assert results[2] is items[0]
+    whats = {tag: result.what for tag, result in results.items() if isinstance(result, Outcome)}
+    assert whats == {3: What.DUPLICATE, 4: What.IN_PROGRESS, 5: What.UNIDENTIFIED, 6: What.IN_PROGRESS}
+
+
+@given(
+    st.lists(st.sampled_from(["ok", "fail", "dead"]), min_size=1, max_size=6),
+    st.lists(st.sets(st.sampled_from([ClaimKeys, Complete, Release])), min_size=1, max_size=12),
+)
+def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], broken: list[set[type]]) -> None:
+    """Copies of one message, one after the other, each handled until it is settled or the store has failed often
+    enough."""
+    effects: list[int] = []
+    fate = iter(handlers)
+
+    def handler(item: Delivery) -> None:
+        assert item.attempt <= 4
+        if next(fate, "ok") == "ok":
+            effects.append(item.delivery_tag)
+        else:
+            raise ValueError
+
+    runner = Runner(handler, max_attempts=4)
+    item = delivery()
+    for store_breaks in [*broken, set()]:
+        runner.broken = store_breaks
+        result = only(runner(item))
+        if isinstance(result, Delivery):
+            assert effects
+            break
+        if isinstance(result, Outcome) and result.what is What.DUPLICATE:
+            assert effects
+    assert len(effects) <= 1
+
+
+def test_it_is_a_generator_so_that_both_faces_carry_it_out() -> None:
+    assert inspect.isgeneratorfunction(handling)

@@ -1,0 +1,108 @@
+"""What a publication says about itself, outcome by outcome."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.publication import Outcome, Publication, Receipt, Reply
+from reliable_mq.errors import PublishBlocked, PublishNacked, PublishRefused, PublishReturned, PublishUnconfirmed
+from reliable_mq.message import Message
+
+
+@pytest.fixture
+def publication() -> Publication:
+    return Publication(Message(b"body", message_id="id-1"), "shop", "orders.new", True, 4, 12.5, None)
+
+
+def test_a_new_publication_is_not_settled(publication: Publication) -> None:
+    """Before anything happens there is no outcome, no error and no attempt."""
+    assert publication.outcome is None
+    assert publication.failure() is None
+    assert (publication.sends, publication.nacks, publication.on_wire, publication.in_doubt) == (0, 0, False, False)
+    assert (publication.size, publication.accepted_at, publication.timeout) == (4, 12.5, None)
+    assert str(publication) == "message id-1 to exchange 'shop' with routing key 'orders.new'"
+
+
+def test_a_confirmed_one_has_a_receipt_and_no_error(publication: Publication) -> None:
+    """The receipt says how often it was sent and whether it may be there twice."""
+    publication.outcome = Outcome.CONFIRMED
+    publication.sends = 2
+    publication.in_doubt = True
+    assert publication.failure() is None
+    assert publication.receipt() == Receipt("id-1", "confirmed", attempts=2, possible_duplicate=True)
+
+
+def test_a_nacked_one_says_how_often(publication: Publication) -> None:
+    """The error of a nacked publish counts the nacks and names the message."""
+    publication.outcome = Outcome.NACKED
+    publication.nacks = 3
+    error = publication.failure()
+    assert isinstance(error, PublishNacked)
+    assert (error.message_id, error.attempts) == ("id-1", 3)
+    assert "message id-1 to exchange 'shop' with routing key 'orders.new' was nacked by the broker" in str(error)
+
+
+def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> None:
+    """The error of a returned publish has code and text of the return, and where it was published to."""
+    publication.outcome = Outcome.RETURNED
+    publication.reply = Reply(312, "NO_ROUTE")
+    error = publication.failure()
+    assert isinstance(error, PublishReturned)
+    assert (error.message_id, error.reply_code, error.reply_text) == ("id-1", 312, "NO_ROUTE")
+    assert (error.exchange, error.routing_key) == ("shop", "orders.new")
+    assert "312 NO_ROUTE" in str(error)
+
+
+def test_a_refused_one_carries_the_channel_exception(publication: Publication) -> None:
+    """The error of a refused publish has code and text of the channel exception."""
+    publication.outcome = Outcome.REFUSED
+    publication.reply = Reply(404, "NOT_FOUND - no exchange 'shop'")
+    error = publication.failure()
+    assert isinstance(error, PublishRefused)
+    assert (error.message_id, error.reply_code) == ("id-1", 404)
+    assert error.reply_text == "NOT_FOUND - no exchange 'shop'"
+    assert "404 NOT_FOUND" in str(error)
+
+
+@pytest.mark.parametrize(("sends", "known"), [(1, "it may have arrived"), (0, "it was never sent")])
+def test_an_unknown_one_says_whether_it_may_have_arrived(publication: Publication, sends: int, known: str) -> None:
+    """What was sent may have arrived; what was never sent has not."""
+    publication.outcome = Outcome.UNKNOWN
+    publication.sends = sends
+    error = publication.failure()
+    assert isinstance(error, PublishUnconfirmed)
+    assert (error.message_id, error.sent, error.may_have_arrived) == ("id-1", sends > 0, sends > 0)
+    assert known in str(error)
+
+
+def test_one_that_a_blocked_broker_kept_from_being_sent_says_so(publication: Publication) -> None:
+    """The deadline of a publish that was never sent because the broker blocked gives the broker's reason."""
+    publication.outcome = Outcome.UNKNOWN
+    publication.reply = Reply(0, "low on memory")
+    error = publication.failure()
+    assert isinstance(error, PublishBlocked)
+    assert (error.message_id, error.reason) == ("id-1", "low on memory")
+    assert "low on memory" in str(error)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NACKED, Outcome.RETURNED])
+@pytest.mark.parametrize("in_doubt", [True, False])
+def test_a_verdict_on_the_last_attempt_says_nothing_of_one_in_doubt(
+    publication: Publication, outcome: Outcome, in_doubt: bool
+) -> None:
+    """Where an earlier attempt was never answered, the error says that the broker may have the message all the same."""
+    publication.outcome = outcome
+    publication.reply = Reply(312, "NO_ROUTE")
+    publication.in_doubt = in_doubt
+    error = publication.failure()
+    assert error is not None
+    assert error.may_have_arrived is in_doubt
+    assert ("may have arrived" in str(error)) is in_doubt
+
+
+def test_errors_hold_nothing_of_the_body(publication: Publication) -> None:
+    """No error's text shows the body."""
+    publication.reply = Reply(312, "NO_ROUTE")
+    for outcome in Outcome:
+        publication.outcome = outcome
+        assert "body" not in str(publication.failure())

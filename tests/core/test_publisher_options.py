@@ -1,0 +1,95 @@
+"""What a publisher is asked to do: wrong arguments are named, and what cannot be sent is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from reliable_mq.core import publisher_options
+from reliable_mq.core.publisher_options import PublisherOptions
+from reliable_mq.core.setup import ConfirmSelect, ServerInfo
+from reliable_mq.errors import ConfigurationError, PublishRefused
+from reliable_mq.message import Message
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+
+SETTINGS = ConnectionSettings(
+    endpoints=(Endpoint("one", 5672), Endpoint("two", 5672)), credentials=Credentials("guest", "guest")
+)
+FRAME_MAX = 131072
+
+
+def options(**arguments: Any) -> PublisherOptions:
+    return PublisherOptions(SETTINGS, **{"name": "publisher", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("on_blocked", "drop"),
+        ("retry", 3),
+        ("name", ""),
+        ("name", 7),
+        ("mandatory", 1),
+        ("max_message_bytes", -1),
+        ("max_message_bytes", True),
+        ("max_message_bytes", "1"),
+        ("max_outstanding", 0),
+        ("max_outstanding_bytes", 0),
+        ("confirm_timeout", 0),
+        ("delivery_timeout", -1),
+        ("topology", ["orders"]),
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "text"), [("reconnect_wait", "wait"), ("reconnect_stop", "stop")])
+def test_a_wrong_way_to_reconnect_is_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        options(**{name: 1})
+
+
+def test_the_parts_fit_each_other() -> None:
+    made = options(max_outstanding=5)
+    assert (made.max_outstanding, made.window.max_count, made.raise_when_blocked) == (5, 5, False)
+    assert options(on_blocked="raise").raise_when_blocked
+    assert made.first_verdict == 2 * SETTINGS.connect_timeout + 1
+    assert made.new_recovery() is not made.new_recovery()
+    assert made.new_session(random.Random(1)).outstanding == 0
+    assert list(made.setup(ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)))) == [ConfirmSelect()]
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="message"):
+        options().check(b"x", "", "q", FRAME_MAX)  # type: ignore[arg-type]
+
+
+def test_a_target_that_cannot_be_encoded_is_refused_each_time() -> None:
+    made = options()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="routing_key"):
+            made.check(Message(b"x"), "", "k" * 256, FRAME_MAX)
+
+
+def test_known_targets_are_forgotten_at_some_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_options, "_TARGETS_KEPT", 3)
+    made = options()
+    for number in range(10):
+        assert made.check(Message(b"xy"), "", f"q{number}", FRAME_MAX) == 2
+        assert len(made._targets) <= 3
+
+
+def test_a_message_that_is_too_large_is_refused() -> None:
+    made = options(max_message_bytes=10)
+    assert made.check(Message(b"x" * 10), "", "q", FRAME_MAX) == 10
+    with pytest.raises(PublishRefused, match="max_message_bytes") as caught:
+        made.check(Message(b"x" * 11), "", "q", FRAME_MAX)
+    assert caught.value.reply_code == 311
+    small, large = Message(b"x", headers={"h": "x" * 100}), Message(b"x", headers={"h": "x" * 8192})
+    assert made.check(small, "", "q", 8192) == 1
+    with pytest.raises(PublishRefused, match="headers"):
+        made.check(large, "", "q", 8192)

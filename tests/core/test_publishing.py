@@ -1,0 +1,553 @@
+"""The publishing session, example by example: what becomes of a publish, whatever the broker does."""
+
+from __future__ import annotations
+
+import random
+from time import process_time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reliable_mq.core import publishing as module
+from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
+from reliable_mq.message import Message
+from tests.core.published import (
+    DELAYS,
+    FORCED,
+    FRAME_ERROR,
+    FRAME_MAX,
+    MAX_ATTEMPTS,
+    NO_EXCHANGE,
+    NO_ROUTE,
+    Published,
+    Shell,
+    new_session,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+@pytest.fixture
+def shell() -> Shell:
+    return Shell()
+
+
+def outcomes(publications: Iterable[Publication]) -> list[Outcome | None]:
+    return [publication.outcome for publication in publications]
+
+
+def test_a_publish_is_confirmed_by_its_ack_and_not_before(shell: Shell) -> None:
+    """Accepted, written, acked: only the ack settles it, and frees its place."""
+    (publication,) = shell.accept("body")
+    assert shell.session.outstanding == 1
+    (published,) = shell.send()
+    assert published == Published(1, "", "orders", True, "id of body", False, True, b"body")
+    assert shell.take_settled() == []
+    shell.ack(1, now=0.5)
+    assert shell.take_settled() == [publication]
+    assert publication.outcome is Outcome.CONFIRMED
+    assert publication.receipt().attempts == 1
+    assert not publication.receipt().possible_duplicate
+    assert (shell.session.freed_count, shell.session.freed_bytes) == (1, 4)
+    assert shell.session.oldest_accepted_at is None
+    assert (shell.session.outstanding, shell.session.next_wakeup()) == (0, None)
+
+
+@pytest.mark.parametrize("acked", [True, False])
+def test_a_return_beats_its_confirm(shell: Shell, acked: bool) -> None:
+    """A returned publish fails with code and text, whether the broker acks or nacks it then."""
+    first, second = shell.accept("unroutable", "routable")
+    shell.send()
+    shell.return_("id of unroutable")
+    assert first.outcome is None
+    (shell.ack if acked else shell.nack)(1)
+    shell.ack(2)
+    assert outcomes([first, second]) == [Outcome.RETURNED, Outcome.CONFIRMED]
+    error = first.failure()
+    assert isinstance(error, PublishReturned)
+    assert (error.reply_code, error.reply_text) == NO_ROUTE
+
+
+def test_with_equal_message_ids_the_right_one_is_returned(shell: Shell) -> None:
+    """The second publish with an id waits until the first is confirmed, so that a return can mean one of them only."""
+    routable, unroutable, third = shell.accept("routable", "unroutable", "third", message_id="same")
+    assert shell.sent() == ["routable"]
+    assert shell.sent() == []
+    shell.ack(1)
+    assert shell.sent() == ["unroutable"]
+    shell.return_("same")
+    shell.ack(2)
+    assert shell.sent() == ["third"]
+    shell.ack(3)
+    assert outcomes([routable, unroutable, third]) == [Outcome.CONFIRMED, Outcome.RETURNED, Outcome.CONFIRMED]
+
+
+def test_a_message_that_goes_out_without_an_id_is_found_by_its_return(shell: Shell) -> None:
+    """Messages that have no message_id on the wire go one at a time, so that their returns, too, mean one only."""
+    publications = []
+    for body in (b"unroutable", b"routable"):
+        message = Message._from_wire(body, Message(body).encoded_properties, message_id="")
+        publications.append(Publication(message, "", "orders", True, len(body), 0.0, None))
+    shell.session.accept(publications)
+    assert shell.sent() == ["unroutable"]
+    shell.return_(None)
+    shell.ack(1)
+    assert shell.sent() == ["routable"]
+    shell.ack(2)
+    assert outcomes(publications) == [Outcome.RETURNED, Outcome.CONFIRMED]
+
+
+def test_a_return_that_fits_nothing_is_counted(shell: Shell) -> None:
+    """A return of an unknown message, of one that is not on the wire, or from an older channel fails nothing."""
+    (publication,) = shell.accept("body")
+    shell.return_("id of body")
+    shell.return_("unknown")
+    shell.send()
+    shell.session.returned(shell.generation - 1, *NO_ROUTE, "id of body")
+    shell.return_(None)
+    shell.ack(1)
+    assert publication.outcome is Outcome.CONFIRMED
+    assert shell.session.statistics.stray_returns == 4
+
+
+def test_what_a_lost_connection_left_unsettled_is_published_again_first_and_in_order(shell: Shell) -> None:
+    """Exactly what was unsettled goes out again, marked as a possible duplicate, before anything newer."""
+    a, b, c = shell.accept("a", "b", "c")
+    shell.send()
+    shell.ack(2)
+    shell.accept("d")
+    shell.lose()
+    shell.accept("e")
+    assert shell.send() == []
+    shell.reopen()
+    again = shell.send()
+    assert [(one.body, one.possible_duplicate) for one in again] == [
+        (b"a", True),
+        (b"c", True),
+        (b"d", False),
+        (b"e", False),
+    ]
+    assert [one.message_id for one in again] == ["id of a", "id of c", "id of d", "id of e"]
+    shell.ack(4, multiple=True)
+    assert shell.session.outstanding == 0
+    assert [one.receipt().possible_duplicate for one in (a, b, c)] == [True, False, True]
+    assert [one.receipt().attempts for one in (a, b, c)] == [2, 1, 2]
+
+
+def test_a_late_confirm_of_an_old_channel_settles_nothing(shell: Shell) -> None:
+    """Numbers start again on a new channel: an ack of the old one must not be taken for one of the new one."""
+    (publication,) = shell.accept("body")
+    shell.send()
+    shell.lose()
+    shell.reopen()
+    shell.send()
+    shell.session.acked(shell.generation - 1, 1, False, 0.0)
+    assert publication.outcome is None
+    assert shell.session.stale_confirms == 1
+    shell.session.channel_lost(shell.generation - 1, NO_EXCHANGE, connection=False)
+    assert shell.session.on_wire == 1
+
+
+def test_a_return_of_a_lost_channel_does_not_count_for_the_next_attempt(shell: Shell) -> None:
+    """A publish that was returned on a channel that was lost before the ack, and is routable now, is confirmed."""
+    (publication,) = shell.accept("body")
+    shell.send()
+    shell.return_("id of body")
+    shell.lose()
+    shell.reopen()
+    shell.send()
+    shell.ack(1)
+    assert publication.outcome is Outcome.CONFIRMED
+
+
+def test_a_nacked_publish_is_tried_again_after_its_delay(shell: Shell) -> None:
+    """A nack is no unknown outcome: the next attempt comes after the policy's delay and is marked in no way."""
+    (publication,) = shell.accept("body")
+    shell.send()
+    shell.nack(1)
+    assert shell.session.next_wakeup() == DELAYS[0]
+    assert shell.sent(now=0.9) == []
+    (published,) = shell.send(now=1.0)
+    assert not published.possible_duplicate
+    shell.ack(2)
+    assert publication.receipt().attempts == 2
+
+
+def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> None:
+    """After as many attempts as the policy allows, the nack is the outcome."""
+    (publication,) = shell.accept("body")
+    for attempt, now in enumerate((0.0, 1.0, 3.0), 1):
+        assert shell.sent(now) == ["body"]
+        shell.nack(attempt, now=now)
+    assert publication.outcome is Outcome.NACKED
+    assert publication.nacks == MAX_ATTEMPTS
+    assert shell.session.freed_count == 1
+
+
+def test_a_channel_exception_fails_its_culprit_alone(shell: Shell) -> None:
+    """Of 100, the one to an exchange that does not exist is refused with the broker's reply; the 99 are confirmed."""
+    good = shell.accept(*(f"good {number}" for number in range(60)))
+    (culprit,) = shell.accept("culprit", exchange="missing")
+    good += shell.accept(*(f"good {number}" for number in range(60, 99)))
+    closes = 0
+    while shell.session.outstanding:
+        published = shell.sent()
+        assert published, "stands still"
+        if "culprit" in published:
+            closes += 1
+            shell.lose(NO_EXCHANGE, connection=False)
+            shell.reopen()
+        else:
+            shell.ack(0, multiple=True)
+    assert set(outcomes(good)) == {Outcome.CONFIRMED}
+    error = culprit.failure()
+    assert isinstance(error, PublishRefused)
+    assert (error.reply_code, error.reply_text) == NO_EXCHANGE
+    assert closes <= 8
+    assert len(shell.take_settled()) == shell.session.freed_count == 100
+
+
+def test_nothing_newer_is_published_while_a_channel_exception_is_isolated(shell: Shell) -> None:
+    """Between the groups that narrow down, no other publish gets onto the channel."""
+    shell.accept("a", "culprit")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    shell.accept("new")
+    assert shell.sent() == ["a"]
+    assert shell.sent() == []
+    shell.ack(1)
+    assert shell.sent() == ["culprit"]
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent() == ["new"]
+
+
+def test_a_group_is_written_bit_by_bit(shell: Shell) -> None:
+    """What of a group was not written yet when the channel closed is probed after what was."""
+    shell.accept("a", "b", "c", "d", "e", "f")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent(limit=1) == ["a"]
+    assert shell.sent(limit=1) == ["b"]
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    probed = []
+    while group := shell.sent():
+        probed.append(group)
+        shell.ack(len(shell.session.settled) or 1, multiple=True)
+        shell.ack(0, multiple=True)
+    assert probed == [["a"], ["b"], ["c"], ["d", "e", "f"]]
+
+
+def test_a_connection_lost_during_an_isolation_convicts_nobody(shell: Shell) -> None:
+    """A group of one that a lost connection interrupts is probed again, not refused."""
+    (a, b) = shell.accept("a", "b")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent() == ["a"]
+    shell.lose(FORCED)
+    shell.reopen()
+    assert shell.sent() == ["a"]
+    shell.ack(1)
+    assert shell.sent() == ["b"]
+    shell.ack(2)
+    assert outcomes([a, b]) == [Outcome.CONFIRMED, Outcome.CONFIRMED]
+
+
+def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
+    """The channel closes over two, one of which its caller has given up: the other one is not convicted for it."""
+    given_up, innocent = shell.accept("given up", "innocent")
+    shell.send()
+    shell.session.abandon(given_up)
+    shell.lose(NO_EXCHANGE, connection=False)
+    assert innocent.outcome is None
+    shell.reopen()
+    assert shell.sent() == ["innocent"]
+    shell.ack(1)
+    assert outcomes([given_up, innocent]) == [Outcome.UNKNOWN, Outcome.CONFIRMED]
+
+
+def test_a_channel_that_closes_over_a_given_up_publish_alone_refuses_nothing(shell: Shell) -> None:
+    """What is settled stays as it is, even where it turns out to be the culprit."""
+    (given_up,) = shell.accept("given up")
+    shell.send()
+    shell.session.abandon(given_up)
+    shell.lose(NO_EXCHANGE, connection=False)
+    assert given_up.outcome is Outcome.UNKNOWN
+    assert len(shell.take_settled()) == shell.session.freed_count == 1
+
+
+def test_the_next_group_follows_where_the_rest_of_one_was_given_up(shell: Shell) -> None:
+    """A group whose unwritten rest is given up does not hold back the groups behind it."""
+    _, b, _, _ = shell.accept("a", "b", "c", "d")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent(limit=1) == ["a"]
+    shell.session.abandon(b)
+    shell.ack(1)
+    assert shell.sent() == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "refused"), [(FRAME_ERROR, True), (Reply(541, "INTERNAL_ERROR"), True), (FORCED, False), (None, False)]
+)
+def test_a_connection_exception_blames_a_publish_where_one_can_provoke_it(
+    shell: Shell, reply: Reply | None, refused: bool
+) -> None:
+    """A frame error closes the connection over a publish; a shutdown of the broker does not."""
+    (publication,) = shell.accept("body")
+    shell.send()
+    shell.lose(reply)
+    assert publication.outcome is (Outcome.REFUSED if refused else None)
+
+
+def test_after_its_deadline_a_publish_is_unknown_and_sent_no_more(shell: Shell) -> None:
+    """One that was sent may have arrived, one that was not has not; neither is sent again."""
+    (sent,) = shell.accept("sent", timeout=5.0)
+    shell.send()
+    shell.lose()
+    (unsent,) = shell.accept("unsent", timeout=5.0)
+    shell.session.tick(5.0)
+    shell.reopen()
+    assert shell.sent(now=5.0) == []
+    assert outcomes([sent, unsent]) == [Outcome.UNKNOWN, Outcome.UNKNOWN]
+    assert "may have arrived" in str(sent.failure())
+    assert "never sent" in str(unsent.failure())
+    assert shell.session.freed_count == 2
+
+
+def test_a_publish_that_was_returned_is_known_at_its_deadline(shell: Shell) -> None:
+    """Where the return has come and the ack has not, the deadline reports the return."""
+    (publication,) = shell.accept("body", timeout=5.0)
+    shell.send()
+    shell.return_("id of body")
+    shell.session.tick(5.0)
+    assert publication.outcome is Outcome.RETURNED
+    shell.ack(1)
+    assert len(shell.take_settled()) == shell.session.freed_count == 1
+
+
+@pytest.mark.parametrize("end", ["ack", "nack", "lost"])
+def test_a_publish_given_up_on_the_wire_keeps_its_place_until_the_channel_is_done_with_it(
+    shell: Shell, end: str
+) -> None:
+    """Its late confirm is expected and changes nothing; its place, and its id, are free from then on."""
+    first, second = shell.accept("first", "second", message_id="same", timeout=5.0)
+    shell.send()
+    shell.session.abandon(first)
+    assert first.outcome is Outcome.UNKNOWN
+    assert (shell.session.freed_count, shell.session.on_wire) == (0, 1)
+    assert shell.sent() == []
+    shell.return_("same")
+    if end == "lost":
+        shell.lose()
+        shell.reopen()
+    else:
+        (shell.ack if end == "ack" else shell.nack)(1)
+    assert (shell.session.freed_count, shell.session.stale_confirms) == (1, 0)
+    assert first.outcome is Outcome.UNKNOWN
+    assert shell.sent() == ["second"]
+    assert second.outcome is None
+
+
+def test_one_that_waits_for_its_turn_can_be_given_up(shell: Shell) -> None:
+    """It is passed over, and lets nobody in before the turn: the next one with its id follows the one on the wire."""
+    _, second, third, _ = shell.accept("first", "second", "third", "fourth", message_id="same")
+    shell.send()
+    shell.session.abandon(third)
+    assert shell.sent() == []
+    shell.session.abandon(second)
+    shell.ack(1)
+    assert shell.sent() == ["fourth"]
+    assert shell.session.freed_count == 3
+    shell.session.abandon(second)
+    assert shell.session.freed_count == 3
+
+
+def test_closing_for_good_gives_up_everything(shell: Shell) -> None:
+    """On the wire, delayed, waiting or ready, with any timeout: all of it is settled, once."""
+    shell.accept("nacked", "on the wire", timeout=500.0)
+    shell.send()
+    shell.nack(1)
+    shell.accept("same 1", "same 2", message_id="same")
+    shell.session.abandon_all()
+    settled = shell.take_settled()
+    assert len(settled) == 4
+    assert set(outcomes(settled)) == {Outcome.UNKNOWN}
+    assert shell.session.freed_count == 3
+    shell.lose()
+    assert shell.session.freed_count == 4
+    shell.reopen()
+    assert shell.sent(now=10.0) == []
+
+
+def test_nothing_is_sent_while_the_broker_blocks(shell: Shell) -> None:
+    """Publishes wait, confirms still count, and publishing goes on when the broker says so."""
+    shell.accept("a")
+    shell.send()
+    shell.session.blocked("low on memory")
+    (b,) = shell.accept("b")
+    assert shell.sent() == []
+    shell.ack(1)
+    assert len(shell.take_settled()) == 1
+    shell.session.unblocked(0.0)
+    assert shell.sent() == ["b"]
+    assert b.outcome is None
+
+
+def test_a_deadline_while_the_broker_blocks_says_so(shell: Shell) -> None:
+    """What was not sent because the broker blocks fails with the broker's reason."""
+    shell.session.blocked("low on disk")
+    (publication,) = shell.accept("body", timeout=5.0)
+    shell.session.tick(5.0)
+    error = publication.failure()
+    assert isinstance(error, PublishBlocked)
+    assert error.reason == "low on disk"
+
+
+def test_a_new_channel_on_a_blocked_connection_is_blocked(shell: Shell) -> None:
+    """Blocked is the connection, not the channel; the broker does not say it twice."""
+    shell.session.blocked("low on memory")
+    shell.accept("body")
+    shell.lose(connection=False)
+    shell.reopen()
+    assert shell.sent() == []
+
+
+@pytest.mark.parametrize("channel_first", [False, True])
+def test_a_new_connection_is_not_blocked(shell: Shell, channel_first: bool) -> None:
+    """The loss of a blocked connection ends the blocking, also where its channel was lost before."""
+    shell.session.blocked("low on memory")
+    shell.accept("body")
+    if channel_first:
+        shell.lose(connection=False)
+    shell.lose(connection=True)
+    shell.reopen()
+    assert shell.sent() == ["body"]
+
+
+def test_a_channel_that_settles_nothing_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> None:
+    """The clock starts when the broker begins to owe, and again with every confirm that settles something."""
+    assert not shell.session.channel_in_doubt(1_000.0)
+    shell.accept("a", "b", at=1_000.0)
+    shell.send(now=1_000.0)
+    assert shell.session.next_wakeup() == 1_030.0
+    shell.ack(1, now=1_020.0)
+    shell.ack(1, now=1_029.0)
+    assert not shell.session.channel_in_doubt(1_049.9)
+    assert shell.session.channel_in_doubt(1_050.0)
+
+
+def test_a_blocked_channel_is_not_in_doubt(shell: Shell) -> None:
+    """A broker that blocks need not confirm; the clock starts again when it goes on."""
+    shell.accept("body")
+    shell.send()
+    shell.session.blocked("low on memory")
+    assert not shell.session.channel_in_doubt(100.0)
+    shell.session.unblocked(100.0)
+    assert not shell.session.channel_in_doubt(129.9)
+    assert shell.session.channel_in_doubt(130.0)
+
+
+def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
+    """A broker that repeats old confirms does not keep its channel out of doubt."""
+    shell.accept("body")
+    shell.send()
+    shell.nack(7, now=20.0)
+    shell.ack(7, now=20.0)
+    assert shell.session.channel_in_doubt(30.0)
+
+
+def test_a_write_is_of_about_the_size_asked_for_and_of_whole_messages(shell: Shell) -> None:
+    """At least one message, however small the limit; a large body goes in frames that the connection takes."""
+    large = "x" * 10_000
+    shell.accept("a", "b")
+    shell.accept(large, "c", message_id="same")
+    assert shell.sent(limit=1) == ["a"]
+    assert shell.sent(limit=100) == ["b", large]
+    assert shell.sent(limit=100) == []
+    shell.ack(3)
+    assert shell.sent(limit=100) == ["c"]
+
+
+def test_encoded_heads_are_bounded_and_right(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher with ever new exchanges keeps a bounded number of encoded frames, and never mixes them up."""
+    monkeypatch.setattr(module, "_HEADS_KEPT", 3)
+    exchanges = [f"exchange {number % 5}" for number in range(20)]
+    for number, exchange in enumerate(exchanges):
+        shell.accept(str(number), exchange=exchange)
+    assert [published.exchange for published in shell.send()] == exchanges
+    assert len(shell.session._heads) <= 3
+
+
+def test_frames_carry_the_number_of_the_channel_they_go_to(shell: Shell) -> None:
+    """A new channel may have another number; nothing that was encoded for the old one is used again."""
+    shell.accept("a")
+    assert [published.channel for published in shell.send()] == [1]
+    shell.lose()
+    shell.session.channel_opened(7, 2, FRAME_MAX, 0.0)
+    assert [published.channel for published in shell.send()] == [2]
+
+
+def test_publishes_given_up_without_a_channel_do_not_pile_up(shell: Shell) -> None:
+    """However long the broker is away, what was given up is let go of."""
+    shell.lose()
+    for moment in range(1_000):
+        shell.accept(f"{moment}", timeout=10.0, at=float(moment))
+        shell.session.tick(float(moment))
+    assert shell.session.outstanding == 10
+    assert len(shell.session._ready) <= 2 * 10 + module._DEAD_KEPT
+    shell.reopen()
+    assert shell.sent(now=1_000.0) == [str(number) for number in range(991, 1_000)]
+
+
+def test_the_time_to_the_confirm_is_measured_from_acceptance(shell: Shell) -> None:
+    """Confirm latency is what the caller has waited, later attempts included; failures do not count."""
+    shell.accept("a", "b", "returned")
+    shell.send()
+    shell.return_("id of returned")
+    shell.ack(3, multiple=True, now=0.004)
+    statistics = shell.session.statistics
+    assert statistics.confirmed == sum(statistics.confirm_seconds.counts) == 2
+    assert statistics.confirm_seconds.total == pytest.approx(0.008)
+
+
+def test_a_message_costs_the_same_among_a_thousand_and_very_many_outstanding(
+    assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None],
+) -> None:
+    """From acceptance to its confirm, single in any order or multiple, a message costs the same among very many."""
+
+    def cost(outstanding: int, rounds: int) -> float:
+        quarter = min(outstanding // 4, 10_000)
+        middle = range(2 * quarter + 1, outstanding - quarter + 1)
+        spent = 0.0
+        for _ in range(rounds):
+            session = new_session()
+            session.channel_opened(1, 1, FRAME_MAX, 0.0)
+            messages = [Message(b"", message_id=str(number)) for number in range(outstanding)]
+            publications = [Publication(message, "", "orders", True, 0, 0.0, None) for message in messages]
+            session.accept(publications[: -4 * quarter])
+            session.data_to_send(0.0, 1_000_000_000)
+            began = process_time()
+            session.accept(publications[-4 * quarter :])
+            session.data_to_send(0.0, 1_000_000_000)
+            for tag in range(1, quarter + 1):
+                session.acked(1, tag, False, 0.0)
+                session.next_wakeup()
+            for tag in range(outstanding, outstanding - quarter, -1):
+                session.acked(1, tag, False, 0.0)
+            for tag in range(quarter + 10, 2 * quarter + 1, 10):
+                session.acked(1, tag, True, 0.0)
+            for tag in random.Random(2).sample(middle, quarter):
+                session.acked(1, tag, False, 0.0)
+            spent += process_time() - began
+            assert session.outstanding == outstanding - 4 * quarter
+        return spent / (4 * quarter * rounds)
+
+    assert_same_cost(lambda: cost(1_000, 5), lambda: cost(100_000, 1))

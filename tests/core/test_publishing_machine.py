@@ -1,0 +1,510 @@
+"""The publishing session against a shell that does as it should and a broker that does as it likes.
+
+The model broker decodes what the session encodes, counts it, and confirms, nacks, returns, closes channels, loses
+connections and blocks at random; the model knows what has to become of each publish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.errors import PublishBlocked
+from reliable_mq.message import Message
+from tests.core.published import (
+    CONFIRM_TIMEOUT,
+    DELAYS,
+    DELIVERY_TIMEOUT,
+    FORCED,
+    FRAME_ERROR,
+    FRAME_MAX,
+    NO_EXCHANGE,
+    NO_ROUTE,
+    Published,
+    decode,
+    new_session,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+T = TypeVar("T")
+
+KINDS = st.lists(st.sampled_from(["good"] * 6 + ["unroutable", "culprit", "connection culprit"]), max_size=6)
+MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
+MAX_ATTEMPTS = 2
+TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
+POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from its first to its last
+
+
+def at(position: float, those: Sequence[T]) -> T:
+    return those[round(position * (len(those) - 1))]
+
+
+@dataclass(eq=False)
+class Expected:
+    """What the model knows of a publication."""
+
+    publication: Publication
+    number: int
+    culprit: Reply | None = None  # what the broker closes channel or connection with when it reads it
+    unroutable: bool = False
+    unique: bool = True  # nobody else has its message id
+    sends: int = 0
+    nacks: int = 0
+    in_doubt: bool = False
+    due: float = 0.0  # not to be sent before
+    outcome: Outcome | None = None
+    blocked: bool = False  # it was given up unsent because the broker blocked
+
+    @property
+    def message_id(self) -> str:
+        return self.publication.message.message_id
+
+    @property
+    def deadline(self) -> float:
+        timeout = self.publication.timeout
+        return self.publication.accepted_at + (DELIVERY_TIMEOUT if timeout is None else timeout)
+
+
+@dataclass
+class Channel:
+    """A channel on the broker's side. The tag of a publish is its place in ``sent``, from 1."""
+
+    generation: int
+    sent: list[Expected] = field(default_factory=list)
+    read: int = 0
+    unconfirmed: list[int] = field(default_factory=list)
+    returned: set[Expected] = field(default_factory=set)
+    progress_at: float = 0.0
+
+    @property
+    def on_wire(self) -> list[Expected]:
+        return [self.sent[tag - 1] for tag in self.unconfirmed]
+
+
+class PublishingMachine(RuleBasedStateMachine):
+    """A shell that does as it should, and a broker that does as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = new_session(MAX_ATTEMPTS)
+        self.now = 100.0
+        self.everyone: list[Expected] = []
+        self.channel: Channel | None = None
+        self.generation = 0
+        self.connection_blocked = False
+        self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in the order of sending
+        self.last_first_send = -1
+        self.settled: Counter[Publication] = Counter()
+        self.stale = 0
+        self.stray = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.open_channel()
+
+    @rule(kind=st.integers(0, 3), data=st.data())
+    def meanwhile(self, kind: int, data: st.DataObject) -> None:
+        match kind:
+            case 0:
+                self.accept(data.draw(KINDS), data.draw(MESSAGE_IDS), data.draw(TIMEOUTS))
+            case 1:
+                self.time_passes(data.draw(st.sampled_from([0.5, 3.0, 31.0, 31.0, 130.0])))
+            case 2 if self.everyone:
+                on_wire = self.channel.on_wire if self.channel is not None else []
+                self.abandon(data.draw(st.sampled_from(on_wire or self.everyone)))
+            case 3 if self.connection_blocked:
+                self.unblock()
+            case 3 if self.channel is not None:
+                self.block()
+
+    # what callers do
+
+    def accept(self, kinds: list[str], message_id: str | None, timeout: float | None) -> None:
+        accepted = []
+        for kind in kinds:
+            number = len(self.everyone)
+            culprit = {"culprit": NO_EXCHANGE, "connection culprit": FRAME_ERROR}.get(kind)
+            publication = Publication(
+                Message(str(number).encode(), message_id=message_id or f"unique {number}"),
+                "" if culprit is None else "missing",
+                kind,
+                kind == "unroutable" or number % 2 == 0,
+                number,
+                self.now,
+                timeout,
+            )
+            expected = Expected(
+                publication, number, culprit, unroutable=kind == "unroutable", unique=message_id is None
+            )
+            self.everyone.append(expected)
+            accepted.append(publication)
+        self.session.accept(accepted)
+
+    def abandon(self, expected: Expected) -> None:
+        self.session.abandon(expected.publication)
+        if expected.outcome is None:
+            self.give_up(expected)
+
+    # what the shell does
+
+    def open_channel(self) -> None:
+        self.generation += 1
+        self.channel = Channel(self.generation, progress_at=self.now)
+        self.session.channel_opened(self.generation, self.generation % 7 + 1, FRAME_MAX, self.now)
+
+    @rule(
+        kinds=KINDS,
+        message_id=MESSAGE_IDS,
+        timeout=TIMEOUTS,
+        seconds=st.sampled_from([0.0, 0.0, 1.0, 2.0, 31.0]),
+        limit=st.sampled_from([1, 300, 1_000_000, 1_000_000]),
+        give_up=st.none() | POSITIONS,
+        part_read=st.sampled_from([1.0, 1.0, 0.5]),
+        confirms=st.lists(st.tuples(POSITIONS, st.booleans(), st.booleans()), max_size=4),
+        end=st.sampled_from(["", "", "", "lost", "forced", "blocked", "blocked, lost", "blocked, channel lost"]),
+    )
+    def work(
+        self,
+        kinds: list[str],
+        message_id: str | None,
+        timeout: float | None,
+        seconds: float,
+        limit: int,
+        give_up: float | None,
+        part_read: float,
+        confirms: list[tuple[float, bool, bool]],
+        end: str,
+    ) -> None:
+        """All that there is, as it mostly follows each other, so that a short run gets somewhere."""
+        self.accept(kinds, message_id, timeout)
+        self.time_passes(seconds)
+        if self.channel is None:
+            self.open_channel()
+        if self.connection_blocked:
+            self.unblock()
+        self.send(limit)
+        if give_up is not None and self.channel is not None and self.channel.unconfirmed:
+            self.abandon(at(give_up, self.channel.on_wire))
+        self.read(part_read)
+        for position, multiple, ack in confirms:
+            self.confirm(position, multiple, ack=ack)
+        if self.channel is not None and end.startswith("blocked"):
+            self.block()
+        if self.channel is not None and end.endswith(("lost", "forced")):
+            self.lose(FORCED if end == "forced" else None, connection="channel" not in end)
+
+    @rule()
+    def send_everything(self) -> None:
+        """Also without a channel, and while the broker blocks."""
+        self.send(1_000_000)
+
+    def send(self, limit: int) -> None:
+        self.tick()
+        if self.session.channel_in_doubt(self.now):
+            self.lose(None, connection=True)
+        data = self.session.data_to_send(self.now, limit)
+        published = decode(data)
+        for one in published:
+            self.sent(one)
+        if limit == 1:
+            assert len(published) <= 1
+        if not published:
+            self.nothing_could_be_sent()
+
+    def tick(self) -> None:
+        self.session.tick(self.now)
+        for expected in self.everyone:
+            if expected.outcome is None and expected.deadline <= self.now:
+                self.give_up(expected)
+
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    def sent(self, one: Published) -> None:
+        """The session has published: whatever it may not publish is found here."""
+        channel = self.channel
+        assert channel is not None, "published without a channel"
+        assert not self.connection_blocked, "published while blocked"
+        expected = self.everyone[int(one.body)]
+        publication = expected.publication
+        assert one.channel == channel.generation % 7 + 1
+        assert one.message_id == publication.message.message_id
+        assert (one.exchange, one.routing_key) == (publication.exchange, publication.routing_key)
+        assert one.mandatory is publication.mandatory
+        assert one.persistent
+        assert expected.outcome is None, "published after it was settled"
+        assert expected.due <= self.now, "published before its delay was over"
+        for other in self.everyone[: expected.number]:
+            if other.message_id == expected.message_id:
+                assert other.outcome is not None, "overtook a publish with the same message_id"
+        assert expected.message_id not in {other.message_id for other in channel.on_wire}
+        assert one.possible_duplicate is expected.in_doubt
+        self.again = [other for other in self.again if other.outcome is None]
+        if self.again:
+            assert self.again.pop(0) is expected, "not the oldest of those whose channel was lost"
+        if expected.unique and not expected.sends:
+            assert expected.number > self.last_first_send, "overtook an older publish"
+            self.last_first_send = expected.number
+        if not channel.unconfirmed:
+            channel.progress_at = self.now
+        expected.sends += 1
+        channel.sent.append(expected)
+        channel.unconfirmed.append(len(channel.sent))
+
+    def nothing_could_be_sent(self) -> None:
+        """The session stands still only where it has to."""
+        if self.channel is None or self.connection_blocked or self.channel.unconfirmed:
+            return
+        waiting: set[str] = set()
+        for expected in self.everyone:
+            if expected.outcome is None:
+                assert expected.due > self.now or expected.message_id in waiting, "forgotten"
+                waiting.add(expected.message_id)
+
+    # what the broker does
+
+    def read(self, part: float) -> None:
+        if self.channel is not None:
+            self.read_up_to(self.channel.read + round(part * (len(self.channel.sent) - self.channel.read)))
+
+    def read_up_to(self, tag: int) -> None:
+        channel = self.channel
+        assert channel is not None
+        for expected in channel.sent[channel.read : tag]:
+            channel.read += 1
+            if expected.culprit is not None:
+                self.lose(expected.culprit, connection=expected.culprit is FRAME_ERROR)
+                return
+            if expected.unroutable:
+                self.session.returned(channel.generation, *NO_ROUTE, expected.message_id)
+                if expected.outcome is None:
+                    channel.returned.add(expected)
+
+    def confirm(self, position: float, multiple: bool, *, ack: bool) -> None:
+        """Of one that was read and is not confirmed."""
+        channel = self.channel
+        tags = [tag for tag in channel.unconfirmed if tag <= channel.read] if channel is not None else []
+        if tags:
+            self.confirm_tag(at(position, tags), multiple, ack=ack)
+
+    def confirm_tag(self, tag: int, multiple: bool, *, ack: bool) -> None:
+        channel = self.channel
+        assert channel is not None
+        (self.session.acked if ack else self.session.nacked)(channel.generation, tag, multiple, self.now)
+        tags = [held for held in channel.unconfirmed if held == tag or (multiple and held < tag)]
+        if tags:
+            channel.progress_at = self.now
+        else:
+            self.stale += 1
+        for held in tags:
+            channel.unconfirmed.remove(held)
+            expected = channel.sent[held - 1]
+            expected.nacks += not ack
+            if expected.outcome is not None:
+                continue
+            if expected in channel.returned:
+                expected.outcome = Outcome.RETURNED
+            elif ack:
+                expected.outcome = Outcome.CONFIRMED
+            elif expected.nacks == MAX_ATTEMPTS:
+                expected.outcome = Outcome.NACKED
+            else:
+                expected.due = self.now + DELAYS[expected.nacks - 1]
+
+    @rule(kind=st.integers(0, 3), data=st.data())
+    def late_or_wrong_event(self, kind: int, data: st.DataObject) -> None:
+        age = data.draw(st.integers(0, 1))
+        match kind:
+            case 0:
+                self.confirm_again(data)
+            case 1:
+                self.confirm_what_does_not_exist(data, age)
+            case 2:
+                self.stray_return(data, age)
+            case _:
+                self.old_channel_is_lost_again(data)
+
+    def confirm_again(self, data: st.DataObject) -> None:
+        """Any tag that was read, settled before or not."""
+        if self.channel is not None and self.channel.read:
+            tag = data.draw(st.integers(1, self.channel.read))
+            self.confirm_tag(tag, data.draw(st.booleans()), ack=data.draw(st.booleans()))
+
+    def confirm_what_does_not_exist(self, data: st.DataObject, age: int) -> None:
+        """A tag of an older channel, or beyond what was published."""
+        current = len(self.channel.sent) if self.channel is not None else 0
+        tag = current + 1 if age == 0 else data.draw(st.integers(0, current + 1))
+        confirm = self.session.acked if data.draw(st.booleans()) else self.session.nacked
+        confirm(self.generation - age, tag, data.draw(st.booleans()), self.now)
+        self.stale += 1
+
+    def stray_return(self, data: st.DataObject, age: int) -> None:
+        """On an older channel, or of a message that is not on the wire."""
+        on_wire = {expected.message_id for expected in self.channel.on_wire} if self.channel is not None else set()
+        anything = st.sampled_from([None, "a", "nobody's"])
+        message_id = data.draw(anything | st.sampled_from(sorted(on_wire)) if on_wire else anything)
+        if age or message_id not in on_wire:
+            self.session.returned(self.generation - age, *NO_ROUTE, message_id)
+            self.stray += 1
+
+    def old_channel_is_lost_again(self, data: st.DataObject) -> None:
+        connection = data.draw(st.booleans())
+        reply = data.draw(st.sampled_from([None, NO_EXCHANGE]))
+        self.session.channel_lost(self.generation - 1, reply, connection=connection)
+        if connection and self.channel is None:
+            self.connection_blocked = False
+
+    @precondition(lambda self: self.channel)
+    @rule(loss=st.sampled_from([(None, False), (None, True), (FORCED, True)]))
+    def lose_channel(self, loss: tuple[Reply | None, bool]) -> None:
+        self.lose(loss[0], connection=loss[1])
+
+    def lose(self, reply: Reply | None, *, connection: bool) -> None:
+        channel = self.channel
+        assert channel is not None
+        self.session.channel_lost(channel.generation, reply, connection=connection)
+        unsettled = [expected for expected in channel.on_wire if expected.outcome is None]
+        for expected in unsettled:
+            expected.in_doubt = True
+        if reply in (NO_EXCHANGE, FRAME_ERROR) and len(channel.unconfirmed) == 1 and unsettled:
+            assert unsettled[0].culprit is not None
+            unsettled.pop().outcome = Outcome.REFUSED
+        self.again = unsettled + self.again
+        self.channel = None
+        if connection:
+            self.connection_blocked = False
+
+    def block(self) -> None:
+        self.session.blocked("low on memory")
+        self.connection_blocked = True
+
+    def unblock(self) -> None:
+        self.session.unblocked(self.now)
+        self.connection_blocked = False
+        if self.channel is not None:
+            self.channel.progress_at = self.now
+
+    def give_up(self, expected: Expected) -> None:
+        returned = self.channel is not None and expected in self.channel.returned
+        still_returned = returned and self.channel is not None and expected in self.channel.on_wire
+        expected.outcome = Outcome.RETURNED if still_returned else Outcome.UNKNOWN
+        expected.blocked = not expected.sends and self.connection_blocked
+
+    # what holds at any moment
+
+    @invariant()
+    def all_invariants(self) -> None:
+        self.every_publish_is_settled_once_and_as_the_broker_said()
+        self.culprits_alone_are_refused_and_returned_ones_never_confirmed()
+        self.a_place_is_freed_once_when_settled_and_off_the_wire()
+        self.what_can_be_seen_is_true()
+        self.counts_add_up()
+        self.doubt_begins_when_nothing_was_settled_for_the_confirm_timeout()
+        self.the_shell_is_woken_in_time()
+
+    def every_publish_is_settled_once_and_as_the_broker_said(self) -> None:
+        self.settled.update(self.session.settled)
+        self.session.settled.clear()
+        for expected in self.everyone:
+            publication = expected.publication
+            assert publication.outcome is expected.outcome
+            assert self.settled[publication] == (expected.outcome is not None)
+            assert (publication.sends, publication.nacks) == (expected.sends, expected.nacks)
+            assert publication.in_doubt is expected.in_doubt
+            assert isinstance(publication.failure(), PublishBlocked) is expected.blocked
+
+    def culprits_alone_are_refused_and_returned_ones_never_confirmed(self) -> None:
+        for expected in self.everyone:
+            if expected.outcome is Outcome.REFUSED:
+                assert expected.publication.reply is expected.culprit is not None
+            if expected.outcome is Outcome.CONFIRMED:
+                assert not expected.unroutable
+                assert expected.culprit is None
+
+    def a_place_is_freed_once_when_settled_and_off_the_wire(self) -> None:
+        on_wire = self.channel.on_wire if self.channel else []
+        free = [one.publication for one in self.everyone if one.outcome is not None and one not in on_wire]
+        assert self.session.freed_count == len(free)
+        assert self.session.freed_bytes == sum(publication.size for publication in free)
+
+    def what_can_be_seen_is_true(self) -> None:
+        unsettled = [expected.publication.accepted_at for expected in self.everyone if expected.outcome is None]
+        on_wire = self.channel.on_wire if self.channel else []
+        session = self.session
+        assert session.outstanding == len(unsettled)
+        assert session.oldest_accepted_at == min(unsettled, default=None)
+        assert session.on_wire == len(on_wire)
+        assert session.stale_confirms == self.stale
+        assert session.blocked_reason == ("low on memory" if self.connection_blocked else None)
+        for expected in self.everyone:
+            assert expected.publication.on_wire is (expected in on_wire)
+
+    def counts_add_up(self) -> None:
+        statistics = self.session.statistics
+        outcomes = Counter(expected.outcome for expected in self.everyone)
+        assert statistics.confirmed == outcomes[Outcome.CONFIRMED] == sum(statistics.confirm_seconds.counts)
+        assert statistics.nacked == outcomes[Outcome.NACKED]
+        assert statistics.returned == outcomes[Outcome.RETURNED]
+        assert statistics.refused == outcomes[Outcome.REFUSED]
+        assert statistics.unknown == outcomes[Outcome.UNKNOWN]
+        assert statistics.nacks == sum(expected.nacks for expected in self.everyone)
+        assert statistics.republished == sum(max(expected.sends - 1, 0) for expected in self.everyone)
+        assert statistics.stray_returns == self.stray
+
+    def doubt_begins_when_nothing_was_settled_for_the_confirm_timeout(self) -> None:
+        channel = self.channel
+        owed = channel is not None and channel.unconfirmed and not self.connection_blocked
+        doubt = channel is not None and self.now >= channel.progress_at + CONFIRM_TIMEOUT
+        assert self.session.channel_in_doubt(self.now) is bool(owed and doubt)
+
+    def the_shell_is_woken_in_time(self) -> None:
+        moments = [expected.deadline for expected in self.everyone if expected.outcome is None]
+        moments += [
+            expected.due
+            for expected in self.everyone
+            if expected.outcome is None and expected.due > self.now and expected not in self.again
+        ]
+        if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
+            moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
+        wakeup = self.session.next_wakeup()
+        if moments:
+            assert wakeup is not None
+            assert wakeup <= min(moments)
+
+    def teardown(self) -> None:
+        """Whatever has happened: with a broker that works, everything settles, and the window is empty."""
+        for turn in range(20 * len(self.everyone) + 20):
+            if self.channel is None:
+                self.open_channel()
+            if self.connection_blocked:
+                self.unblock()
+            self.send((1_000_000, 300)[turn % 2])
+            if self.channel is not None:
+                self.read_up_to(len(self.channel.sent))
+            if self.channel is None:
+                continue
+            if self.channel.unconfirmed:
+                self.confirm_tag(self.channel.read, multiple=True, ack=True)
+            elif all(expected.outcome is not None for expected in self.everyone):
+                break
+            else:
+                wakeup = self.session.next_wakeup()
+                assert wakeup is not None
+                assert wakeup > self.now, "woken for nothing"
+                self.now = wakeup
+        self.all_invariants()
+        assert all(expected.outcome is not None for expected in self.everyone)
+        assert self.session.freed_count == len(self.everyone)
+        assert self.session.outstanding == self.session.on_wire == len(self.session._gate) == 0
+
+
+TestPublishing = PublishingMachine.TestCase
+TestPublishing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,231 @@
+"""Recovery: which host next, after how long, and when to give up."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import tenacity
+from hypothesis import given
+from hypothesis import strategies as st
+from tenacity.stop import stop_base
+from tenacity.wait import wait_base
+
+from reliable_mq.core.recovery import (
+    CHANNEL_BURST,
+    CHANNEL_REFILL,
+    CONNECTION_BURST,
+    CONNECTION_REFILL,
+    Loss,
+    Recovery,
+    is_permanent,
+)
+from reliable_mq.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    ConsumerCancelled,
+    ReliableMQError,
+    TopologyMismatch,
+    UsageError,
+)
+
+DOWN = BrokerUnavailable("down")
+REFUSED = BrokerUnavailable("wrong password", permanent=True)
+MISMATCH = TopologyMismatch("differs", kind="queue", name="q")
+CHANNEL_LOSS = Loss(404, "NOT_FOUND", "channel", by_broker=True)
+CONNECTION_LOSS = Loss(None, "reset", "connection", by_broker=False)
+
+
+def recovery(hosts: int = 1, **options: object) -> Recovery:
+    options.setdefault("wait", tenacity.wait_fixed(7))
+    made = Recovery(hosts=hosts, **options)  # type: ignore[arg-type]
+    made.begin(0.0)
+    return made
+
+
+class TestHosts:
+    def test_every_host_is_tried_once_before_the_wait(self) -> None:
+        subject = recovery(hosts=3)
+        seen = []
+        waits = []
+        for _ in range(7):
+            seen.append(subject.host)
+            waits.append(subject.failed(DOWN, 1.0))
+        assert seen == [0, 1, 2, 0, 1, 2, 0]
+        assert waits == [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0]
+
+    def test_after_a_lost_connection_the_next_host_is_tried_at_once(self) -> None:
+        subject = recovery(hosts=2)
+        subject.ready()
+        assert subject.lost(CONNECTION_LOSS, 1.0) == 0.0
+        assert subject.host == 1
+
+    def test_after_a_lost_channel_the_host_stays(self) -> None:
+        subject = recovery(hosts=2)
+        subject.ready()
+        assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
+        assert subject.host == 0
+
+    def test_a_set_up_that_failed_on_a_live_connection_blames_no_host_and_waits(self) -> None:
+        subject = recovery(hosts=2)
+        assert subject.failed(DOWN, 1.0, connected=True) == 7.0
+        assert subject.host == 0
+
+
+class TestGivingUp:
+    @pytest.mark.parametrize("error", [REFUSED, MISMATCH, ConfigurationError("no such file")])
+    def test_what_time_does_not_heal_ends_it_before_anything_was_ready(self, error: ReliableMQError) -> None:
+        assert recovery().failed(error, 1.0) is None
+
+    def test_it_does_not_while_another_host_is_only_unreachable(self) -> None:
+        subject = recovery(hosts=2)
+        assert [subject.failed(error, 1.0) for error in (DOWN, REFUSED)] == [0.0, 7.0]
+        assert [subject.failed(error, 1.0) for error in (REFUSED, REFUSED)] == [0.0, None]
+
+    def test_it_does_once_something_was_ready(self) -> None:
+        subject = recovery()
+        subject.ready()
+        subject.lost(CONNECTION_LOSS, 1.0)
+        assert subject.failed(REFUSED, 2.0) == 7.0
+
+    def test_a_mismatch_on_a_live_connection_ends_it_whatever_other_hosts_said(self) -> None:
+        subject = recovery(hosts=3)
+        assert subject.failed(DOWN, 1.0) == 0.0
+        assert subject.failed(MISMATCH, 1.0, connected=True) is None
+
+    def test_a_stop_object_counts_passes(self) -> None:
+        subject = recovery(hosts=2, stop=tenacity.stop_after_attempt(2))
+        assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 7.0, 0.0, None]
+
+    def test_a_stop_object_counts_seconds_since_the_outage_began(self) -> None:
+        subject = recovery(stop=tenacity.stop_after_delay(10))
+        subject.ready()
+        subject.lost(CONNECTION_LOSS, 1000.0)
+        assert subject.failed(DOWN, 1009.0) == 7.0
+        assert subject.failed(DOWN, 1010.0) is None
+
+    def test_a_stop_object_sees_the_wait_to_come(self) -> None:
+        subject = recovery(stop=tenacity.stop_before_delay(10))
+        assert subject.failed(DOWN, 2.0) == 7.0
+        assert subject.failed(DOWN, 4.0) is None
+
+
+class TestWaits:
+    def test_a_wait_object_counts_passes_since_the_outage_began(self) -> None:
+        subject = recovery(wait=tenacity.wait_incrementing(start=1, increment=1))
+        assert [subject.failed(DOWN, 1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+        subject.ready()
+        assert subject.failed(DOWN, 1.0) == 1.0
+        subject.lost(CONNECTION_LOSS, 1.0)
+        assert subject.failed(DOWN, 1.0) == 1.0
+
+    def test_a_wait_object_sees_the_error(self) -> None:
+        subject = recovery(wait=tenacity.wait_exception(lambda error: 3.0 if error is DOWN else 5.0))
+        assert subject.failed(DOWN, 1.0) == 3.0
+
+    def test_a_negative_wait_is_none(self) -> None:
+        assert recovery(wait=tenacity.wait_fixed(-1)).failed(DOWN, 1.0) == 0.0
+
+    @given(st.randoms(use_true_random=False), st.integers(1, 60))
+    def test_the_default_doubles_up_to_thirty_seconds_with_jitter_of_a_half(self, random: Random, passes: int) -> None:
+        subject = recovery(wait=None, random=random)
+        wait: float | None = None
+        for _ in range(passes):
+            wait = subject.failed(DOWN, 1.0)
+        longest = min(30.0, 0.2 * 2 ** (passes - 1))
+        assert wait is not None
+        assert longest / 2 <= wait <= longest
+
+    def test_the_default_is_random_without_a_seed(self) -> None:
+        waits = {recovery(wait=None).failed(DOWN, 1.0) for _ in range(20)}
+        assert len(waits) > 1
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("loss", "burst", "refill"),
+        [(CHANNEL_LOSS, CHANNEL_BURST, CHANNEL_REFILL), (CONNECTION_LOSS, CONNECTION_BURST, CONNECTION_REFILL)],
+    )
+    def test_few_losses_cost_no_wait_and_many_as_long_as_the_refill_takes(
+        self, loss: Loss, burst: int, refill: float
+    ) -> None:
+        subject = recovery()
+        assert [subject.lost(loss, 5.0) for _ in range(burst)] == [0.0] * burst
+        assert subject.lost(loss, 5.0) == pytest.approx(1 / refill)
+        later = 5.0 + 2 / refill
+        assert subject.lost(loss, later) == 0.0
+        assert subject.lost(loss, later + burst / refill) == 0.0
+
+    def test_the_long_run_rate_is_the_refill(self) -> None:
+        subject = recovery()
+        now = 0.0
+        for _ in range(CHANNEL_BURST + 100):
+            now += subject.lost(CHANNEL_LOSS, now)
+        assert now == pytest.approx(100 / CHANNEL_REFILL)
+
+    def test_channels_and_connections_have_budgets_of_their_own(self) -> None:
+        subject = recovery()
+        for _ in range(CONNECTION_BURST + 1):
+            subject.lost(CONNECTION_LOSS, 1.0)
+        assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
+
+    def test_a_clock_that_went_backwards_costs_no_more_than_standing_still(self) -> None:
+        subject = recovery()
+        assert subject.lost(CHANNEL_LOSS, 100.0) == 0.0
+        assert subject.lost(CHANNEL_LOSS, 50.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (DOWN, False),
+        (REFUSED, True),
+        (MISMATCH, True),
+        (ConfigurationError("x"), True),
+        (UsageError("x"), True),
+        (ConsumerCancelled("x"), False),
+    ],
+)
+def test_which_errors_time_does_not_heal(error: ReliableMQError, permanent: bool) -> None:
+    assert is_permanent(error) is permanent
+
+
+class Broken(wait_base, stop_base):
+    """A wait and a stop object with a mistake in it."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> Any:
+        raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wait": Broken()}, {"stop": Broken()}, {"wait": tenacity.wait_exception(lambda _: "soon")}],
+    ids=["wait raises", "stop raises", "no number"],
+)
+def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]) -> None:
+    """The default wait takes their place, and the shell can say what was wrong, once for each decision."""
+    subject = recovery(**options)
+    assert subject.broken is None
+    for longest in (0.2, 0.4, 0.8):
+        wait = subject.failed(DOWN, 1.0)
+        assert wait is not None
+        assert longest / 2 <= wait <= longest
+        assert isinstance(subject.broken, ValueError)
+    subject.ready()
+    subject.failed(DOWN, 1.0)
+
+
+def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
+    """`broken` is about the last decision."""
+    subject = recovery(wait=tenacity.wait_exception(lambda error: float("x") if error is DOWN else 1.0))
+    subject.failed(DOWN, 1.0)
+    assert subject.broken is not None
+    assert subject.failed(BrokerUnavailable("another"), 1.0) == 1.0
+    assert subject.broken is None
+
+
+@pytest.mark.parametrize("options", [{"hosts": 0}, {"wait": 5}, {"stop": 5}])
+def test_values_that_are_none_are_refused_by_name(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Recovery(**options)  # type: ignore[arg-type]

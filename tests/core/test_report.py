@@ -1,0 +1,39 @@
+"""What became of many publishes, in one value or in one error."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.report import PublishReport, summary
+from reliable_mq.errors import PublishError, PublishNacked
+from reliable_mq.message import Message
+
+
+def errors(count: int) -> list[PublishError]:
+    return [PublishNacked(f"message {number}", message_id=str(number)) for number in range(count)]
+
+
+def test_a_report_without_failures_raises_nothing() -> None:
+    report = PublishReport(3)
+    assert report.ok
+    report.raise_for_failures()
+
+
+def test_one_failure_is_raised_as_it_is() -> None:
+    (error,) = errors(1)
+    report = PublishReport(3, ((Message(b"x"), error),))
+    assert not report.ok
+    with pytest.raises(PublishNacked) as caught:
+        report.raise_for_failures()
+    assert caught.value is error
+
+
+def test_several_failures_are_one_error_that_has_the_first_hundred() -> None:
+    error = summary(errors(150), 150)
+    assert str(error).startswith("150 messages were not confirmed; one of them: message 0")
+    assert error.message_id == "0"
+    assert [one.message_id for one in error.failures] == [str(number) for number in range(100)]
+
+
+def test_failures_that_are_not_known_any_more_are_counted() -> None:
+    assert "2 messages" in str(summary([], 2))

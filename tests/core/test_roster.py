@@ -1,0 +1,179 @@
+"""The roster against a dictionary of deadlines, and its cost."""
+
+from __future__ import annotations
+
+from time import process_time
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reliable_mq.core import roster as module
+from reliable_mq.core.publication import Outcome, Publication
+from reliable_mq.core.roster import Roster
+from reliable_mq.message import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DELIVERY_TIMEOUT = 10.0
+MESSAGE = Message(b"")
+
+
+def publication(accepted_at: float, timeout: float | None = None) -> Publication:
+    return Publication(MESSAGE, "", "orders", True, 0, accepted_at, timeout)
+
+
+def settle(roster: Roster[Publication], one: Publication) -> None:
+    one.outcome = Outcome.CONFIRMED
+    roster.settled(1)
+
+
+def expire(roster: Roster[Publication], now: float) -> list[Publication]:
+    """Expire, and give an outcome as the session does."""
+    expired = roster.expire(now)
+    for one in expired:
+        one.outcome = Outcome.UNKNOWN
+    roster.settled(len(expired))
+    return expired
+
+
+class RosterMachine(RuleBasedStateMachine):
+    """Publishes come, settle and expire while time goes by; the heap is compacted early, so that short runs see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = patch.object(module, "_SETTLED_KEPT", 2)
+        self.patch.start()
+        self.roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+        self.held: dict[Publication, float] = {}
+        self.now = 100.0
+
+    def teardown(self) -> None:
+        self.patch.stop()
+        assert set(expire(self.roster, float("inf"))) == set(self.held)
+
+    @rule(timeouts=st.lists(st.sampled_from([None, None, None, 0.0, 1.0, 5.0, 50.0]), max_size=8))
+    def enter(self, timeouts: list[float | None]) -> None:
+        entering = [publication(self.now, timeout) for timeout in timeouts]
+        for one, timeout in zip(entering, timeouts, strict=True):
+            self.held[one] = self.now + (DELIVERY_TIMEOUT if timeout is None else timeout)
+        self.roster.enter(entering)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def settle_some(self, data: st.DataObject) -> None:
+        """All but every n-th, or a few: what is left is old and new."""
+        every = data.draw(st.integers(2, 5))
+        offset = data.draw(st.integers(0, every - 1))
+        settled = [one for index, one in enumerate(self.held) if index % every != offset]
+        for one in settled:
+            one.outcome = Outcome.CONFIRMED
+            del self.held[one]
+        self.roster.settled(len(settled))
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 5.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        due = [one for one, deadline in self.held.items() if deadline <= self.now]
+        for one in due:
+            del self.held[one]
+        expired = expire(self.roster, self.now)
+        assert len(expired) == len(due)
+        assert set(expired) == set(due)
+
+    @rule()
+    def ask(self) -> None:
+        """A rule and no invariant, since it drops what is settled: both ways to go on are to be seen."""
+        assert self.roster.oldest_accepted_at == min((one.accepted_at for one in self.held), default=None)
+        assert self.roster.next_deadline == min(self.held.values(), default=None)
+
+    @invariant()
+    def holds_what_entered_and_is_not_settled(self) -> None:
+        assert len(self.roster) == len(self.held)
+
+    @invariant()
+    def settled_publishes_do_not_pile_up(self) -> None:
+        most = 2 * len(self.held) + module._SETTLED_KEPT
+        assert max(len(self.roster._common), len(self.roster._timed), len(self.roster._heap)) <= most
+
+
+TestRoster = RosterMachine.TestCase
+TestRoster.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() -> None:
+    """A publish without a timeout of its own expires when the delivery timeout is over, at that very moment."""
+    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    first, second = publication(0.0), publication(1.0)
+    roster.enter([first])
+    roster.enter([second])
+    assert roster.next_deadline == 10.0
+    assert expire(roster, 9.9) == []
+    assert expire(roster, 10.0) == [first]
+    assert (roster.next_deadline, roster.oldest_accepted_at) == (11.0, 1.0)
+
+
+def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
+    """A publish with a timeout of its own follows that one alone."""
+    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    short, common, long = publication(0.0, 1.0), publication(0.0), publication(0.0, 60.0)
+    for one in (long, common, short):
+        roster.enter([one])
+    assert expire(roster, 1.0) == [short]
+    assert expire(roster, 30.0) == [common]
+    assert roster.next_deadline == 60.0
+    assert expire(roster, 60.0) == [long]
+    assert roster.next_deadline is None
+
+
+def test_a_settled_publish_does_not_expire() -> None:
+    """One that has left is not given up at its deadline."""
+    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    timed, common = publication(0.0, 1.0), publication(0.0)
+    for one in (timed, common):
+        roster.enter([one])
+        settle(roster, one)
+    assert expire(roster, 100.0) == []
+    assert roster.oldest_accepted_at is None
+
+
+def test_settled_publishes_with_a_timeout_of_their_own_do_not_pile_up() -> None:
+    """A publisher that gives each publish a long timeout, and settles them at once, keeps no record of them."""
+    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    stays = publication(0.0, 3600.0)
+    roster.enter([stays])
+    for _ in range(1_000):
+        settled = publication(0.0, 60.0)
+        roster.enter([settled])
+        settle(roster, settled)
+    assert len(roster._heap) <= module._SETTLED_KEPT + 3
+    assert expire(roster, 3600.0) == [stays]
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_a_publish_costs_the_same_among_a_thousand_and_many_others(
+    timeout: float | None, assert_same_cost: Callable[[Callable[[], float], Callable[[], float]], None]
+) -> None:
+    """Entering, leaving, and asking for the oldest and the next deadline cost the same however many are outstanding."""
+
+    def cost(outstanding: int, rounds: int) -> float:
+        spent = 0.0
+        for _ in range(rounds):
+            roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+            publications = [publication(0.0, timeout) for _ in range(outstanding)]
+            roster.enter(publications)
+            began = process_time()
+            for one in publications[: outstanding // 2]:
+                settle(roster, one)
+                _ = roster.oldest_accepted_at, roster.next_deadline
+            spent += process_time() - began
+        return spent / (outstanding * rounds)
+
+    assert_same_cost(lambda: cost(1_000, 10), lambda: cost(100_000, 1))

@@ -1,0 +1,244 @@
+"""Set-up generators: which steps, in which order, and what a refusal of each means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq.core.recovery import is_permanent
+from reliable_mq.core.setup import (
+    Bind,
+    Cancel,
+    CheckQueue,
+    ConfirmSelect,
+    Consume,
+    DeclareExchange,
+    DeclareQueue,
+    DeleteQueue,
+    QueueState,
+    ServerInfo,
+    SetPrefetch,
+    Step,
+    StepRefused,
+    consumer_setup,
+    is_missing,
+    parse_version,
+    publisher_setup,
+    pull_setup,
+    refusal,
+)
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
+from reliable_mq.topology import Binding, Exchange, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+NEWEST = (4, 3, 6)
+OLD = (3, 12, 0)
+
+
+def steps_of(generator: Generator[Step, Any, None]) -> list[Step]:
+    """Carry a generator out, with a broker that grants everything."""
+    taken: list[Step] = []
+    reply: object = None
+    try:
+        while True:
+            step = generator.send(reply)
+            taken.append(step)
+            reply = QueueState("q", 0, 0) if isinstance(step, DeclareQueue | CheckQueue) else None
+    except StopIteration:
+        return taken
+
+
+def test_a_publisher_declares_its_topology_in_order_and_then_selects_confirms() -> None:
+    events = Exchange("events", type="topic", auto_delete=True, internal=True, arguments={"x": 1})
+    audit = Exchange("audit")
+    orders = Queue("orders", dead_letter=None)
+    topology = [
+        Binding(events, orders, "order.*", arguments={"y": 2}),
+        Binding("amq.topic", audit, "#"),
+        Binding(events, "existing"),
+    ]
+    assert steps_of(publisher_setup(topology, NEWEST)) == [
+        DeclareExchange("events", "topic", auto_delete=True, internal=True, arguments={"x": 1}),
+        DeclareExchange("audit", "direct"),
+        DeclareQueue("orders", arguments=orders.arguments_for(NEWEST)),
+        Bind("queue", "orders", "events", "order.*", {"y": 2}),
+        Bind("exchange", "audit", "amq.topic", "#"),
+        Bind("queue", "existing", "events", ""),
+        ConfirmSelect(),
+    ]
+
+
+def test_a_dead_letter_queue_is_declared_before_its_queue() -> None:
+    declared = [step.name for step in steps_of(publisher_setup([Queue("q")], NEWEST)) if isinstance(step, DeclareQueue)]
+    assert declared == ["q.dead", "q"]
+
+
+def test_the_properties_of_a_queue_are_declared() -> None:
+    queue = Queue("q", type="classic", durable=False, exclusive=True, auto_delete=True, dead_letter=None)
+    (step, _) = steps_of(publisher_setup([queue], NEWEST))
+    assert step == DeclareQueue("q", False, True, True, queue.arguments_for(NEWEST))
+
+
+def test_the_arguments_fit_the_version_of_the_broker() -> None:
+    queue = Queue("q", dead_letter=None)
+    (old, _), (new, _) = (steps_of(publisher_setup([queue], version)) for version in (OLD, NEWEST))
+    assert isinstance(old, DeclareQueue)
+    assert isinstance(new, DeclareQueue)
+    assert old.arguments == queue.arguments_for(OLD)
+    assert new.arguments == queue.arguments_for(NEWEST)
+
+
+def test_a_consumer_of_a_queue_declares_it_sets_the_prefetch_and_consumes() -> None:
+    queue = Queue("q", dead_letter=None)
+    setup = consumer_setup(queue, [Exchange("e")], NEWEST, prefetch=200, consumer_tag="tag")
+    assert steps_of(setup) == [
+        DeclareExchange("e"),
+        DeclareQueue("q", arguments=queue.arguments_for(NEWEST)),
+        SetPrefetch(200),
+        Consume("q", "tag"),
+    ]
+
+
+def test_a_consumer_of_a_name_checks_that_it_exists_after_the_topology_was_declared() -> None:
+    setup = consumer_setup(
+        "q",
+        [Exchange("e")],
+        NEWEST,
+        prefetch=0,
+        consumer_tag="tag",
+        arguments={"x-priority": 5},
+        ack_mode="automatic",
+        exclusive=True,
+    )
+    assert steps_of(setup) == [
+        DeclareExchange("e"),
+        CheckQueue("q"),
+        SetPrefetch(0),
+        Consume("q", "tag", automatic_ack=True, exclusive=True, arguments={"x-priority": 5}),
+    ]
+
+
+def test_getting_from_a_queue_needs_the_queue_and_no_more() -> None:
+    queue = Queue("q", dead_letter=None)
+    declared = DeclareQueue("q", arguments=queue.arguments_for(NEWEST))
+    assert steps_of(pull_setup(queue, [Exchange("e")], NEWEST)) == [DeclareExchange("e"), declared]
+    assert steps_of(pull_setup("q", [], NEWEST)) == [CheckQueue("q")]
+
+
+def test_a_set_up_never_selects_transactions() -> None:
+    """A channel is never both transactional and confirming: there is no step that could make it so."""
+    steps = {*Step.__args__}  # type: ignore[attr-defined]
+    queues, rest = {DeclareQueue, CheckQueue, DeleteQueue}, {DeclareExchange, Bind, SetPrefetch, Consume, Cancel}
+    assert steps == {*queues, *rest, ConfirmSelect}
+
+
+def test_a_refusal_belongs_to_the_step_that_was_yielded_last() -> None:
+    setup = consumer_setup("missing", [], NEWEST, prefetch=1, consumer_tag="tag")
+    assert setup.send(None) == CheckQueue("missing")
+    with pytest.raises(TopologyMismatch, match="'missing'") as caught:
+        setup.throw(StepRefused(404, "NOT_FOUND - no queue 'missing' in vhost '/'"))
+    assert caught.value.kind == "queue"
+    assert caught.value.name == "missing"
+    assert isinstance(caught.value.__cause__, StepRefused)
+    assert is_permanent(caught.value)
+
+
+INEQUIVALENT = (
+    "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': "
+    "received the value 'quorum' of type 'longstr' but current is the value 'classic' of type 'longstr'"
+)
+
+
+def test_a_queue_that_differs_is_a_mismatch_that_shows_both_values() -> None:
+    error = refusal(DeclareQueue("q"), StepRefused(406, INEQUIVALENT))
+    assert isinstance(error, TopologyMismatch)
+    assert (error.kind, error.name, error.argument) == ("queue", "q", "x-queue-type")
+    assert (error.declared, error.existing) == ("quorum", "classic")
+
+
+def test_an_unknown_exchange_type_is_a_mismatch_though_it_costs_the_connection() -> None:
+    error = refusal(DeclareExchange("e", "x-odd"), StepRefused(503, "COMMAND_INVALID - unknown exchange type 'x-odd'"))
+    assert isinstance(error, TopologyMismatch)
+    assert (error.kind, error.name, error.declared) == ("exchange", "e", "x-odd")
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "text", "kind"),
+    [
+        (CheckQueue("q"), 404, "NOT_FOUND - no queue 'q' in vhost '/'", "queue"),
+        (Consume("q", "tag"), 404, "NOT_FOUND - no queue 'q' in vhost '/'", "queue"),
+        (Bind("queue", "q", "e", "k"), 404, "NOT_FOUND - no exchange 'e' in vhost '/'", "binding"),
+        (Bind("exchange", "x", "e", "k"), 404, "NOT_FOUND - no exchange 'e' in vhost '/'", "binding"),
+    ],
+)
+def test_what_is_named_and_missing_is_a_mismatch(step: Step, code: int, text: str, kind: str) -> None:
+    error = refusal(step, StepRefused(code, text))
+    assert isinstance(error, TopologyMismatch)
+    assert error.kind == kind
+    assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "text"),
+    [
+        (DeclareQueue("q"), 403, "ACCESS_REFUSED - configure access to queue 'q' refused for user 'u'"),
+        (CheckQueue("q"), 403, "ACCESS_REFUSED"),
+        (DeleteQueue("q"), 403, "ACCESS_REFUSED"),
+        (DeclareExchange("e"), 403, "ACCESS_REFUSED"),
+        (DeclareQueue("amq.q"), 530, "NOT_ALLOWED"),
+        (SetPrefetch(1), 540, "NOT_IMPLEMENTED - prefetch_size!=0"),
+        (Consume("q", "t"), 406, "PRECONDITION_FAILED - consumer prefetch count is not set for stream 'q'"),
+        (Bind("queue", "q", "e"), 406, "PRECONDITION_FAILED"),
+        (ConfirmSelect(), 406, "PRECONDITION_FAILED - cannot switch from tx to confirm mode"),
+        (ConfirmSelect(), 404, "NOT_FOUND"),
+        (Cancel("t"), 403, "ACCESS_REFUSED"),
+    ],
+)
+def test_refusals_that_time_does_not_heal(step: Step, code: int, text: str) -> None:
+    error = refusal(step, StepRefused(code, text))
+    assert isinstance(error, BrokerUnavailable)
+    assert error.permanent
+    assert f"{code} {text}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "text"),
+    [
+        (DeclareQueue("q"), 405, "RESOURCE_LOCKED - cannot obtain exclusive access to locked queue 'q' in vhost '/'"),
+        (CheckQueue("q"), 404, "NOT_FOUND - home node 'rabbit@a' of durable queue 'q' is down or inaccessible"),
+        (Consume("q", "t", exclusive=True), 403, "ACCESS_REFUSED - queue 'q' in vhost '/' in exclusive use"),
+        (DeclareQueue("q"), 541, "INTERNAL_ERROR"),
+    ],
+)
+def test_refusals_that_time_heals(step: Step, code: int, text: str) -> None:
+    error = refusal(step, StepRefused(code, text))
+    assert isinstance(error, BrokerUnavailable)
+    assert not error.permanent
+
+
+@pytest.mark.parametrize(("code", "missing"), [(404, True), (406, False)])
+def test_what_does_not_exist_is_told_from_what_differs(code: int, missing: bool) -> None:
+    steps = pull_setup("orders", [], ())
+    next(steps)
+    with pytest.raises(ReliableMQError) as caught:
+        steps.throw(StepRefused(code, "no"))
+    assert is_missing(caught.value) is missing
+    assert not is_missing(BrokerUnavailable("404 of something else"))
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("4.3.6", (4, 3, 6)), ("4.3.0-rc.1+5.gabc", (4, 3, 0)), ("3.13", (3, 13)), ("", ()), ("unknown", ())],
+)
+def test_a_version_is_compared_by_the_numbers_that_it_begins_with(version: str, numbers: tuple[int, ...]) -> None:
+    assert parse_version(version) == numbers
+
+
+def test_a_server_says_who_it_is() -> None:
+    server = ServerInfo.of({"product": "RabbitMQ", "version": "4.3.6", "cluster_name": "secret-host"})
+    assert repr(server) == "ServerInfo(product='RabbitMQ', version='4.3.6', version_tuple=(4, 3, 6))"
+    assert server.properties["cluster_name"] == "secret-host"
+    assert ServerInfo.of({}) == ServerInfo("", "", ())

@@ -1,0 +1,58 @@
+"""Histogram and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isclose
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.core.statistics import LATENCY_BUCKETS, Histogram, PublisherStatistics
+
+VALUES = st.one_of(st.floats(0, 200), st.sampled_from(LATENCY_BUCKETS))
+
+
+def bucket(value: float) -> int:
+    return sum(value > bound for bound in LATENCY_BUCKETS)
+
+
+@given(st.lists(st.lists(VALUES, min_size=1), max_size=5))
+def test_every_observation_is_counted_once_under_its_bound(batches: list[list[float]]) -> None:
+    """One by one or many at once: each value is counted under the first bound that it does not exceed."""
+    together, singly, added = Histogram(), Histogram(), Histogram()
+    for batch in batches:
+        together.observe_all(batch)
+        one = Histogram()
+        for value in batch:
+            singly.observe(value)
+            one.observe(value)
+        added.add(one)
+    buckets = Counter(bucket(value) for batch in batches for value in batch)
+    for histogram in (together, singly, added):
+        assert histogram.counts == [buckets[index] for index in range(len(LATENCY_BUCKETS) + 1)]
+        assert isclose(histogram.total, sum(map(sum, batches)), abs_tol=1e-9)
+
+
+def test_a_value_above_all_bounds_has_a_place() -> None:
+    """What is slower than the last bound is counted after it; what equals a bound, under it."""
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.1, 99.0):
+        histogram.observe(value)
+    assert histogram.counts == [1, 2, 2]
+
+
+def test_histograms_under_other_bounds_are_not_added() -> None:
+    """Counts under different numbers of bounds do not mix."""
+    with pytest.raises(ValueError, match="zip"):
+        Histogram((1.0,)).add(Histogram((1.0, 2.0)))
+
+
+def test_counts_begin_at_zero_and_are_not_shared() -> None:
+    """Each publisher counts for itself."""
+    one, other = PublisherStatistics(), PublisherStatistics()
+    one.confirm_seconds.observe(0.1)
+    one.confirmed += 1
+    assert other == PublisherStatistics(confirm_seconds=other.confirm_seconds)
+    assert sum(other.confirm_seconds.counts) == 0
