@@ -1,0 +1,137 @@
+"""What a driver offers, what it is given for one connect, and whom it tells what happens then.
+
+Each face has a driver of its own; here is no word of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from reliable_mq.connection.client import TimerHandle
+    from reliable_mq.core.codec import ChannelSink
+    from reliable_mq.core.recovery import Loss
+    from reliable_mq.core.setup import Reply, ServerInfo, Step
+    from reliable_mq.errors import BrokerUnavailable
+    from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+
+__all__ = ["ChannelEvents", "DataChannel", "EventLoop", "Link", "LinkEvents", "OpenLink", "Secrets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What is asked for anew at every connect."""
+
+    credentials: Credentials | None = field(repr=False)
+    context: ssl.SSLContext | None = field(repr=False)
+
+
+class EventLoop(Protocol):
+    """Where everything of a connection runs."""
+
+    def call_soon(self, fn: Callable[[], None], /) -> None:
+        """Run `fn` on the loop, later than now. Thread-safe."""
+
+    def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
+        """Run `fn` on the loop in `delay` seconds."""
+
+
+class Link(Protocol):
+    """One attempt at a connection to one endpoint, and the connection when it succeeds. Lives on its loop."""
+
+    endpoint: Endpoint
+
+    @property
+    def server(self) -> ServerInfo:
+        """What the broker said of itself; once open."""
+
+    @property
+    def frame_max(self) -> int:
+        """The negotiated maximum size of a frame, bytes; once open."""
+
+    @property
+    def write_buffer_size(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+
+    def write(self, data: bytes, /) -> None:
+        """Send whole frames in one piece. Does nothing on a link that is over."""
+
+    def open_channel(self, sink: ChannelSink, events: ChannelEvents, /) -> DataChannel:
+        """Open a data channel, whose content goes to `sink` from its first frame on."""
+
+    def close(self) -> None:
+        """Begin the closing handshake; where the link is not open yet, abort."""
+
+    def abort(self, reason: str, /) -> None:
+        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+
+
+class DataChannel(Protocol):
+    """A channel whose content bypasses the driver. Its synchronous methods are the driver's."""
+
+    number: int
+
+    def attach(self, sink: ChannelSink, /) -> None:
+        """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
+
+    def silence(self) -> None:
+        """Give the channel's content to nobody from now on."""
+
+    def perform(self, step: Step, done: Callable[[Reply], None], /) -> None:
+        """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
+
+        Raises:
+            ConfigurationError: it cannot be encoded.
+            BrokerUnavailable: the channel is not open.
+        """
+
+    def close(self) -> None:
+        """Begin the closing handshake."""
+
+
+class OpenLink(Protocol):
+    """How a driver makes a link."""
+
+    def __call__(
+        self, endpoint: Endpoint, settings: ConnectionSettings, secrets: Secrets, name: str, events: LinkEvents, /
+    ) -> Link:
+        """Begin one attempt at `endpoint`; `name` is that of the connection, shown by the management UI."""
+
+
+class LinkEvents(Protocol):
+    """Whom a link tells. Called on the loop, with the link that it is about."""
+
+    def link_opened(self, link: Link) -> None:
+        """The AMQP handshake is done."""
+
+    def link_closed(self, link: Link, error: BrokerUnavailable, loss: Loss) -> None:
+        """It is over: it could not be opened, or was open and is lost, or was closed or aborted by us."""
+
+    def link_blocked(self, link: Link, reason: str) -> None:
+        """``connection.blocked``."""
+
+    def link_unblocked(self, link: Link) -> None:
+        """``connection.unblocked``."""
+
+    def link_read(self, link: Link) -> None:
+        """All that one read brought has been handed on."""
+
+    def link_drained(self, link: Link) -> None:
+        """The socket has taken the last of what it did not take at once."""
+
+
+class ChannelEvents(Protocol):
+    """Whom a data channel tells."""
+
+    def channel_opened(self, channel: DataChannel) -> None:
+        """Steps can be performed."""
+
+    def channel_closed(self, channel: DataChannel, code: int, text: str, by_broker: bool) -> None:
+        """Either side closed it, while the connection lives. The loss of a connection is reported by its link alone."""
+
+    def consumer_cancelled(self, channel: DataChannel, consumer_tag: str) -> None:
+        """``basic.cancel`` from the broker."""

@@ -1,0 +1,70 @@
+"""What the end of a connection means: our error for a code of the broker, or for what the system says of a socket.
+
+A driver adds what its own exceptions say. No text contains a credential.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import TYPE_CHECKING
+
+from reliable_mq.errors import BrokerUnavailable
+
+if TYPE_CHECKING:
+    from reliable_mq.settings import Endpoint
+
+__all__ = ["broker_unavailable", "is_certificate_problem", "system_problem"]
+
+
+def broker_unavailable(
+    endpoint: Endpoint,
+    cause: BaseException | None,
+    closed_with: tuple[int, str] | None,
+    *,
+    opened: bool,
+    otherwise: str,
+    permanent: bool,
+) -> BrokerUnavailable:
+    """Return our error for the end of a connection.
+
+    Args:
+        endpoint: named in the message.
+        cause: the driver's or the system's exception, kept as the cause of ours.
+        closed_with: code and text of the broker's ``connection.close``, if it sent one.
+        opened: whether the handshake had been completed.
+        otherwise: what happened, where the broker sent none.
+        permanent: whether that is for good.
+    """
+    if closed_with is not None:
+        code, text = closed_with
+        # 403: the credentials; 530: the virtual host does not exist, or is not for this user. Limits on the number of
+        # connections are 530 too, and pass.
+        permanent = not opened and (code == 403 or (code == 530 and "limit" not in text))
+        otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
+    error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
+    if cause is not None:
+        error.__cause__ = cause.with_traceback(None)  # its frames would keep the connection alive as long as the error
+    return error
+
+
+def is_certificate_problem(cause: BaseException | None) -> bool:
+    """Whether the broker's certificate is what failed, which time does not heal."""
+    return isinstance(cause, ssl.SSLCertVerificationError)
+
+
+def system_problem(cause: BaseException | None) -> str | None:
+    """Say what an error of the socket, of TLS or of name resolution means; None where it is none of these."""
+    match cause:
+        case ssl.SSLCertVerificationError():
+            return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"
+        case ssl.SSLError():
+            return f"TLS failed: {cause.strerror}"
+        case socket.gaierror():
+            return f"the host name does not resolve: {cause.strerror}"
+        case TimeoutError():
+            return "no answer in time"
+        case OSError():
+            return cause.strerror or str(cause) or type(cause).__name__
+        case _:
+            return None

@@ -1,0 +1,195 @@
+"""One thread that owns one connection with one data channel, and brings both back for as long as it lives.
+
+The thread runs an event loop on which a `Connector` lives. Everything that may be called from other threads is here.
+
+Invariants:
+
+- Only ``start``, ``call_soon``, ``stop``, ``close`` and ``join`` may be called from other threads.
+- What ``call_soon`` accepted runs exactly once, on the I/O thread, also when the connection dies and when the thread
+  ends.
+- When the thread has ended, every descriptor that it opened is closed.
+- ``call_soon`` and the thread itself take no lock: a signal handler may call and wait, whatever it has interrupted.
+- It is a daemon thread, and the object does nothing when it is collected: in a forked child, the parent's connection
+  stays untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.connection.client import Client, TimerHandle
+from reliable_mq.connection.connector import Connector
+from reliable_mq.errors import UsageError
+from reliable_mq.sync.driver import EventLoop, Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.core.recovery import Recovery
+    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["Client", "IOThread", "TimerHandle"]
+
+logger = logging.getLogger(__name__)
+
+_ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thread to abort and end
+
+
+class IOThread:
+    """A daemon thread, its event loop, and one connection after the other.
+
+    Args:
+        name: of the thread, and of the connection where `settings` has no name for it.
+        settings: hosts, credentials, TLS, tuning.
+        setup: called once per channel: the steps to take before it is ready.
+        client: whom to tell.
+        recovery: decides when to try what again; this thread's alone from now on.
+
+    Construction starts nothing and opens nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        settings: ConnectionSettings,
+        setup: Callable[[ServerInfo], SetupGenerator],
+        client: Client,
+        recovery: Recovery,
+    ) -> None:
+        self._name = name
+        self._make_connector = partial(
+            Connector,
+            name=name,
+            settings=settings,
+            setup=setup,
+            client=client,
+            recovery=recovery,
+            on_ended=self._stop_loop,
+        )
+        self._lock = threading.RLock()  # to start once; again by a signal handler
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        self._loop: EventLoop
+        self._connector: Connector
+
+    @property
+    def callback_errors(self) -> int:
+        """Exceptions that came out of callbacks, each of which cost a connection."""
+        return self._connector.callback_errors if self._thread is not None else 0
+
+    # -- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which connects at once. Does not wait.
+
+        Raises:
+            UsageError: it was started or stopped before.
+        """
+        with self._lock:
+            if self._thread is not None or self._ended:
+                raise UsageError(f"{self._name}: an I/O thread runs once")
+            self._loop = EventLoop(self._on_error)
+            self._connector = self._make_connector(self._loop, partial(Link, self._loop))
+            self._loop.call_soon(self._connector.begin)
+            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            self._thread.start()
+
+    def call_soon(self, fn: Callable[[], None]) -> bool:
+        """Run `fn` on the I/O thread. One wake-up write for each call: coalesce.
+
+        Returns:
+            True: `fn` will run exactly once, whatever happens to the connection. False: it will not, since the thread
+                has ended or was never started.
+        """
+        if self._thread is None:
+            return False
+        call = self._loop.queue(fn)
+        # The thread says that it has ended, and then runs what is queued: what it has not seen is still there.
+        return not self._ended or not self._loop.withdraw(call)
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Begin to close and return at once: a closing handshake for up to `grace` seconds, then an abort."""
+        with self._lock:
+            if self._thread is None:
+                self._ended = True
+        self.call_soon(lambda: self._connector.close(grace))
+
+    def close(self, timeout: float) -> bool:
+        """`stop` with that grace, then wait for the end of the thread (not where this is the I/O thread).
+
+        Returns:
+            Whether the thread has ended; every descriptor is closed then. False where a callback hangs, or on the I/O
+            thread.
+        """
+        self.stop(timeout)
+        return self.join(timeout + _ABORT_GRACE)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the thread, for up to `timeout` seconds; return whether it has ended (False on it)."""
+        thread = self._thread
+        if thread is None:
+            return self._ended
+        if thread is threading.current_thread():
+            return False
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    # -- I/O thread only -------------------------------------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        """Send `data`, whole frames for the data channel, in one piece. Does nothing while no channel is ready."""
+        self._connector.write(data)
+
+    def write_buffer_size(self) -> int:
+        """Bytes written that the kernel has not taken yet."""
+        return self._connector.write_buffer_size()
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
+        """Run `fn` in `delay` seconds, by a clock that does not jump; not where the thread ends before."""
+        return self._loop.call_later(delay, fn)
+
+    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+        """Carry out steps on the ready channel, after those of earlier calls.
+
+        Args:
+            generator: as for a set-up. A step that the broker refuses costs the channel.
+            done: called exactly once, never from inside this call, with what the generator returned or the exception
+                that ended it: its own, or BrokerUnavailable where there is no channel or it was lost meanwhile
+                (``lost`` comes after).
+        """
+        self._connector.run(generator, done)
+
+    def discard(self, reason: str) -> None:
+        """Abort the connection, without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        self._connector.discard(reason)
+
+    def reopen_channel(self) -> None:
+        """Close the channel; ``lost`` follows, then a new one on the same connection, set up again.
+
+        Where the broker does not answer within the time to connect, the connection is discarded instead.
+        """
+        self._connector.reopen_channel()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._loop.run()
+        except Exception as error:
+            logger.exception("%s: the event loop failed", self._name)
+            self._connector.crashed(error)
+        finally:
+            self._ended = True
+            self._loop.drain()
+            self._loop.close()
+
+    def _on_error(self, error: Exception) -> None:
+        self._connector.on_error(error)
+
+    def _stop_loop(self) -> None:
+        self._loop.stop()

@@ -1,0 +1,312 @@
+"""The threads that run handlers.
+
+Invariants: a delivery is taken by one worker, and has exactly one result or is handed back; what no handler has begun
+with can be withdrawn; an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a
+handler runs; deliveries are begun in the order in which they were put.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reliable_mq.core.batching import verdicts
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.failure import describe
+from reliable_mq.core.handling import ClaimKeys, Complete, Failed, NotBegun, Outcome, Release, What, handling
+from reliable_mq.core.statistics import Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reliable_mq.core.handling import Claiming, Handling, Result, Step
+    from reliable_mq.stores import IdempotencyStore
+
+__all__ = ["ResultSink", "Workers"]
+
+logger = logging.getLogger(__name__)
+
+_CLAIMED_TOGETHER = 16  # deliveries for which one worker asks the store at once, at most
+_GROUP_SECONDS = 0.05  # after which handlers that have not begun are put off: the lease of their claims is running
+
+Work = Delivery | list[Delivery]
+
+
+class ResultSink(Protocol):
+    """Where workers report. Any thread."""
+
+    def report(self, results: Sequence[Result], *, idle: bool) -> None:
+        """These are the results; ``idle`` where nothing more is waiting to be handled."""
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """No handler has begun with these, and none will."""
+
+
+class Workers:
+    """See the module. `put` and `withdraw` may be called from any thread.
+
+    Args:
+        name: of the threads.
+        count: how many.
+        handler: the user's.
+        batch: whether it takes a list of deliveries.
+        store: where to claim, with ``claiming``; None for no claims.
+        claiming: how to claim.
+        sink: where to report.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        count: int,
+        handler: Callable[[Any], object],
+        batch: bool,
+        store: IdempotencyStore | None,
+        claiming: Claiming | None,
+        sink: ResultSink,
+    ) -> None:
+        self._waiting = _Waiting()
+        if store is None or claiming is None:
+            new_worker: Callable[[], _Worker] = partial(_Worker, handler, batch, self._waiting, sink)
+        else:
+            new_worker = partial(
+                _ClaimingWorker, handler, batch, self._waiting, sink, store=store, claiming=claiming, share=1 / count
+            )
+        self._workers = [new_worker() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=worker.run, name=f"{name}-worker-{number}", daemon=True)
+            for number, worker in enumerate(self._workers)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, work: Iterable[Work]) -> None:
+        """Hand out deliveries, or batches. Does not block."""
+        self._waiting.put(work)
+
+    def withdraw(self) -> list[Delivery]:
+        """Take back what no handler has begun with; what a worker holds of it is handed back to the sink instead."""
+        withdrawn: list[Delivery] = []
+        for item in self._waiting.withdraw():
+            if isinstance(item, Delivery):
+                withdrawn.append(item)
+            else:
+                withdrawn += item
+        return withdrawn
+
+    def stop(self, timeout: float) -> bool:
+        """End the threads, each after what it runs. Waits up to ``timeout`` seconds; returns whether all have ended."""
+        self._waiting.close()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a handler on one of these threads."""
+        return threading.current_thread() in self._threads
+
+    @property
+    def handler_seconds(self) -> Histogram:
+        """The time that handlers took, per call."""
+        total = Histogram()
+        for worker in self._workers:
+            total.add(worker.seconds)
+        return total
+
+
+class _Waiting:
+    """What no worker has taken yet. Taking it needs no lock; an epoch ends when what was waiting is withdrawn."""
+
+    def __init__(self) -> None:
+        self.items: deque[Work] = deque()
+        self.epoch = 0
+        self._changed = threading.Condition()
+        self._idle = 0
+        self._closed = False
+
+    def put(self, work: Iterable[Work]) -> None:
+        with self._changed:
+            self.items.extend(work)
+            self._notify()
+
+    def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
+        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        with self._changed:
+            if epoch != self.epoch:
+                return False
+            self.items.extendleft(reversed(deliveries))
+            self._notify()
+            return True
+
+    def withdraw(self) -> list[Work]:
+        withdrawn: list[Work] = []
+        with self._changed:
+            self.epoch += 1
+            while True:
+                try:
+                    withdrawn.append(self.items.popleft())
+                except IndexError:
+                    return withdrawn
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """Wait for work; False where there is none and it is closed."""
+        with self._changed:
+            while not self.items:
+                if self._closed:
+                    return False
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+        return True
+
+    def _notify(self) -> None:
+        if self._idle:
+            self._changed.notify(min(self._idle, len(self.items)))
+
+
+class _Worker:
+    """One thread's loop."""
+
+    def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _Waiting, sink: ResultSink) -> None:
+        self.seconds = Histogram()
+        self._handler = handler
+        self._batch = batch
+        self._waiting = waiting
+        self._sink = sink
+
+    def run(self) -> None:
+        items, sink = self._waiting.items, self._sink
+        while True:
+            try:
+                item = items.popleft()
+            except IndexError:
+                if not self._waiting.wait():
+                    return
+                continue
+            sink.report(self._handle(item), idle=not items)
+
+    def _handle(self, item: Work) -> Sequence[Result]:
+        """Call the handler without a store: what `handling` does step by step, at once."""
+        deliveries = [item] if isinstance(item, Delivery) else item
+        started = time.perf_counter()
+        try:
+            answer = self._handler(item)
+            found = verdicts(answer, len(deliveries)) if self._batch else None
+        except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
+            return _all_failed(deliveries, error)
+        finally:
+            self.seconds.observe(time.perf_counter() - started)
+        if found is None:
+            return deliveries
+        return [
+            delivery if verdict is None else Failed(delivery, describe(verdict, time.time()))
+            for delivery, verdict in zip(deliveries, found, strict=True)
+        ]
+
+
+class _ClaimingWorker(_Worker):
+    """Carries out the steps of `handling` with a store.
+
+    Where handlers are quick, it claims several deliveries at once; those whose turn does not come soon are put back,
+    unclaimed, so that no lease runs while another handler takes its time.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[Any], object],
+        batch: bool,
+        waiting: _Waiting,
+        sink: ResultSink,
+        *,
+        store: IdempotencyStore,
+        claiming: Claiming,
+        share: float,
+    ) -> None:
+        super().__init__(handler, batch, waiting, sink)
+        self._store = store
+        self._claiming = claiming
+        self._share = share  # of what waits that it may take at once
+        self._together = 1  # deliveries to take at once, as long as their handlers are quick
+        self._calls = 0  # of the handler, since deliveries were taken
+        self._epoch = 0  # in which they were
+        self._end = 0.0  # until when they may begin
+
+    def _handle(self, item: Work) -> Sequence[Result]:
+        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.monotonic() + _GROUP_SECONDS
+        deliveries = self._with_neighbours(item) if isinstance(item, Delivery) else item
+        try:
+            results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
+        except BaseException as error:  # a store, or a key function, that ends its thread
+            logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
+            return _all_failed(deliveries, error)
+        left = [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.NOT_BEGUN]
+        self._together = 1 if left else min(2 * self._together, _CLAIMED_TOGETHER)
+        if not left:
+            return results
+        if not self._waiting.put_back(left, self._epoch):
+            self._sink.hand_back(left)
+        return [one for one in results if not (isinstance(one, Outcome) and one.what is What.NOT_BEGUN)]
+
+    def _with_neighbours(self, first: Delivery) -> list[Delivery]:
+        """Take a fair share of what waits along with ``first``, so that one question to the store serves them all."""
+        deliveries = [first]
+        items = self._waiting.items
+        together = min(self._together, int(len(items) * self._share) + 1)
+        while len(deliveries) < together:
+            try:
+                item = items.popleft()
+            except IndexError:
+                break
+            deliveries += [item] if isinstance(item, Delivery) else item
+        return deliveries
+
+    def _run(self, steps: Handling) -> list[Result]:
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = self._carry_out(step)
+                except BaseException as error:  # noqa: BLE001  # the generator decides what it means
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as stop:
+            results: list[Result] = stop.value
+            return results
+
+    def _carry_out(self, step: Step) -> object:
+        if isinstance(step, ClaimKeys):
+            return self._store.claim_many(step.keys, step.lease)
+        if isinstance(step, Complete):
+            return self._store.complete_many(step.claims)
+        if isinstance(step, Release):
+            return self._store.release_many(step.claims, failed=step.failed)
+        self._calls += 1
+        if self._calls > 1 and (self._epoch != self._waiting.epoch or time.monotonic() > self._end):
+            raise NotBegun
+        started = time.perf_counter()
+        try:
+            return self._handler(step.argument)
+        finally:
+            self.seconds.observe(time.perf_counter() - started)
+
+
+def _all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
+    failure = describe(error, time.time())
+    return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

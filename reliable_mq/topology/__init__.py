@@ -1,0 +1,28 @@
+"""Queues, exchanges and bindings as data: what is declared at every connect, in which order, with which arguments.
+
+Where a queue or an exchange is expected, a plain name means one that exists: it is not declared.
+
+Invariants:
+
+- What can be constructed can be declared: a combination that RabbitMQ refuses is refused here, by its field's name.
+- The defaults lose nothing: a quorum queue, dead-lettered at least once, without the broker's delivery limit, which
+  counts reconnects too; a full queue refuses publishes, it does not drop messages that were confirmed.
+- A user's ``arguments`` win over our defaults, and never contradict a field without an error.
+"""
+
+from reliable_mq.topology.declaring import Declaration, declarations
+from reliable_mq.topology.exchange import Binding, Exchange
+from reliable_mq.topology.mismatch import mismatch_from_reply
+from reliable_mq.topology.queue import OWN, OwnDeadLetter, Queue, QueueType
+
+__all__ = [
+    "OWN",
+    "Binding",
+    "Declaration",
+    "Exchange",
+    "OwnDeadLetter",
+    "Queue",
+    "QueueType",
+    "declarations",
+    "mismatch_from_reply",
+]

@@ -1,0 +1,245 @@
+"""A queue to declare, and the arguments it is declared with on each version of the broker."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Final, Literal, get_args
+
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology.arguments import SHORT_STRING_BYTES, Arguments, check_flag, check_name, check_new_name
+
+__all__ = ["OWN", "OwnDeadLetter", "Queue", "QueueType"]
+
+QueueType = Literal["quorum", "classic", "stream"]
+
+
+class OwnDeadLetter(enum.Enum):
+    """The type of `OWN`, the default of `Queue.dead_letter`."""
+
+    OWN = "own"
+
+    def __repr__(self) -> str:
+        return "OWN"
+
+
+OWN: Final = OwnDeadLetter.OWN
+"""A quorum queue called ``<name>.dead``, declared before the queue.
+
+None for a stream, which has no dead letters; for a queue that goes away by itself (exclusive, auto-delete), which would
+leave one behind at every run; and where the user's `arguments` say where dead letters go.
+"""
+
+_DEAD_SUFFIX: Final = ".dead"
+_DLX: Final = "x-dead-letter-exchange"
+_DLX_KEY: Final = "x-dead-letter-routing-key"
+_STRATEGY: Final = "x-dead-letter-strategy"
+
+# The version that knows a default of ours. Up to 3.13 a quorum queue has no delivery limit unless told, and -1 is none.
+_SINCE: Final = {"x-delivery-limit": (4,), _STRATEGY: (3, 10)}
+_NEWEST: Final = (99,)
+
+_ARGUMENT_OF: Final = {
+    "max_length": "x-max-length",
+    "max_length_bytes": "x-max-length-bytes",
+    "message_ttl": "x-message-ttl",
+    "max_age": "x-max-age",
+    "max_priority": "x-max-priority",
+    "single_active_consumer": "x-single-active-consumer",
+}
+_NUMBERS: Final = {"max_length": (0, 2**63 - 1), "max_length_bytes": (0, 2**63 - 1), "max_priority": (1, 255)}
+_LONGEST_TTL: Final = 315_360_000  # seconds, ten years: RabbitMQ refuses more
+_LONGEST_AGE: Final = 2**53
+
+# What RabbitMQ 4.0 and 4.3 both answer with "invalid arg ... of queue type". Durations of a stream are whole seconds.
+_STREAM_ONLY: Final = frozenset({"x-max-age", "x-stream-max-segment-size-bytes", "x-initial-cluster-size"})
+_CLASSIC_ONLY: Final = frozenset({"x-max-priority", "x-queue-mode", "x-queue-version"})
+_QUORUM_ONLY: Final = frozenset(
+    {"x-delivery-limit", _STRATEGY, "x-max-in-memory-length", "x-max-in-memory-bytes", "x-quorum-initial-group-size"}
+)
+_NOT_ON_STREAMS: Final = frozenset(
+    {"x-expires", "x-message-ttl", _DLX, _DLX_KEY, "x-max-length", "x-overflow", "x-single-active-consumer"}
+)
+_REFUSED: Final[Mapping[str, frozenset[str]]] = {
+    "quorum": _STREAM_ONLY | _CLASSIC_ONLY,
+    "classic": _STREAM_ONLY | _QUORUM_ONLY,
+    "stream": _CLASSIC_ONLY | _QUORUM_ONLY | _NOT_ON_STREAMS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue to declare.
+
+    Args:
+        name: up to 255 bytes (250 where it has a dead-letter queue of its own); not ``amq.``, which is reserved.
+        type: ``"quorum"`` (replicated, the default), ``"classic"`` or ``"stream"``.
+        durable: whether it survives a restart of the broker; False for a classic queue only.
+        exclusive: for this connection only, deleted with it; a classic queue only.
+        auto_delete: deleted with its last consumer; a classic queue only.
+        dead_letter: where messages go that are rejected or expire: by default a queue of its own (`OWN`), a `Queue` to
+            declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as it is, with
+            a dead-letter queue of its own unless it says ``dead_letter=None``.
+        max_length: messages; a full queue refuses publishes (they are nacked), it does not drop the oldest.
+        max_length_bytes: bytes of bodies, in the same way; on a stream, above which the oldest segments go.
+        message_ttl: seconds or a timedelta, up to ten years, after which a message is dead-lettered, or dropped where
+            there is no dead-letter queue. Rounded to milliseconds.
+        max_age: whole seconds or a timedelta, after which a stream drops messages, by segments.
+        max_priority: the highest priority, 1 to 255; a classic queue only (a quorum queue has two levels by itself).
+        single_active_consumer: whether one consumer at a time gets messages.
+        arguments: further ones by RabbitMQ's names. They win over our defaults; None leaves a default of ours out.
+
+    Raises:
+        ConfigurationError: something that RabbitMQ refuses, or that contradicts itself; names the field.
+    """
+
+    name: str
+    _: KW_ONLY
+    type: QueueType = "quorum"
+    durable: bool = True
+    exclusive: bool = False
+    auto_delete: bool = False
+    dead_letter: Queue | str | OwnDeadLetter | None = OWN
+    max_length: int | None = None
+    max_length_bytes: int | None = None
+    message_ttl: Duration | None = None
+    max_age: Duration | None = None
+    max_priority: int | None = None
+    single_active_consumer: bool = False
+    arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_new_name("the name of a queue", self.name)
+        if self.type not in get_args(QueueType):
+            raise self._error("type", f"must be quorum, classic or stream, not {self.type!r}")
+        object.__setattr__(self, "arguments", Arguments(f"queue {self.name!r}", self.arguments))
+        self._check_flags()
+        self._check_numbers()
+        self._check_dead_letter()
+        self._check_arguments()
+
+    @property
+    def dead_letter_queue(self) -> Queue | None:
+        """The dead-letter queue that is declared before this one, if any."""
+        if isinstance(self.dead_letter, Queue):
+            return self.dead_letter
+        return Queue(self.name + _DEAD_SUFFIX, dead_letter=None) if self._has_its_own() else None
+
+    @property
+    def dead_letter_name(self) -> str | None:
+        """The queue that dead letters go to, declared by us or not.
+
+        None where there is none, and where the user's `arguments` say where dead letters go.
+        """
+        if isinstance(self.dead_letter, str):
+            return self.dead_letter
+        queue = self.dead_letter_queue
+        return None if queue is None else queue.name
+
+    def arguments_for(self, version: tuple[int, ...]) -> dict[str, object]:
+        """Return the arguments to declare this queue with on a broker of `version`, e.g. ``(4, 0, 5)``.
+
+        Of our defaults, what that version does not know is left out; what the user gave is always sent.
+        """
+        ours = {name: value for name, value in self._defaults().items() if version >= _SINCE.get(name, ())}
+        every = {**ours, **self._fields(), **self.arguments}
+        return {name: value for name, value in every.items() if value is not None}
+
+    def _defaults(self) -> dict[str, object]:
+        defaults: dict[str, object] = {"x-queue-type": self.type}
+        if self.type == "quorum":
+            # Its default of 20 counts reconnects too; how often to try is the retry policy's to say.
+            defaults["x-delivery-limit"] = -1
+        name = self.dead_letter_name
+        if name is not None:
+            defaults |= {_DLX: "", _DLX_KEY: name}
+        at_least_once = self.type == "quorum" and (name is not None or self.arguments.get(_DLX) is not None)
+        if at_least_once:
+            defaults[_STRATEGY] = "at-least-once"
+        limited = self.type != "stream" and (self.max_length, self.max_length_bytes) != (None, None)
+        if at_least_once or limited:
+            # Dead-lettering at least once needs it; and by default a full queue drops what was confirmed.
+            defaults["x-overflow"] = "reject-publish"
+        return defaults
+
+    def _fields(self) -> dict[str, object]:
+        """The arguments that fields stand for, of those that were given."""
+        given = {
+            argument: getattr(self, name)
+            for name, argument in _ARGUMENT_OF.items()
+            if getattr(self, name) is not None and getattr(self, name) is not False
+        }
+        if self.message_ttl is not None:
+            given["x-message-ttl"] = round(seconds("message_ttl", self.message_ttl) * 1000)
+        if self.max_age is not None:
+            given["x-max-age"] = f"{int(seconds('max_age', self.max_age))}s"
+        return given
+
+    def _has_its_own(self) -> bool:
+        routed = _DLX in self.arguments or _DLX_KEY in self.arguments
+        passing = self.type == "stream" or self.exclusive or self.auto_delete
+        return self.dead_letter is OWN and not passing and not routed
+
+    def _check_flags(self) -> None:
+        for flag in ("durable", "exclusive", "auto_delete", "single_active_consumer"):
+            check_flag(f"{flag} of queue {self.name!r}", getattr(self, flag))
+        for flag, needed in (("durable", True), ("exclusive", False), ("auto_delete", False)):
+            if self.type != "classic" and getattr(self, flag) is not needed:
+                raise self._error(flag, f'must be {needed} on a {self.type} queue; or give type="classic"')
+
+    def _check_numbers(self) -> None:
+        for name, (lowest, highest) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+                raise self._error(name, f"must be a whole number from {lowest} to {highest}, not {value!r}")
+        if self.message_ttl is not None and seconds("message_ttl", self.message_ttl) > _LONGEST_TTL:
+            raise self._error("message_ttl", f"must be at most {_LONGEST_TTL} seconds (ten years)")
+        if self.max_age is not None:
+            age = seconds("max_age", self.max_age, positive=True)
+            if age != int(age) or age > _LONGEST_AGE:
+                raise self._error("max_age", f"must be whole seconds, not {self.max_age!r}")
+
+    def _check_dead_letter(self) -> None:
+        dead_letter: object = self.dead_letter
+        if isinstance(dead_letter, str):
+            check_name(f"dead_letter of queue {self.name!r}", dead_letter)
+        elif dead_letter is not None and not isinstance(dead_letter, Queue | OwnDeadLetter):
+            raise self._error("dead_letter", f"must be a Queue, a name or None, not {type(dead_letter).__name__}")
+        if self._has_its_own() and len(self.name.encode()) + len(_DEAD_SUFFIX) > SHORT_STRING_BYTES:
+            raise self._error("name", f"leaves no room for {_DEAD_SUFFIX!r}: shorten it, or give dead_letter")
+        if isinstance(dead_letter, Queue | str) and self.type == "stream":
+            raise self._error("dead_letter", "must be left out on a stream, which has no dead letters")
+        if self.dead_letter_name == self.name:
+            raise self._error("dead_letter", "is the queue itself: what is rejected would come back for ever")
+
+    def _check_arguments(self) -> None:
+        given = self._fields()
+        names = {argument: name for name, argument in _ARGUMENT_OF.items()}
+        for argument in sorted(given.keys() & self.arguments.keys()):
+            raise self._error(f"argument {argument}", f"is given twice: also as {names[argument]}")
+        sent = {argument for argument, value in {**given, **self.arguments}.items() if value is not None}
+        for argument in sorted(sent & _REFUSED[self.type]):
+            field_name = names[argument] if argument in given else f"argument {argument}"
+            raise self._error(field_name, f"is refused by RabbitMQ on a {self.type} queue")
+        if self.arguments.get("x-queue-type", self.type) != self.type:
+            raise self._error("argument x-queue-type", f"contradicts type={self.type!r}: give type alone")
+        for argument in (_DLX, _DLX_KEY):
+            if argument in self.arguments and self.dead_letter is not OWN:
+                raise self._error(f"argument {argument}", "is given beside dead_letter: leave one of them out")
+        declared = self.arguments_for(_NEWEST)
+        if _DLX_KEY in declared and _DLX not in declared:
+            raise self._error(f"argument {_DLX_KEY}", f"needs {_DLX} beside it")
+        if declared.get(_STRATEGY) == "at-least-once" and declared.get("x-overflow") != "reject-publish":
+            # RabbitMQ only writes to its own log that it dead-letters at most once then.
+            raise self._error(
+                "argument x-overflow",
+                f"must be reject-publish, or dead-lettering is not at least once; if that is meant, also give "
+                f"{_STRATEGY}=at-most-once",
+            )
+
+    def _error(self, what: str, text: str) -> ConfigurationError:
+        return ConfigurationError(f"{what} of queue {self.name!r} {text}")
