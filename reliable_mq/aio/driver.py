@@ -1,0 +1,561 @@
+"""aiormq, the layer below aio-pika, and the only module that imports it: a link to a broker, a data channel on it.
+
+aiormq keeps what it is good at: the AMQP handshake with SASL, heartbeats, the closing handshake. It is given a
+transport of ours, which cuts the inbound stream into frames with our `InboundReader`: what is aiormq's goes on to it,
+whole frames at a time; content, and the methods of our one channel, do not. Outbound frames go straight to the
+transport, in one piece; aiormq's own writes are whole frames, too. So none of its queues, locks, tasks and futures is
+on the way of a message. Channels are ours because those of aiormq take a task and a lock a method, cannot declare what
+its codec does not name, and may lose a close-ok, which costs the connection. What is private to aiormq in this is
+little; its version is pinned, and ``tests/aio/test_driver_layers.py`` says what is missing when it moves.
+
+Invariants:
+
+- No exception leaves a callback into the event loop: all go to ``on_error``.
+- A link reports ``link_closed`` exactly once, last, and its socket is closed then. Its one task ends soon after, and
+  `EventLoop.finish` waits for it.
+- The exceptions of aiormq stop here: they become ours. No text contains a credential.
+- What aiormq logs on our behalf is at level DEBUG.
+- A peer that sends content lives: aiormq, which sees none of it, is told so by a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, cast
+
+import aiormq
+import aiormq.exceptions
+from aiormq.connection import TransportFactory
+
+from reliable_mq.connection.background import in_background
+from reliable_mq.connection.driver_logs import demoted_driver_logs
+from reliable_mq.connection.failures import broker_unavailable, is_certificate_problem, system_problem
+from reliable_mq.core import methods
+from reliable_mq.core.codec import CodecError, InboundReader
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.recovery import Loss
+from reliable_mq.core.setup import ServerInfo
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.identity import client_properties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiormq.abc import AbstractConnection
+
+    from reliable_mq.aio.event_loop import EventLoop, Timer
+    from reliable_mq.connection.events import ChannelEvents, LinkEvents, Secrets
+    from reliable_mq.core.codec import ChannelSink
+    from reliable_mq.core.setup import Reply, Step
+    from reliable_mq.settings import ConnectionSettings, Endpoint
+
+__all__ = ["DataChannel", "Link", "link_error"]
+
+logger = logging.getLogger(__name__)
+
+_ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
+_PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer: below the latter, ``link_drained``
+_HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
+_TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
+_PROTOCOL_HEADER = b"AMQP"
+
+
+class Link:
+    """One attempt at a connection to one endpoint, and the connection when it succeeds. See `connection.events.Link`.
+
+    Args:
+        loop: to run on.
+        endpoint: host and port.
+        settings: the rest.
+        secrets: credentials and TLS context, fresh.
+        name: of the connection, shown by the management UI.
+        events: whom to tell.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        endpoint: Endpoint,
+        settings: ConnectionSettings,
+        secrets: Secrets,
+        name: str,
+        events: LinkEvents,
+    ) -> None:
+        self.endpoint = endpoint
+        self._loop = loop
+        self._settings = settings
+        self._context = secrets.context
+        self._events = events
+        self._reader = InboundReader(self._on_foreign_frame, Delivery)
+        self._stream: asyncio.StreamReader | None = None
+        self._transport: asyncio.Transport | None = None
+        self._opened = False
+        self._over = False
+        self._aborted: _Aborted | None = None
+        self._closed_with: tuple[int, str] | None = None
+        self._told_at = 0.0  # when aiormq was last told that the peer lives
+        self._channels: dict[int, DataChannel] = {}
+        self._last_number = 0
+        self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
+        self._end: asyncio.Future[None] = loop.asyncio.create_future()
+        self._watch: Timer | None = None
+        self._server: ServerInfo | None = None
+        with demoted_driver_logs(aiormq.__name__):  # and so for every task that it starts
+            self._connection = _Connection(endpoint, settings, secrets, name, _Transports(self._connect))
+            self._task = loop.asyncio.create_task(self._live(), name=f"{name} {endpoint}")
+        loop.tasks.add(self._task)
+        self._task.add_done_callback(loop.tasks.discard)
+
+    @property
+    def server(self) -> ServerInfo:
+        """What the broker said of itself; once open."""
+        if self._server is None:
+            self._server = ServerInfo.of(self._connection.server_properties or {})
+            self._connection.server_properties = {}
+        return self._server
+
+    @property
+    def frame_max(self) -> int:
+        """The negotiated maximum size of a frame, bytes; once open."""
+        return self._tune.frame_max
+
+    @property
+    def write_buffer_size(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Send whole frames in one piece. Does nothing on a link that is over."""
+        if self._opened and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def open_channel(self, sink: ChannelSink, events: ChannelEvents) -> DataChannel:
+        """Open a data channel, whose content goes to `sink` from its first frame on."""
+        while True:
+            self._last_number = self._last_number % self._tune.channel_max + 1
+            if self._last_number not in self._channels:
+                break
+        channel = DataChannel(self._last_number, self.write, self._reader, events)
+        self._channels[channel.number] = channel
+        channel.attach(sink)
+        self.write(methods.encode_channel_open(channel.number))
+        return channel
+
+    def close(self) -> None:
+        """Begin the closing handshake; where the link is not open yet, abort."""
+        if not self._opened:
+            self.abort("closed while it was opening")
+        else:
+            self._end_now()
+
+    def abort(self, reason: str) -> None:
+        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+        if self._over or self._aborted is not None:
+            return
+        self._aborted = _Aborted(reason)
+        self._reader.reset()
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._task.cancel()
+        self._end_now()
+
+    # -- its one task ----------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """Connect, wait for the end, clean up after aiormq."""
+        cause: BaseException | None = None
+        try:
+            await self._connection.connect()
+            if self._aborted is None:
+                self._opened = True
+                self._connection.closing.add_done_callback(self._end_now)
+                self._watch_the_clock(time.monotonic())
+                self._loop.guard(self._events.link_opened, self)
+            await self._end
+        except Exception as error:  # noqa: BLE001  # of every kind; handed on
+            cause = error
+        except asyncio.CancelledError as error:
+            cause = error
+            if self._aborted is None:
+                self.abort("its task was cancelled")
+                self._loop.on_cancelled()
+        finally:
+            try:
+                await self._connection.end()
+            finally:
+                if self._transport is not None:
+                    self._transport.abort()  # where it is closed already, this does nothing
+                self._report_closed(cause)
+
+    def _end_now(self, _closing: object = None) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def _report_closed(self, cause: BaseException | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._opened = False
+        self._end_now()
+        if self._watch is not None:
+            self._watch.cancel()
+        opened = self._connection.was_open
+        if opened and self._connection.is_connection_was_stuck:
+            cause = _Aborted("no heartbeat: the connection is dead")
+        error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
+        code, text = self._closed_with or (None, str(error))
+        loss = Loss(code, text, "connection", self._closed_with is not None)
+        self._loop.guard(self._events.link_closed, self, error, loss)
+
+    def _watch_the_clock(self, due: float) -> None:
+        """Say so where the event loop stood still for so long that the broker may give the connection up."""
+        late = time.monotonic() - due
+        heartbeat = self._settings.heartbeat
+        if late > heartbeat / 2:
+            logger.warning(
+                "the event loop stood still for %.1f s: no heartbeat was sent to %s meanwhile, which closes a "
+                "connection after %d s of silence; something that blocks runs on the loop",
+                late,
+                self.endpoint,
+                heartbeat,
+            )
+        pause = heartbeat / 4
+        self._watch = self._loop.call_later(pause, partial(self._watch_the_clock, time.monotonic() + pause))
+
+    # -- the transport ---------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to one of the host's addresses, with TLS where that is wanted."""
+        loop = self._loop.asyncio
+        error: Exception = OSError("the host name has no address")
+        server_name = None
+        if self._settings.tls is not None:
+            server_name = self._settings.tls.server_name or self.endpoint.host
+        for family, _, _, _, address in await self._addresses():
+            stream = asyncio.StreamReader(loop=loop)
+            try:
+                async with asyncio.timeout(self._settings.connect_timeout / _ADDRESSES_TRIED):
+                    transport, protocol = await loop.create_connection(
+                        lambda stream=stream: _Protocol(self, stream, loop),
+                        host=str(address[0]),
+                        port=self.endpoint.port,
+                        family=family,
+                        ssl=self._context,
+                        server_hostname=server_name,
+                    )
+            except (OSError, TimeoutError) as failure:
+                error = failure
+            else:
+                return stream, asyncio.StreamWriter(transport, protocol, stream, loop)
+        raise error
+
+    async def _addresses(self) -> list[Any]:
+        """Resolve the host on a daemon thread: asyncio's would hold up the program's end while a lookup hangs."""
+        found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
+
+        def tell(answer: Any) -> None:
+            if found.done():
+                return
+            if isinstance(answer, Exception):
+                found.set_exception(answer)
+            else:
+                found.set_result(answer)
+
+        in_background(
+            "reliable_mq host name",
+            partial(socket.getaddrinfo, self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM),
+            lambda answer: self._loop.call_soon(partial(tell, answer)),
+        )
+        return await found
+
+    def _transport_made(self, transport: asyncio.Transport, stream: asyncio.StreamReader) -> None:
+        transport.set_write_buffer_limits(_PAUSE_BYTES, _RESUME_BYTES)
+        self._transport, self._stream = transport, stream
+        if self._aborted is not None:
+            transport.abort()
+
+    def _transport_lost(self, cause: BaseException | None) -> None:
+        """Report it, unless the handshake is still going on, which fails by it and says how."""
+        if self._opened:
+            self._report_closed(cause)
+        self._end_now()
+
+    def _drained(self) -> None:
+        if not self._over:
+            self._loop.guard(self._events.link_drained, self)
+
+    def _received(self, data: bytes) -> None:
+        if self._aborted is not None:
+            return
+        try:
+            self._reader.feed(data)
+            if self._opened:
+                self._tell_that_the_peer_lives()
+                self._events.link_read(self)
+        except CodecError as error:
+            self.abort(str(error))
+        except Exception as error:  # noqa: BLE001  # of the client, or of the frame that it was for
+            self._loop.on_error(error)
+
+    def _tell_that_the_peer_lives(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _TOLD_EVERY:
+            self._told_at = now
+            self._pass_on(_HEARTBEAT_FRAME)
+
+    def _pass_on(self, frame: bytes) -> None:
+        if self._stream is not None and not self._stream.at_eof():
+            self._stream.feed_data(frame)
+
+    # -- frames that are not content -------------------------------------------------------------------------------
+
+    def _on_foreign_frame(self, frame: bytes) -> None:
+        if self._aborted is not None:
+            return
+        if frame[:4] == _PROTOCOL_HEADER:
+            self._pass_on(frame)
+            return
+        method = methods.method_of(frame)
+        number = int.from_bytes(frame[1:3], "big")
+        if number:
+            channel = self._channels.get(number)
+            if channel is None or method is None:
+                return  # of a channel that is closed already, or content of one that is silenced
+            if channel.take(method, frame):
+                del self._channels[number]
+            return
+        if method == methods.CONNECTION_BLOCKED:
+            self._events.link_blocked(self, methods.decode_text(frame))
+        elif method == methods.CONNECTION_UNBLOCKED:
+            self._events.link_unblocked(self)
+        else:
+            if method == methods.CONNECTION_TUNE:
+                frame, self._tune = methods.negotiated(
+                    frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
+                )
+            elif method == methods.CONNECTION_CLOSED:
+                self._closed_with = methods.decode_close(frame)
+            self._pass_on(frame)
+
+
+class DataChannel:
+    """A channel with its synchronous methods; its content goes to a sink. Made by `Link.open_channel`."""
+
+    def __init__(
+        self, number: int, write: Callable[[bytes], None], reader: InboundReader, events: ChannelEvents
+    ) -> None:
+        self.number = number
+        self._write = write
+        self._reader = reader
+        self._events = events
+        self._open = False
+        self._closing = False
+        self._awaited: tuple[tuple[int, int], Callable[[Reply], None]] | None = None
+
+    def attach(self, sink: ChannelSink) -> None:
+        """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
+        self._reader.attach(self.number, sink)
+
+    def silence(self) -> None:
+        """Give the channel's content to nobody from now on."""
+        self._reader.detach(self.number)
+
+    def perform(self, step: Step, done: Callable[[Reply], None]) -> None:
+        """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
+
+        Raises:
+            ConfigurationError: it cannot be encoded.
+            BrokerUnavailable: the channel is not open.
+        """
+        if not self._open or self._closing:
+            raise BrokerUnavailable(f"channel {self.number} is not open")
+        try:
+            frame, answer = methods.encode_step(self.number, step)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
+        self._awaited = answer, done
+        self._write(frame)
+
+    def close(self) -> None:
+        """Begin the closing handshake."""
+        if not self._closing:
+            self._closing = True
+            self._awaited = None
+            self._write(methods.encode_channel_close(self.number))
+
+    def take(self, method: tuple[int, int], frame: bytes) -> bool:
+        """Take in a method that the broker sent; return whether the channel is closed by it.
+
+        Raises:
+            CodecError: it is broken.
+        """
+        if method == methods.CHANNEL_CLOSED:
+            code, text = methods.decode_close(frame)
+            self._write(methods.encode_channel_close_ok(self.number))
+            self._closed(code, text, by_broker=True)
+            return True
+        if method == methods.CHANNEL_CLOSE_OK:
+            self._closed(200, "closed by us", by_broker=False)
+            return True
+        if method == methods.CHANNEL_OPEN_OK:
+            self._open = True
+            self._events.channel_opened(self)
+        elif method == methods.CANCELLED:
+            self._events.consumer_cancelled(self, methods.decode_text(frame))
+        elif self._awaited is not None and method == self._awaited[0]:
+            (_, done), self._awaited = self._awaited, None
+            done(methods.decode_reply(frame))
+        elif not self._closing:
+            raise CodecError(f"the broker answered nothing that was asked, with method {method}")
+        return False
+
+    def _closed(self, code: int, text: str, *, by_broker: bool) -> None:
+        self._open, self._closing, self._awaited = False, True, None
+        self._reader.detach(self.number)
+        self._events.channel_closed(self, code, text, by_broker)
+
+
+def link_error(
+    cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
+) -> BrokerUnavailable:
+    """Return our error for the end of a link: the one place where aiormq's exceptions are mapped.
+
+    Args:
+        cause: what aiormq or the transport reported.
+        endpoint: named in the message.
+        closed_with: code and text of the broker's ``connection.close``, if it sent one.
+        opened: whether the handshake had been completed.
+    """
+    if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
+        cause = cause.__cause__
+    what = _what_happened(cause, opened=opened)
+    permanent = is_certificate_problem(cause) or isinstance(cause, _MechanismNotOffered)
+    return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=what, permanent=permanent)
+
+
+def _what_happened(cause: BaseException | None, *, opened: bool) -> str:
+    match cause:
+        case _MechanismNotOffered() | _Aborted():
+            return str(cause)
+        case aiormq.exceptions.ProtocolSyntaxError() | aiormq.exceptions.IncompatibleProtocolError():
+            return "the broker wants another version of the protocol"
+        case aiormq.exceptions.AMQPConnectionError() if not opened:
+            return "closed before the handshake (does the broker start or stop, or expect TLS on this port?)"
+        case None | asyncio.CancelledError() | aiormq.exceptions.AMQPConnectionError():
+            return "the connection was closed"
+        case _:
+            return system_problem(cause) or f"connection lost: {cause!r}"
+
+
+class _Aborted(Exception):
+    """We closed the socket."""
+
+
+class _MechanismNotOffered(Exception):
+    """The broker does not do SASL our way."""
+
+
+class _Sasl:
+    """What aiormq asks an authentication mechanism for."""
+
+    def __init__(self, name: str, response: str) -> None:
+        self.name = name
+        self._response = response
+
+    def value(self, _connection: AbstractConnection) -> _Sasl:
+        return self
+
+    def marshal(self) -> str:
+        return self._response
+
+
+class _Transports(TransportFactory):
+    """Gives aiormq the transport of ours."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+
+    async def create(self, url: Any, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect; where to is known already."""
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] = await self._connect()
+        return streams
+
+
+class _Connection(aiormq.Connection):
+    """aiormq's connection: it has no URL to read credentials from, and nobody to share its tasks with."""
+
+    HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ConnectionSettings,
+        secrets: Secrets,
+        name: str,
+        transports: TransportFactory,
+    ) -> None:
+        self._endpoint = endpoint
+        self._credentials = secrets.credentials
+        self.was_open = False
+        own_name = settings.connection_name or name
+        super().__init__(
+            f"amqp://broker:{endpoint.port}/?heartbeat={settings.heartbeat}",
+            transport_factory=transports,
+            client_properties=cast("Any", client_properties(own_name, f"aiormq {version('aiormq')}")),
+        )
+        self.vhost = settings.virtual_host
+
+    async def connect(self, client_properties: Any = None) -> bool:
+        """As aiormq's."""
+        opened = bool(await super().connect(client_properties))
+        self.was_open = True
+        self._credentials = None
+        return opened
+
+    async def end(self) -> None:
+        """Close, whatever the state, and wait for every task of its own."""
+        await self.close(None)
+        own = [getattr(self, name) for name in ("_reader_task", "_writer_task") if hasattr(self, name)]
+        await asyncio.gather(*(task.task for task in own), return_exceptions=True)
+
+    def _credentials_class(self, start_frame: Any) -> Any:
+        credentials = self._credentials
+        name, response = "EXTERNAL", ""
+        if credentials is not None:
+            name, response = "PLAIN", f"\0{credentials.username}\0{credentials.password}"
+        if name not in str(start_frame.mechanisms).split():
+            raise _MechanismNotOffered(f"the broker does not offer SASL mechanism {name}")
+        return _Sasl(name, response)
+
+    def __str__(self) -> str:
+        return f"amqp://{self._endpoint}"
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Hands input to the link, and the events of the transport to it and to the stream that aiormq reads."""
+
+    def __init__(self, link: Link, stream: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(stream, loop=loop)
+        self._link = link
+        self._stream = stream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._link._transport_made(transport, self._stream)  # type: ignore[arg-type]  # noqa: SLF001
+
+    def data_received(self, data: bytes) -> None:
+        self._link._received(data)  # noqa: SLF001
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._link._drained()  # noqa: SLF001
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._link._transport_lost(exc)  # noqa: SLF001

@@ -1,0 +1,62 @@
+"""The asyncio loop as a connection sees it: calls and timers whose exceptions are told, and tasks to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EventLoop", "Timer"]
+
+
+class EventLoop:
+    """The running asyncio loop, for one connection after the other.
+
+    Args:
+        on_error: called on the loop with every exception that a callback raises.
+        on_cancelled: called where somebody else has cancelled a link's task, as `asyncio.run` does at its end.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None], on_cancelled: Callable[[], None]) -> None:
+        self.asyncio = asyncio.get_running_loop()
+        self.on_error = on_error
+        self.on_cancelled = on_cancelled
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop. Thread-safe; where the loop is closed, nothing happens."""
+        if not self.asyncio.is_closed():
+            self.asyncio.call_soon_threadsafe(self.guard, fn)
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+        """Run `fn` on the loop in `delay` seconds."""
+        return Timer(self.asyncio.call_later(max(0.0, delay), self.guard, fn))
+
+    def guard(self, fn: Callable[..., None], *args: object) -> None:
+        """Call `fn`; hand on what it raises."""
+        try:
+            fn(*args)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on
+            self.on_error(error)
+
+    async def finish(self, grace: float) -> None:
+        """Wait until no task of a link is left; cancel those that are after `grace` seconds."""
+        if self.tasks:
+            _, late = await asyncio.wait(self.tasks, timeout=grace)
+            for task in late:
+                task.cancel()
+
+
+class Timer:
+    """A call to come."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: asyncio.TimerHandle) -> None:
+        self._handle = handle
+
+    def cancel(self) -> None:
+        """Cancel the call; does nothing where it was made or cancelled already."""
+        self._handle.cancel()

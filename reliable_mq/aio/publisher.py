@@ -1,0 +1,409 @@
+"""The confirming publisher for asyncio: what a user calls.
+
+It validates before anything is sent, hands each publish to its :class:`~reliable_mq.aio.lane.AsyncPublishingLane`, and
+turns outcomes into receipts and errors. Everything it promises about delivery is decided in
+:mod:`reliable_mq.core.publishing`, as on the sync face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import warnings
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, Self
+
+from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.lane import AsyncPublishingLane
+from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
+from reliable_mq.core.report import PublishReport, summary
+from reliable_mq.core.statistics import PublisherStatistics
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import PublishError, UsageError
+from reliable_mq.metrics.publisher import publisher_readings
+from reliable_mq.metrics.registry import register
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from prometheus_client import CollectorRegistry
+    from tenacity.stop import stop_base
+    from tenacity.wait import wait_base
+
+    from reliable_mq.core.publication import Receipt
+    from reliable_mq.message import Message
+    from reliable_mq.metrics.registry import Reading
+    from reliable_mq.retry import RetryPolicy
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.tls import TLSOptions
+    from reliable_mq.topology import Declaration
+
+__all__ = ["AsyncPublisher"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT = 30.0
+_FOR_EVER = float("inf")
+
+
+class AsyncPublisher:
+    """Publishes messages and knows of each whether the broker has it. For one event loop, any number of its tasks.
+
+    Construction does not connect. ``async with``, ``connect`` or the first publish does; from then on the publisher
+    reconnects by itself, declares ``topology`` again, and publishes again, with the same ``message_id``, all that the
+    broker has not confirmed. An attempt that may be a duplicate carries the header
+    ``x-reliable-mq-possible-duplicate``.
+
+    A task that is cancelled while it awaits takes nothing back: a message that was admitted to the window stays
+    outstanding until it is settled or its deadline passes; one that still waited for room is not sent.
+
+    Close it (``async with`` does): what is outstanding when the event loop ends is lost.
+
+    Args:
+        url: ``amqp://`` or ``amqps://``, with several hosts separated by commas, or a sequence of URLs that differ in
+            their hosts only.
+        topology: queues, exchanges and bindings to declare at every connect.
+        max_outstanding: messages that may be unconfirmed at a time. At the limit ``submit`` waits.
+        max_outstanding_bytes: the sum of their bodies, likewise. A larger message is published alone.
+        max_message_bytes: a larger body is refused before anything is sent. RabbitMQ's own default is 16 MiB.
+        mandatory: whether a message that no queue is bound for fails (``PublishReturned``) or is dropped by the broker.
+        confirm_timeout: seconds without any confirm, while some are owed, after which the connection is replaced and
+            all that is unconfirmed is published again.
+        delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
+        retry: how a nacked message is tried again before it is reported (``PublishNacked``).
+        on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
+            ``"raise"`` ``PublishBlocked`` at once for new messages.
+        reconnect_wait: a tenacity wait, asked after each round over the hosts; default exponential from 0.2 s to 30 s
+            with jitter.
+        reconnect_stop: a tenacity stop; default never. When it stops, all that is unconfirmed fails and the publisher
+            is over.
+        credentials: a plain callable that returns ``(username, password)``, asked at every connect on a thread, for
+            rotated passwords and tokens.
+        tls: a ``TLSOptions``, for certificates and authorities; ``amqps`` always verifies unless it says otherwise.
+        heartbeat: seconds. A loop that stands still for longer loses the connection, and that is logged.
+        connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included.
+        name: in metrics, and of the connection in RabbitMQ's management UI unless the URL names it.
+        registry: where to register Prometheus metrics; None for none.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        topology: Iterable[Declaration] = (),
+        max_outstanding: int = 2000,
+        max_outstanding_bytes: int = 64 * 1024 * 1024,
+        max_message_bytes: int = 16 * 1024 * 1024,
+        mandatory: bool = True,
+        confirm_timeout: Duration = 30.0,
+        delivery_timeout: Duration = 120.0,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        on_blocked: Literal["wait", "raise"] = "wait",
+        reconnect_wait: wait_base | None = None,
+        reconnect_stop: stop_base | None = None,
+        credentials: Credentials | CredentialsCallback | None = None,
+        tls: TLSOptions | None = None,
+        heartbeat: int | None = None,
+        connect_timeout: Duration | None = None,
+        name: str = "publisher",
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._closed = True  # until it is made
+        self._lane: AsyncPublishingLane | None = None  # open: its first verdict is there
+        self._opening: AsyncPublishingLane | None = None
+        self._openers = 0  # tasks that wait for the first verdict
+        self._over = False  # what failed has been reported
+        self._options = PublisherOptions(
+            parse_url(url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout),
+            name=name,
+            topology=topology,
+            max_outstanding=max_outstanding,
+            max_outstanding_bytes=max_outstanding_bytes,
+            max_message_bytes=max_message_bytes,
+            mandatory=mandatory,
+            confirm_timeout=confirm_timeout,
+            delivery_timeout=delivery_timeout,
+            retry=retry,
+            on_blocked=on_blocked,
+            reconnect_wait=reconnect_wait,
+            reconnect_stop=reconnect_stop,
+        )
+        self._made_in = os.getpid()
+        self._registration = None if registry is None else register(registry, self._readings)
+        self._closed = False
+
+    # Publishing
+
+    async def publish(
+        self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
+    ) -> Receipt:
+        """Publish a message and wait until the broker has it.
+
+        Takes a round trip to the broker, and as long as the window is full or the broker away, up to ``timeout``.
+
+        Args:
+            message: what to publish.
+            exchange: the default exchange routes to the queue named by the routing key.
+            routing_key: at most 255 bytes in UTF-8.
+            timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
+
+        Returns:
+            A receipt, with the message's id and the number of attempts.
+
+        Raises:
+            PublishError: it was not confirmed; the subclass says why. After ``PublishUnconfirmed`` it may have arrived
+                all the same.
+            BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
+            ConfigurationError, UsageError: a wrong argument; closed, on another event loop, or on the wrong side of a
+                fork.
+        """
+        return await (await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
+
+    async def submit(
+        self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
+    ) -> AsyncConfirmation:
+        """Publish a message without waiting for its confirm. Waits only while the window is full.
+
+        Args and errors are those of :meth:`publish`, except that the broker's verdict comes through the confirmation.
+        """
+        accepted_at = time.monotonic()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        options = self._options
+        lane = self._lane or await self._open(options.delivery_timeout if limit is None else limit)
+        size = options.check(message, exchange, routing_key, lane.frame_max)
+        confirmation = AsyncConfirmation(
+            message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane
+        )
+        if not lane.take(confirmation):
+            await lane.wait_for_room(confirmation)
+        return confirmation
+
+    async def publish_many(
+        self,
+        messages: Iterable[Message] | AsyncIterable[Message],
+        *,
+        exchange: str = "",
+        routing_key: str = "",
+        timeout: Duration | None = None,
+    ) -> PublishReport:
+        """Publish messages, pipelined, and wait until every one has settled.
+
+        Args:
+            messages: any iterable, or an asynchronous one; it is consumed as the window has room.
+            exchange: for each, as in :meth:`publish`.
+            routing_key: for each.
+            timeout: for each, seconds.
+
+        Returns:
+            How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
+        """
+        confirmed = 0
+        failures: list[tuple[Message, PublishError]] = []
+        pending: deque[AsyncConfirmation] = deque()
+
+        def collect(confirmation: AsyncConfirmation) -> None:
+            nonlocal confirmed
+            error = confirmation.exception()
+            if error is None:
+                confirmed += 1
+            else:
+                failures.append((confirmation.message, error))
+
+        async def publish_one(message: Message) -> None:
+            nonlocal pending
+            try:
+                pending.append(await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
+            except PublishError as error:
+                failures.append((message, error))
+            while pending and pending[0].outcome is not None:
+                collect(pending.popleft())
+            if len(pending) > 2 * self._options.max_outstanding:  # a slow one is in front: keep what is outstanding
+                for confirmation in pending:
+                    if confirmation.outcome is not None:
+                        collect(confirmation)
+                pending = deque(confirmation for confirmation in pending if confirmation.outcome is None)
+
+        if hasattr(messages, "__aiter__"):
+            async for message in messages:
+                await publish_one(message)
+        else:
+            for message in messages:
+                await publish_one(message)
+        for confirmation in pending:
+            if confirmation.outcome is None:
+                with suppress(PublishError):  # it is collected with the others
+                    await confirmation
+            collect(confirmation)
+        return PublishReport(confirmed, tuple(failures))
+
+    async def flush(self, timeout: Duration | None = None) -> None:
+        """Wait until everything submitted before is settled, well or not.
+
+        Args:
+            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound.
+
+        Raises:
+            TimeoutError: some are still outstanding. They are still being published.
+        """
+        lane = self._lane
+        if lane is not None and not await lane.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout)):
+            raise TimeoutError(f"{lane.outstanding} messages are still outstanding after {timeout} s")
+
+    # Life cycle
+
+    async def connect(self) -> None:
+        """Connect, and wait until the topology is declared and the broker takes messages.
+
+        Does nothing where it is connected.
+
+        Raises:
+            BrokerUnavailable: no host could be reached; with ``permanent`` where trying again cannot help.
+            TopologyMismatch: what is declared differs from what the broker has.
+        """
+        first = self._lane is None
+        lane = self._lane or await self._open(_FOR_EVER, required=True)
+        error = None if first else await lane.wait_connected(self._options.first_verdict)
+        if error is not None:
+            raise error
+
+    async def close(self, timeout: Duration = _CLOSE_TIMEOUT) -> None:
+        """Wait until everything is settled, up to ``timeout`` seconds; give up the rest; disconnect.
+
+        Does nothing where it is closed, and waits with whoever is closing it. A closing that was cancelled is taken up
+        again. Does nothing in a forked child.
+
+        Raises:
+            PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
+            UsageError: on another event loop.
+        """
+        limit = seconds("timeout", timeout)
+        if os.getpid() != self._made_in:
+            return
+        self._closed = True
+        lane = self._opening
+        if lane is not None and not self._over:
+            await lane.close(limit)
+        already, self._over = self._over, True
+        if already:  # another task was quicker
+            return
+        if self._registration is not None:
+            self._registration.close()
+        failed, count = ([], 0) if lane is None else lane.take_failures()
+        if count:
+            raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Where no host can be reached now, the publisher goes on trying, and publishes wait; what time cannot heal is
+        raised.
+        """
+        try:
+            self._lane or await self._open(_FOR_EVER)
+        except asyncio.CancelledError:
+            await self.close(0)
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Flush and close. Raises what failed unseen, but never in place of an exception of the body."""
+        try:
+            await self.close()
+        except PublishError:
+            if exc_type is None:
+                raise
+            logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
+        except asyncio.CancelledError:  # nobody will take the closing up again
+            if self._opening is not None:
+                self._opening.abort()
+            raise
+
+    def __del__(self) -> None:
+        if self._opening is not None and not self._closed and os.getpid() == self._made_in:
+            text = f"{self!r} was not closed: what is outstanding when its event loop ends is lost"
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+
+    # What can be seen
+
+    @property
+    def outstanding(self) -> int:
+        """Messages submitted and not settled."""
+        lane = self._lane
+        return 0 if lane is None else lane.outstanding
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker takes messages now, as far as is known."""
+        lane = self._lane
+        return lane is not None and lane.connected
+
+    @property
+    def blocked(self) -> str | None:
+        """The broker's reason while it blocks publishing on this connection (memory or disk alarm); else None."""
+        lane = self._lane
+        return None if lane is None else lane.session.blocked_reason
+
+    @property
+    def statistics(self) -> PublisherStatistics:
+        """Counts since the publisher was opened."""
+        lane = self._lane
+        return PublisherStatistics() if lane is None else lane.session.statistics
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self.connected else "not connected"
+        hosts = ", ".join(map(str, self._options.settings.endpoints))
+        return f"<AsyncPublisher {self._options.name!r} to {hosts}: {state}>"
+
+    # Private
+
+    async def _open(self, limit: float, *, required: bool = False) -> AsyncPublishingLane:
+        """Open, and wait for up to ``limit`` seconds until every host has had its first attempt.
+
+        Raises where no further attempt can help, or where a connection is ``required`` and there is none.
+        """
+        if os.getpid() != self._made_in:
+            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
+        if self._closed:
+            raise UsageError("this publisher is closed; nothing was sent")
+        lane = self._opening
+        if lane is None:
+            lane = self._opening = AsyncPublishingLane(self._options)
+            lane.start()
+        self._openers += 1
+        try:
+            options = self._options
+            error = await lane.wait_connected(min(options.first_verdict, limit), len(options.settings.endpoints))
+        finally:
+            self._openers -= 1
+        if error is None or not (required or lane.fatal is not None):
+            self._lane = lane
+            return lane
+        if self._opening is lane and self._lane is None and not self._openers:
+            self._opening = None
+            await lane.close(0)
+        raise error
+
+    def _readings(self) -> Iterator[Reading]:
+        lane = self._lane
+        if lane is not None:
+            yield from publisher_readings(
+                self._options.name,
+                lane.session.statistics,
+                outstanding=lane.outstanding,
+                oldest_age=lane.oldest_age,
+                connected=lane.connected,
+                blocked=lane.session.blocked_reason is not None,
+                blocked_seconds=lane.blocked_seconds,
+                reconnects=lane.reconnects,
+                stale_confirms=lane.session.stale_confirms,
+            )

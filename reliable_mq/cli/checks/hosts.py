@@ -1,0 +1,168 @@
+"""Each host of a URL: can it be reached, is TLS verified and for how long, does it let this user in?"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from reliable_mq.cli.channel import StepChannel
+from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.core.setup import ServerInfo
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.settings import ConnectionSettings, Endpoint
+from reliable_mq.tls import TLSOptions
+
+__all__ = ["Entry", "examine_host", "remaining_validity"]
+
+_SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
+_BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A host that let us in.
+
+    Attributes:
+        settings: to connect to it alone.
+        server: what it says of itself.
+        frame_max: bytes, as negotiated.
+    """
+
+    settings: ConnectionSettings
+    server: ServerInfo
+    frame_max: int
+
+
+def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], Entry | None]:
+    """Look at one host: TCP, TLS, login. Blocks for up to three times the time to connect.
+
+    Returns:
+        The findings, and what is needed to look further, where it let us in.
+    """
+    findings: list[Finding] = []
+    for finding in _network(settings, endpoint):
+        findings.append(finding)
+        if finding.status is Status.PROBLEM:
+            return findings, None
+    alone = replace(settings, endpoints=(endpoint,))
+    try:
+        with StepChannel(alone, name="reliable-mq doctor") as channel:
+            entry = Entry(alone, channel.server, channel.frame_max)
+    except (BrokerUnavailable, ConfigurationError) as error:
+        return [*findings, _refused(settings, endpoint, error)], None
+    what = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"
+    return [*findings, Finding(Status.OK, str(endpoint), "login", what)], entry
+
+
+def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Finding]:
+    host, timeout = str(endpoint), settings.connect_timeout
+    began = time.monotonic()
+    try:
+        connection = socket.create_connection((endpoint.host, endpoint.port), timeout)
+    except OSError as error:
+        why = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        fix = "Does the broker run, is the port right, does a firewall stand between?"
+        if isinstance(error, socket.gaierror):
+            fix = "Is the host name right, and does this machine's resolver know it?"
+        yield Finding(Status.PROBLEM, host, "reachable", f"cannot be reached: {why}", fix)
+        return
+    with connection:
+        elapsed = (time.monotonic() - began) * 1000
+        yield Finding(Status.OK, host, "reachable", f"accepts connections ({elapsed:.0f} ms)")
+        if settings.tls is not None:
+            yield _tls(settings.tls, endpoint, connection)
+        elif endpoint.is_loopback:
+            yield Finding(Status.OK, host, "TLS", "none, and none needed: the connection does not leave this machine")
+        else:
+            yield Finding(
+                Status.WARNING,
+                host,
+                "TLS",
+                "plaintext: whoever is on the way can read the password and every message, and change them",
+                "Switch TLS on in the broker (listeners.ssl.default = 5671) and use amqps://.",
+            )
+
+
+def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> Finding:
+    host = str(endpoint)
+    try:
+        context = options.build_context()
+        with context.wrap_socket(connection, server_hostname=options.server_name or endpoint.host) as wrapped:
+            certificate, version = wrapped.getpeercert() or {}, wrapped.version()
+    except ssl.SSLCertVerificationError as error:
+        return Finding(
+            Status.PROBLEM,
+            host,
+            "TLS",
+            f"the certificate does not verify: {error.verify_message}",
+            "Give the authority that signed it (cacertfile=... in the URL), or the name that it is for "
+            "(server_name_indication=...).",
+        )
+    except (OSError, ConfigurationError) as error:
+        text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        return Finding(
+            Status.PROBLEM,
+            host,
+            "TLS",
+            f"the handshake failed: {text}",
+            "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?",
+        )
+    return remaining_validity(host, version or "TLS", certificate.get("notAfter"), datetime.now(UTC))
+
+
+def remaining_validity(host: str, version: str, not_after: object, now: datetime) -> Finding:
+    """What the end of a verified certificate's validity means.
+
+    Args:
+        host: the subject of the finding.
+        version: of TLS.
+        not_after: as Python's ssl gives it, e.g. ``"Jun 26 21:41:46 2031 GMT"``.
+        now: aware.
+    """
+    if not isinstance(not_after, str):
+        return Finding(Status.UNCHECKED, host, "TLS", f"{version}; the certificate is not verified, nor its expiry")
+    expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(not_after), UTC)
+    days = (expires - now).days
+    text = f"{version}, certificate and host name verified; it expires on {expires:%Y-%m-%d}, in {days} days"
+    if days < _SOON:
+        return Finding(
+            Status.WARNING, host, "TLS", text, "Renew it: when it has expired, no client that verifies can connect."
+        )
+    return Finding(Status.OK, host, "TLS", text)
+
+
+def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception) -> Finding:
+    """Why the handshake failed: credentials, virtual host, a limit, or something else."""
+    match = _BY_BROKER.search(str(error))
+    code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
+    host = str(endpoint)
+    if code == 403:
+        return Finding(
+            Status.PROBLEM,
+            host,
+            "credentials",
+            f"{_user(settings)} is not let in: {text}",
+            "Check user and password. The user guest is let in from the broker's own machine only.",
+        )
+    if code == 530 and "limit" not in text:
+        virtual_host = settings.virtual_host
+        fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
+        if "not found" in text:
+            fix = f"Is its name right? rabbitmqctl add_vhost {virtual_host!r} makes it."
+        return Finding(Status.PROBLEM, host, "virtual host", text, fix)
+    return Finding(
+        Status.PROBLEM, host, "login", text, "The broker's log says more. Is this port AMQP's, and not another's?"
+    )
+
+
+def _user(settings: ConnectionSettings) -> str:
+    if settings.mechanism == "EXTERNAL":
+        return "the user that the client's certificate names"
+    credentials = settings.resolve_credentials()
+    return "nobody" if credentials is None else f"user {credentials.username!r}"

@@ -1,0 +1,151 @@
+"""RabbitMQ's management API, as far as ``doctor`` reads it. Optional: nothing else here needs it."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+from typing import Any, Final, Self
+from urllib.parse import quote, unquote, urlsplit
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.settings import ConnectionSettings, Credentials
+
+__all__ = ["ManagementAPI", "ManagementError"]
+
+_PORTS: Final = {"http": 15672, "https": 15671}
+_SHOWN: Final = 200  # characters of an error's body
+
+
+class ManagementError(Exception):
+    """The API did not answer, or with an error.
+
+    Attributes:
+        status: of HTTP; 0 where there was no answer.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class ManagementAPI:
+    """One node's management API; reads only.
+
+    Args:
+        scheme: ``"http"`` or ``"https"``, which is verified.
+        host, port: where it listens.
+        credentials: whom to be.
+        context: for ``https``.
+        prefix: of its paths, where it is configured to have one.
+        timeout: seconds for each answer.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        *,
+        context: ssl.SSLContext | None = None,
+        prefix: str = "",
+        timeout: float = 10.0,
+    ) -> None:
+        self._scheme = scheme
+        self._host = host
+        self._port = port
+        self._context = context
+        self._prefix = prefix
+        self._timeout = timeout
+        token = base64.b64encode(f"{credentials.username}:{credentials.password}".encode()).decode()
+        self._headers = {"Authorization": f"Basic {token}", "Accept": "application/json"}
+
+    @classmethod
+    def at(cls, url: str, settings: ConnectionSettings) -> Self:
+        """The API at a URL, ``http[s]://[user:password@]host[:port][/prefix]``; without a user, that of `settings`.
+
+        Raises:
+            ConfigurationError: the URL is none, or there is no user.
+        """
+        parts = urlsplit(url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if parts.scheme not in _PORTS or not host:
+            raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
+        credentials = settings.resolve_credentials()
+        if parts.username is not None:
+            credentials = Credentials(unquote(parts.username), unquote(parts.password or ""))
+        if credentials is None:
+            raise ConfigurationError("the management URL needs a user: http[s]://user:password@host[:port]")
+        return cls(
+            parts.scheme,
+            host,
+            port or _PORTS[parts.scheme],
+            credentials,
+            context=_context(settings) if parts.scheme == "https" else None,
+            prefix=parts.path.rstrip("/"),
+        )
+
+    @classmethod
+    def beside(cls, settings: ConnectionSettings) -> list[Self]:
+        """Where the API listens by default: on each host, with TLS where AMQP has it; empty without a password."""
+        credentials = settings.resolve_credentials()
+        if credentials is None:
+            return []
+        scheme = "http" if settings.tls is None else "https"
+        context = _context(settings) if settings.tls is not None else None
+        return [
+            cls(scheme, each.host, _PORTS[scheme], credentials, context=context, timeout=settings.connect_timeout)
+            for each in settings.endpoints
+        ]
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{self._host}:{self._port}{self._prefix}"
+
+    def get(self, *segments: str) -> Any:
+        """Return the decoded answer to ``GET /api/<segments>``; each segment is percent-encoded here.
+
+        Raises:
+            ManagementError: no answer, or one with an error.
+        """
+        path = f"{self._prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
+        connection = self._connection()
+        try:
+            connection.request("GET", path, headers=self._headers)
+            response = connection.getresponse()
+            content = response.read()
+        except ssl.SSLCertVerificationError as error:
+            raise ManagementError(f"{self}: the certificate does not verify: {error.verify_message}") from error
+        except (OSError, http.client.HTTPException) as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or error
+            raise ManagementError(f"{self}: {why}") from error
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise ManagementError(f"{self}: {response.status} {_reason(content)}", response.status)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._scheme == "https":
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+
+
+def _context(settings: ConnectionSettings) -> ssl.SSLContext:
+    return ssl.create_default_context() if settings.tls is None else settings.tls.build_context()
+
+
+def _reason(content: bytes) -> str:
+    text = content.decode(errors="replace")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return text[:_SHOWN]
+    return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]

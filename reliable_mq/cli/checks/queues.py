@@ -1,0 +1,194 @@
+"""Arguments and consumers of a queue that lose messages, each with its fix. Pure: a snapshot in, findings out.
+
+A problem is what loses confirmed messages while everything works as it was set up; a warning is what does so when
+something fails, or what may be meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
+
+__all__ = ["examine_queues"]
+
+
+def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
+    """Look at queues.
+
+    Args:
+        snapshot: of their virtual host.
+        names: which; none for all, of which then only those are reported that something is said about.
+        version: of the broker.
+    """
+    routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
+    dead = frozenset(target for route in routes.values() if route is not None for target in route.targets)
+    findings: list[Finding] = []
+    quiet = 0
+    for name in names or sorted(snapshot.queues):
+        queue = snapshot.queues.get(name)
+        if queue is None:
+            fix = "Declare it, or look for a typing error; names are case-sensitive."
+            findings.append(Finding(Status.PROBLEM, f"queue {name!r}", "exists", "there is no such queue", fix))
+            continue
+        found = list(_examine(snapshot, queue, routes[name], dead, version))
+        findings += found
+        if not found and names:
+            findings.append(_sound(queue, routes[name]))
+        quiet += not found
+    # The dead-letter queue of a queue that was asked for is looked at too, without having been asked for.
+    asked_for = {target for name in names if (route := routes.get(name)) for target in route.targets} - set(names)
+    for name in sorted(asked_for & snapshot.queues.keys()):
+        findings += _dead_letters(snapshot.queues[name])
+    if not names:
+        text = f"{quiet} of {len(snapshot.queues)} queues: nothing in their arguments or consumers loses messages"
+        findings.append(Finding(Status.OK, "queues", "arguments", text))
+    return findings
+
+
+def _examine(
+    snapshot: Snapshot, queue: QueueView, route: Route | None, dead: frozenset[str], version: tuple[int, ...]
+) -> Iterator[Finding]:
+    yield from _durability(queue)
+    if queue.type != "stream":  # which drops by age and size, as it is told
+        yield from _delivery_limit(queue, route, version)
+        yield from _dead_lettering(queue, route)
+        yield from _length(queue, route)
+        yield from _expiry(queue, route)
+    yield from _consumers(snapshot, queue)
+    if queue.name in dead:
+        yield from _dead_letters(queue)
+
+
+def _sound(queue: QueueView, route: Route | None) -> Finding:
+    text = f"{queue.type}, {queue.messages:,} messages; nothing in its arguments or consumers loses messages"
+    if route is not None:
+        text += f"; dead letters go to {', '.join(map(repr, sorted(route.targets))) or 'an exchange'}"
+    return Finding(Status.OK, f"queue {queue.name!r}", "arguments", text)
+
+
+def _durability(queue: QueueView) -> Iterator[Finding]:
+    what = f"queue {queue.name!r}"
+    if queue.raw.get("exclusive"):
+        if queue.raw.get("messages_persistent"):
+            text = "exclusive, and it holds persistent messages: deleted with its connection, and they with it"
+            yield Finding(Status.WARNING, what, "exclusive", text, "Use a durable queue for what has to be kept.")
+    elif queue.raw.get("auto_delete"):
+        if queue.raw.get("messages_persistent"):
+            text = "auto-delete, and it holds persistent messages: deleted with its last consumer, and they with it"
+            yield Finding(Status.WARNING, what, "auto-delete", text, "Use a durable queue for what has to be kept.")
+    elif not queue.raw.get("durable", True):
+        text = "not durable: a restart of the broker deletes it with all its messages, persistent ones too"
+        fix = "Declare a quorum queue, or a durable classic one, and move the messages; RabbitMQ 4.3 refuses this kind."
+        yield Finding(Status.PROBLEM, what, "durable", text, fix)
+    expires = queue.argument("expires")
+    if expires is not None:
+        text = f"x-expires: unused for {int(expires) / 1000:g} s it is deleted, with all its messages"
+        yield Finding(Status.WARNING, what, "expires", text, "Leave x-expires to queues whose content may go.")
+
+
+def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, ...]) -> Iterator[Finding]:
+    limit = queue.delivery_limit(version)
+    if queue.type == "quorum" and limit is not None and route is None:
+        own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
+        yield Finding(
+            Status.PROBLEM,
+            f"queue {queue.name!r}",
+            "delivery limit",
+            f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
+            "deliveries, and lost connections count",
+            "Give it a dead-letter exchange (a policy can), or x-delivery-limit=-1 and a retry policy that counts.",
+        )
+
+
+def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    what = f"queue {queue.name!r}"
+    if route is None:
+        return
+    if route.flaw:
+        yield Finding(
+            Status.PROBLEM if route.certain else Status.WARNING,
+            what,
+            "dead letters",
+            f"{route.flaw}: dead letters are dropped" if route.certain else route.flaw,
+            "Declare and bind what is missing, or correct the dead-letter exchange and routing key.",
+        )
+    elif queue.name in route.targets:
+        text = "dead letters come back to the queue itself: what is rejected is delivered again for ever"
+        fix = "Give it a dead-letter queue of its own."
+        yield Finding(Status.WARNING, what, "dead letters", text, fix)
+    if queue.type != "quorum":
+        return
+    overflow = queue.argument("overflow") or "drop-head"
+    if queue.argument("dead-letter-strategy") != "at-least-once":
+        yield Finding(
+            Status.WARNING,
+            what,
+            "dead letters",
+            "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
+            "where that queue does not take it",
+            "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish.",
+        )
+    elif overflow != "reject-publish":
+        yield Finding(
+            Status.WARNING,
+            what,
+            "dead letters",
+            f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
+            "the broker says so in its log only",
+            "x-overflow=reject-publish beside it.",
+        )
+
+
+def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    limits = [name for name in ("max-length", "max-length-bytes") if queue.argument(name) is not None]
+    if not limits or (queue.argument("overflow") or "drop-head") != "drop-head":
+        return
+    dropped = "dropped" if route is None else "dead-lettered"
+    yield Finding(
+        Status.PROBLEM if route is None else Status.WARNING,
+        f"queue {queue.name!r}",
+        "length limit",
+        f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when it is full, the oldest messages are "
+        f"{dropped}, confirmed ones too",
+        "x-overflow=reject-publish: a full queue then nacks, and the publisher knows.",
+    )
+
+
+def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    ttl = queue.argument("message-ttl")
+    if ttl is not None and route is None:
+        text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: what is left then is dropped"
+        fix = "Give it a dead-letter exchange, unless that is meant."
+        yield Finding(Status.WARNING, f"queue {queue.name!r}", "message TTL", text, fix)
+
+
+def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    what, consumers = f"queue {queue.name!r}", snapshot.consumers_of(queue)
+    automatic = sum(not consumer.get("ack_required", True) for consumer in consumers)
+    unlimited = sum(
+        consumer.get("prefetch_count") == 0 and bool(consumer.get("ack_required", True)) for consumer in consumers
+    )
+    if automatic:
+        text = (
+            f"{automatic} of {len(consumers)} consumers acknowledge automatically: what is on its way to one, or in "
+            "it, when it dies is lost"
+        )
+        yield Finding(Status.WARNING, what, "acks", text, "Consume with manual acks.")
+    if unlimited:
+        text = (
+            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): one is sent everything at "
+            "once, and when it dies all of that comes back, counted as delivered"
+        )
+        yield Finding(Status.WARNING, what, "prefetch", text, "Set a prefetch of 100 to 300.")
+
+
+def _dead_letters(queue: QueueView) -> Iterator[Finding]:
+    if not queue.messages:
+        return
+    text = f"a dead-letter queue that holds {queue.messages:,} messages"
+    if queue.growth > 0:
+        text += f" and grows by {queue.growth:g} a second"
+    fix = "Look at them (reliable-mq consume --peek --json), mend the cause, publish them again or let them go."
+    yield Finding(Status.WARNING, f"queue {queue.name!r}", "dead letters wait", text, fix)

@@ -1,0 +1,154 @@
+"""``reliable-mq consume``: what is in a queue, to standard output; acknowledged when written, or left there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Annotated, BinaryIO, Final
+
+import typer
+
+from reliable_mq.cli.lines import write_line
+from reliable_mq.cli.terminal import hide_logs_of
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.retry import RetryLater
+from reliable_mq.sync.consumer import Consumer
+
+__all__ = ["consume"]
+
+_INTERRUPTED: Final = 130
+_AHEAD: Final = 200  # deliveries sent ahead of their acks
+_LONG: Final = 3600.0  # seconds: longer than it takes to stop
+_PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was looked at
+_PEEK_MOST: Final = 65_535  # the largest prefetch there is
+
+
+def consume(
+    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="A queue that exists.")],
+    *,
+    ack: Annotated[
+        bool, typer.Option("--ack", help="Take messages out of the queue, each when it is written.")
+    ] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Look at messages and return them to the queue.")] = False,
+    count: Annotated[int | None, typer.Option(min=1, help="How many at most.")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds without a message after which it ends. Without: --peek one, --ack never."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per line, with properties, as publish --json reads it.")
+    ] = False,
+) -> None:
+    """Write the messages of a queue to standard output, one per line.
+
+    Without --json a message is its body and a line end. Where --count is not reached the exit status is 1.
+
+    What was only looked at, or sent ahead, goes back and is then marked as redelivered; a quorum queue may give it
+    another place, and up to RabbitMQ 4.2 counts it against its delivery limit. What is in a pipe counts as written:
+    with `| head -5`, give --count 5 as well.
+    """
+    if ack == peek:
+        raise typer.BadParameter("one of --ack and --peek is needed")
+    hide_logs_of("reliable_mq.sync.consumer")  # it warns that dead letters are lost, and here none are made
+    follower = _Follower(
+        sys.stdout.buffer,
+        write_line if as_json else _body,
+        keep=peek,
+        count=count,
+        timeout=_PEEK_WAIT if peek and timeout is None else timeout,
+    )
+    prefetch = min(count or _PEEK_MOST, _PEEK_MOST if peek else _AHEAD)
+    follower.follow(Consumer(url, queue, follower.handle, prefetch=prefetch, name="reliable-mq consume"))
+    raise typer.Exit(follower.status)
+
+
+def _body(delivery: Delivery) -> bytes:
+    return delivery.body
+
+
+class _Follower:
+    """Writes what a consumer is sent, until there is enough, nothing comes any more, or nobody reads.
+
+    What is not acked is held until the consumer stops, and goes back then.
+
+    Args:
+        out: where to write.
+        form: what to write of a delivery; a line end is added.
+        keep: hold what was written, too, in place of acking it.
+        count: how many to write at most.
+        timeout: seconds without a delivery after which it ends.
+    """
+
+    def __init__(
+        self,
+        out: BinaryIO,
+        form: Callable[[Delivery], bytes],
+        *,
+        keep: bool,
+        count: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._out = out
+        self._form = form
+        self._keep = keep
+        self._count = count
+        self._timeout = timeout
+        self._written = 0
+        self._changed = threading.Condition()
+        self._status: int | None = None  # until it is over
+        self._error: OSError | None = None
+        self._latest = time.monotonic()
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return _INTERRUPTED if self._status is None else self._status
+
+    def follow(self, consumer: Consumer) -> None:
+        """Run the consumer to the end.
+
+        Raises:
+            OSError: the output cannot be written.
+            ReliableMQError: the consumer ended by itself.
+        """
+        watch = threading.Thread(target=self._stop_when_over, args=(consumer,), daemon=True)
+        watch.start()
+        consumer.run()  # which takes a signal for a wish to stop
+        if self._error is not None:
+            raise self._error
+
+    def handle(self, delivery: Delivery) -> None:
+        """Write a delivery; when this returns, the pipe or the file has it."""
+        if self._status is None:
+            try:
+                self._out.write(self._form(delivery) + b"\n")
+                self._out.flush()
+            except OSError as error:
+                # Who read from us may have had enough: that is no failure.
+                self._end(0, None if isinstance(error, BrokenPipeError) else error)
+            else:
+                self._written += 1
+                self._latest = time.monotonic()
+                if self._written == self._count:
+                    self._end(0)
+                if not self._keep:
+                    return
+        raise RetryLater(_LONG)
+
+    def _end(self, status: int, error: OSError | None = None) -> None:
+        with self._changed:
+            self._status, self._error = status, error
+            self._changed.notify_all()
+
+    def _stop_when_over(self, consumer: Consumer) -> None:
+        with self._changed:
+            while self._status is None:
+                remaining = None if self._timeout is None else self._latest + self._timeout - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    self._status = 0 if self._count is None else 1
+                else:
+                    self._changed.wait(remaining)
+        consumer.stop()

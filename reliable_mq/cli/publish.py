@@ -1,0 +1,226 @@
+"""``reliable-mq publish``: lines, files or JSON lines become messages, pipelined, each confirmed or reported."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from reliable_mq.cli.inputs import Input, lines, size_of, whole_files
+from reliable_mq.cli.lines import read_line
+from reliable_mq.cli.terminal import errors, hide_logs_of
+from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
+from reliable_mq.message import Message
+from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.publisher import Publisher
+from reliable_mq.topology import Queue
+
+__all__ = ["publish"]
+
+_INTERRUPTED = 130
+_GRACE = 5.0  # seconds for the broker to confirm what was sent before Ctrl-C
+
+
+def publish(
+    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="One message per file. Without any: standard input, by line.",
+        ),
+    ] = None,
+    *,
+    queue: Annotated[str | None, typer.Option(help="The queue to publish to, through the default exchange.")] = None,
+    exchange: Annotated[str | None, typer.Option(help="The exchange to publish to.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="The routing key.")] = None,
+    declare: Annotated[
+        bool, typer.Option("--declare", help="Declare the queue first: quorum, with a dead-letter queue.")
+    ] = False,
+    by_line: Annotated[bool, typer.Option("--lines", help="One message per line of the files.")] = False,
+    by_json: Annotated[
+        bool,
+        typer.Option("--json", help='One JSON object per line: {"body": ..., "headers": ..., "routing_key": ...}.'),
+    ] = False,
+    content_type: Annotated[str | None, typer.Option(help="The content type of lines and files.")] = None,
+    header: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header of lines and files; repeatable.")
+    ] = None,
+    transient: Annotated[
+        bool, typer.Option("--transient", help="Lines and files need not survive a restart of the broker.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a message is given up.")] = 120.0,
+) -> None:
+    """Publish lines, files or JSON lines, and wait until the broker has confirmed each.
+
+    What is not confirmed is reported by its line, and the exit status is 1. Options win over what a JSON line says.
+    """
+    if queue is not None and (exchange is not None or routing_key is not None):
+        raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
+    if declare and queue is None:
+        raise typer.BadParameter("--declare needs --queue")
+    if queue is exchange is routing_key is None and not by_json:
+        raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
+    hide_logs_of("reliable_mq.sync.lane")  # it warns of failures that nobody waits for: all are reported here
+    recipe = _Recipe(
+        by_json=by_json,
+        exchange="" if queue is not None else exchange,
+        routing_key=queue if queue is not None else routing_key,
+        content_type=content_type,
+        headers=dict(map(_header, header or [])) or None,
+        persistent=not transient,
+    )
+    paths = files or []
+    inputs = lines(paths) if by_line or by_json or not paths else whole_files(paths)
+    publisher = Publisher(
+        url,
+        topology=[Queue(queue)] if declare and queue is not None else [],
+        delivery_timeout=timeout,
+        name="reliable-mq publish",
+    )
+    raise typer.Exit(_Run(publisher, recipe, size_of(paths)).publish_all(inputs))
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
+    return name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """How a piece of input becomes a message, and where it goes."""
+
+    by_json: bool
+    exchange: str | None
+    routing_key: str | None
+    content_type: str | None
+    headers: dict[str, str] | None
+    persistent: bool
+
+    def make(self, data: bytes) -> tuple[Message, str, str]:
+        """The message, its exchange and its routing key."""
+        if not self.by_json:
+            message = Message(data, content_type=self.content_type, headers=self.headers, persistent=self.persistent)
+            return message, self.exchange or "", self.routing_key or ""
+        line = read_line(data)
+        exchange = line.exchange if self.exchange is None else self.exchange
+        routing_key = line.routing_key if self.routing_key is None else self.routing_key
+        if not exchange and not routing_key:
+            raise ConfigurationError("no routing_key, neither in the line nor as an option")
+        return line.message, exchange or "", routing_key or ""
+
+
+class _Run:
+    """One run: what was read, confirmed, failed. Confirms come on another thread."""
+
+    def __init__(self, publisher: Publisher, recipe: _Recipe, total: int | None) -> None:
+        self._publisher = publisher
+        self._recipe = recipe
+        self._total = total  # bytes to read, where that is known
+        self._lock = threading.Lock()
+        self._read = 0
+        self._read_bytes = 0
+        self._confirmed = 0
+        self._failed = 0
+        self._first_failed = ""
+        self._interrupted = False
+        self._began = time.monotonic()
+        self._spinner = Spinner("dots")
+
+    def publish_all(self, inputs: Iterator[Input]) -> int:
+        """Publish everything; return the exit status."""
+        with self._progress():
+            try:
+                self._publisher.connect()
+                self._began = time.monotonic()
+                for item in inputs:
+                    self._read += 1
+                    self._read_bytes += item.size
+                    self._publish(item)
+                self._publisher.flush()
+            except KeyboardInterrupt:
+                self._interrupted = True
+            finally:
+                self._publisher.close(_GRACE)
+        self._report()
+        return _INTERRUPTED if self._interrupted else 1 if self._failed else 0
+
+    def _publish(self, item: Input) -> None:
+        try:
+            message, exchange, routing_key = self._recipe.make(item.data)
+            confirmation = self._publisher.submit(message, exchange=exchange, routing_key=routing_key)
+        except (ConfigurationError, PublishError) as error:
+            self._fail(item.where, error)
+        else:
+            confirmation.add_done_callback(partial(self._settled, item.where))
+
+    def _settled(self, where: str, confirmation: Confirmation) -> None:
+        error = confirmation.exception()
+        if error is not None:
+            self._fail(where, error)
+        else:
+            with self._lock:
+                self._confirmed += 1
+
+    def _fail(self, where: str, error: ReliableMQError) -> None:
+        with self._lock:
+            self._failed += 1
+            self._first_failed = self._first_failed or where
+        if not self._interrupted:
+            errors.print(f"{where}: {error}", markup=False, highlight=False, soft_wrap=True)
+
+    def _report(self) -> None:
+        if self._interrupted:
+            text = f"interrupted: {self._confirmed:,} of {self._read:,} messages are confirmed"
+            if self._failed:
+                text += (
+                    f"; {self._failed:,} are not, and may have arrived all the same; the first: {self._first_failed}"
+                )
+        elif self._failed:
+            text = f"{self._failed:,} of {self._read:,} messages were not confirmed"
+        elif errors.is_terminal:
+            text = f"{self._confirmed:,} messages confirmed in {time.monotonic() - self._began:.1f} s"
+        else:
+            return
+        errors.print(text, highlight=False, soft_wrap=True)
+
+    def _progress(self) -> AbstractContextManager[object]:
+        if not errors.is_terminal or sys.stdin.isatty():
+            return nullcontext()  # nobody looks, or somebody types
+        return Live(self, console=errors, transient=True, refresh_per_second=8)
+
+    def __rich__(self) -> Table:
+        """The progress display, as of now."""
+        elapsed = max(time.monotonic() - self._began, 0.001)
+        text = Text(f"{self._confirmed:,} confirmed  {self._confirmed / elapsed:,.0f}/s")
+        if self._publisher.outstanding:
+            text.append(f"  {self._publisher.outstanding:,} outstanding")
+        if self._failed:
+            text.append(f"  {self._failed:,} failed", style="red")
+        if self._publisher.blocked is not None:
+            text.append(f"  blocked by the broker: {self._publisher.blocked}", style="yellow")
+        elif not self._publisher.connected:
+            text.append("  not connected", style="yellow")
+        row = Table.grid(padding=(0, 1))
+        if self._total:
+            row.add_row(ProgressBar(total=self._total, completed=self._read_bytes, width=30), text)
+        else:
+            row.add_row(self._spinner, text)
+        return row

@@ -1,0 +1,4 @@
+"""Prometheus metrics.
+
+:mod:`~reliable_mq.metrics.publisher` and :mod:`~reliable_mq.metrics.consumer` list them by name.
+"""

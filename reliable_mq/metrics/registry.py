@@ -1,0 +1,179 @@
+"""Prometheus metrics of publishers and consumers, in a registry that the user gives.
+
+Nothing is counted here. The core counts while it works, in plain numbers; a scrape reads them. So metrics cost nothing
+between scrapes, and a process without a registry pays nothing at all.
+
+Labels are bounded by the code: ``publisher`` and ``consumer`` are the names given to the constructors, ``queue`` is the
+queue consumed from, ``outcome`` is one of five. Publishers with the same name are added up, except for an age, of which
+the highest counts. What a closed one has counted stays in the totals, so a counter never falls while the process lives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from reliable_mq.core.statistics import Histogram
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["Family", "Reading", "Registration", "register"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric.
+
+    Attributes:
+        name: without prefix and suffix.
+        kind: of Prometheus's.
+        documentation: what it says.
+        labels: their names.
+        merged: how readings of several publishers or consumers with the same labels become one.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    documentation: str
+    labels: tuple[str, ...]
+    merged: Literal["sum", "highest"] = "sum"
+
+    @property
+    def full_name(self) -> str:
+        """The name as exposed, without ``_total``."""
+        return f"reliable_mq_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The value of a family for one set of label values, in the order of the family's labels."""
+
+    family: Family
+    labels: tuple[str, ...]
+    value: float | Histogram
+
+
+class Registration:
+    """A publisher's or consumer's place in a registry."""
+
+    def __init__(self, collector: _Collector, read: Callable[[], Iterable[Reading]]) -> None:
+        self._collector = collector
+        self.read = read
+
+    def close(self) -> None:
+        """Take a last reading: counters stay in the totals, gauges go. Does nothing the second time."""
+        self._collector.retire(self)
+
+
+def register(registry: CollectorRegistry, read: Callable[[], Iterable[Reading]]) -> Registration:
+    """Have ``read`` called at every scrape of ``registry``, from the scraping thread. Thread-safe.
+
+    Raises:
+        ConfigurationError: ``registry`` is none.
+    """
+    if not isinstance(registry, CollectorRegistry):
+        raise ConfigurationError(f"registry must be a prometheus_client.CollectorRegistry, not {registry!r}")
+    with _lock:
+        collector = _collectors.get(registry)
+        if collector is None:
+            collector = _collectors[registry] = _Collector()
+            registry.register(collector)
+    return collector.add(read)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Readings merged by family and label values."""
+
+    values: dict[tuple[Family, tuple[str, ...]], float] = field(default_factory=lambda: defaultdict(float))
+    histograms: dict[tuple[Family, tuple[str, ...]], Histogram] = field(default_factory=dict)
+
+    def add(self, readings: Iterable[Reading]) -> None:
+        for reading in readings:
+            key = reading.family, reading.labels
+            if isinstance(reading.value, Histogram):
+                total = self.histograms.setdefault(key, Histogram(reading.value.bounds))
+                total.add(reading.value)
+            elif reading.family.merged == "highest":
+                self.values[key] = max(self.values[key], reading.value)
+            else:
+                self.values[key] += reading.value
+
+    def copy(self) -> _Totals:
+        copied = _Totals()
+        copied.values.update(self.values)
+        for key, histogram in self.histograms.items():
+            copied.histograms[key] = Histogram(histogram.bounds)
+            copied.histograms[key].add(histogram)
+        return copied
+
+
+class _Collector(Collector):
+    """What one registry asks at a scrape."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._registrations: set[Registration] = set()
+        self._retired = _Totals()
+
+    def add(self, read: Callable[[], Iterable[Reading]]) -> Registration:
+        registration = Registration(self, read)
+        with self._lock:
+            self._registrations.add(registration)
+        return registration
+
+    def retire(self, registration: Registration) -> None:
+        with self._lock:
+            if registration in self._registrations:
+                self._registrations.remove(registration)
+                self._retired.add(reading for reading in registration.read() if reading.family.kind != "gauge")
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check against at registration: the names are ours alone."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Read everything."""
+        with self._lock:
+            totals = self._retired.copy()
+            for registration in self._registrations:
+                totals.add(registration.read())
+        families: dict[Family, Metric] = {}
+        for (family, labels), value in totals.values.items():
+            metric = families.setdefault(family, _empty(family))
+            metric.add_metric(labels, value)  # type: ignore[attr-defined]
+        for (family, labels), histogram in totals.histograms.items():
+            metric = families.setdefault(family, _empty(family))
+            metric.add_metric(labels, _cumulated(histogram), histogram.total)  # type: ignore[attr-defined]
+        return families.values()
+
+
+def _empty(family: Family) -> Metric:
+    make: Mapping[str, type[Metric]] = {
+        "counter": CounterMetricFamily,
+        "gauge": GaugeMetricFamily,
+        "histogram": HistogramMetricFamily,
+    }
+    return make[family.kind](family.full_name, family.documentation, labels=family.labels)  # type: ignore[call-arg]
+
+
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    buckets: list[tuple[str, float]] = []
+    count = 0
+    for bound, observations in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+        count += observations
+        buckets.append((bound, count))
+    return buckets
+
+
+_lock = threading.Lock()
+_collectors: WeakKeyDictionary[CollectorRegistry, _Collector] = WeakKeyDictionary()

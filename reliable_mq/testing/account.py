@@ -1,0 +1,159 @@
+"""Whether an account of messages adds up: what was attempted, what was confirmed, and what came out at the other end.
+
+In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Nothing here talks to a broker: whoever publishes
+and whoever handles or drains tell the account what they did, by message id, from any thread.
+
+- *lost*: confirmed, yet never drained. Must be none.
+- *unexpected*: drained, yet never attempted. Must be none.
+- *duplicated*: drained more than once. Allowed after an unknown outcome, and counted.
+- *recovered*: neither confirmed nor failed, yet drained. Allowed, and counted.
+- *refuted*: reported as failed, yet drained. Counted; allowed where an earlier send of it had an unknown outcome.
+- *effects*: what handlers did. With an idempotency store exactly one for every message that was handled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Account", "Balance"]
+
+_SHOWN = 5
+
+
+class Account:
+    """Collects message ids. Every method may be called from any thread; none blocks for longer than a few updates."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._attempted: set[str] = set()
+        self._confirmed: set[str] = set()
+        self._failed: set[str] = set()
+        self._handled: Counter[str] = Counter()
+        self._dead_lettered: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+        self._effects: Counter[str] = Counter()
+
+    def attempted(self, message_id: str) -> None:
+        """A message is about to be published; say so before the call, not after."""
+        with self._lock:
+            self._attempted.add(message_id)
+
+    def confirmed(self, message_id: str) -> None:
+        """The publisher reported it as confirmed."""
+        with self._lock:
+            self._confirmed.add(message_id)
+
+    def failed(self, message_id: str) -> None:
+        """The publisher reported that the broker does not have it: nacked, returned, refused, blocked.
+
+        An unknown outcome (``PublishUnconfirmed``) is not one of these: tell the account nothing.
+        """
+        with self._lock:
+            self._failed.add(message_id)
+
+    def handled(self, message_id: str) -> None:
+        """A handler was through with a delivery of it."""
+        with self._lock:
+            self._handled[message_id] += 1
+
+    def dead_lettered(self, message_ids: Iterable[str]) -> None:
+        """These were found in a dead-letter queue."""
+        with self._lock:
+            self._dead_lettered.update(message_ids)
+
+    def left(self, message_ids: Iterable[str]) -> None:
+        """These were found in a work queue at the end."""
+        with self._lock:
+            self._left.update(message_ids)
+
+    def effect(self, message_id: str) -> None:
+        """A handler had its effect for it."""
+        with self._lock:
+            self._effects[message_id] += 1
+
+    def balance(self) -> Balance:
+        """The account as it stands."""
+        with self._lock:
+            drained = self._handled + self._dead_lettered + self._left
+            unknown = self._attempted - self._confirmed - self._failed
+            return Balance(
+                attempted=len(self._attempted),
+                confirmed=len(self._confirmed),
+                failed=len(self._failed),
+                handled=len(self._handled),
+                dead_lettered=len(self._dead_lettered.keys() - self._handled.keys()),
+                left=len(self._left.keys() - self._dead_lettered.keys() - self._handled.keys()),
+                drained=len(drained),
+                lost=frozenset(self._confirmed - drained.keys()),
+                unexpected=frozenset(drained.keys() - self._attempted),
+                duplicated=frozenset(m for m, times in drained.items() if times > 1),
+                recovered=frozenset(unknown & drained.keys()),
+                refuted=frozenset(self._failed & drained.keys()),
+                effects=sum(self._effects.values()),
+                repeated_effects=frozenset(m for m, times in self._effects.items() if times > 1),
+                missing_effects=frozenset(self._handled.keys() - self._effects.keys()),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """What an account comes to: numbers of distinct messages, and the ids that stand out.
+
+    Attributes:
+        handled: by a handler, whatever else happened to them.
+        dead_lettered: in a dead-letter queue and never handled.
+        left: in a work queue only.
+        drained: any of these three, that is, their sum.
+    """
+
+    attempted: int
+    confirmed: int
+    failed: int
+    handled: int
+    dead_lettered: int
+    left: int
+    drained: int
+    lost: frozenset[str]
+    unexpected: frozenset[str]
+    duplicated: frozenset[str]
+    recovered: frozenset[str]
+    refuted: frozenset[str]
+    effects: int
+    repeated_effects: frozenset[str]
+    missing_effects: frozenset[str]
+
+    def __str__(self) -> str:
+        """The counts in one line, whether or not all is well."""
+        return (
+            f"attempted {self.attempted}, confirmed {self.confirmed}, failed {self.failed}, drained {self.drained} "
+            f"(handled {self.handled}, dead-lettered {self.dead_lettered}, left {self.left}), lost {len(self.lost)}, "
+            f"unexpected {len(self.unexpected)}, duplicated {len(self.duplicated)}, recovered {len(self.recovered)}, "
+            f"refuted {len(self.refuted)}, effects {self.effects}"
+        )
+
+    def check(self, *, effects_once: bool = False) -> None:
+        """Raise unless it adds up.
+
+        Args:
+            effects_once: also ask that every handled message had exactly one effect.
+
+        Raises:
+            AssertionError: names what is wrong and the first few message ids of it, after the counts.
+        """
+        faults = {"lost": self.lost, "unexpected": self.unexpected}
+        if effects_once:
+            faults |= {"more than one effect": self.repeated_effects, "no effect": self.missing_effects}
+        wrong = [f"{what}: {_some(ids)}" for what, ids in faults.items() if ids]
+        if wrong:
+            raise AssertionError(f"the account does not add up: {self}\n" + "\n".join(wrong))
+
+
+def _some(ids: frozenset[str]) -> str:
+    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+    return ", ".join(sorted(ids)[:_SHOWN]) + more

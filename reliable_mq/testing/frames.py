@@ -1,0 +1,331 @@
+"""AMQP 0-9-1 frames as the fault proxy sees them: cut out of a byte stream, named, built.
+
+Nothing here decodes more than a frame's head, its class and method, and a content's size, so that the proxy
+can count and cut frames at line rate and never fails on arguments or headers that it does not know.
+
+Invariants:
+- what `Splitter.feed` hands out ends at a frame boundary, and all that was fed comes out, once, in order;
+- a stream that is not AMQP 0-9-1 is handed out as it is (`Splitter.opaque`), never refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "FRAME_NAMES",
+    "Chunk",
+    "Frame",
+    "Splitter",
+    "basic_ack",
+    "basic_cancel",
+    "basic_nack",
+    "channel_close",
+    "connection_blocked",
+    "connection_close",
+    "connection_unblocked",
+    "key_of",
+    "method",
+    "name_of",
+    "parse",
+]
+
+METHOD: Final = 1
+HEADER: Final = 2
+BODY: Final = 3
+HEARTBEAT: Final = 8
+_FRAME_END: Final = 0xCE
+_OVERHEAD: Final = 8
+_LARGEST_FRAME: Final = 16 * 1024 * 1024
+"""A larger size is taken for a sign that the stream is not AMQP 0-9-1 (RabbitMQ's frame_max is 128 KiB)."""
+
+_HEAD = struct.Struct(">BHI")
+_KEY = struct.Struct(">I")
+_BODY_SIZE = struct.Struct(">Q")
+_PROTOCOL_HEADER = b"AMQP"
+_PROTOCOL_HEADER_SIZE = 8
+
+_METHODS: Final = {
+    10: (
+        "connection",
+        {
+            10: "start",
+            11: "start-ok",
+            20: "secure",
+            21: "secure-ok",
+            30: "tune",
+            31: "tune-ok",
+            40: "open",
+            41: "open-ok",
+        }
+        | {50: "close", 51: "close-ok", 60: "blocked", 61: "unblocked", 70: "update-secret", 71: "update-secret-ok"},
+    ),
+    20: ("channel", {10: "open", 11: "open-ok", 20: "flow", 21: "flow-ok", 40: "close", 41: "close-ok"}),
+    40: (
+        "exchange",
+        {10: "declare", 11: "declare-ok", 20: "delete", 21: "delete-ok", 30: "bind", 31: "bind-ok"}
+        | {40: "unbind", 51: "unbind-ok"},
+    ),
+    50: (
+        "queue",
+        {10: "declare", 11: "declare-ok", 20: "bind", 21: "bind-ok", 30: "purge", 31: "purge-ok", 40: "delete"}
+        | {41: "delete-ok", 50: "unbind", 51: "unbind-ok"},
+    ),
+    60: (
+        "basic",
+        {10: "qos", 11: "qos-ok", 20: "consume", 21: "consume-ok", 30: "cancel", 31: "cancel-ok", 40: "publish"}
+        | {50: "return", 60: "deliver", 70: "get", 71: "get-ok", 72: "get-empty", 80: "ack", 90: "reject"}
+        | {100: "recover-async", 110: "recover", 111: "recover-ok", 120: "nack"},
+    ),
+    85: ("confirm", {10: "select", 11: "select-ok"}),
+    90: (
+        "tx",
+        {10: "select", 11: "select-ok", 20: "commit", 21: "commit-ok", 30: "rollback", 31: "rollback-ok"},
+    ),
+}
+
+_HEADER_KEY: Final = -HEADER
+_BODY_KEY: Final = -BODY
+_HEARTBEAT_KEY: Final = -HEARTBEAT
+_KEYS: Final = {
+    f"{class_name}.{method_name}": class_id << 16 | method_id
+    for class_id, (class_name, methods) in _METHODS.items()
+    for method_id, method_name in methods.items()
+} | {"header": _HEADER_KEY, "body": _BODY_KEY, "heartbeat": _HEARTBEAT_KEY}
+_NAMES: Final = {key: name for name, key in _KEYS.items()}
+_CONTENT_KEYS: Final = frozenset(
+    _KEYS[name] for name in ("basic.publish", "basic.return", "basic.deliver", "basic.get-ok")
+)
+
+FRAME_NAMES: Final = frozenset(_KEYS)
+"""Every name that a frame can have: ``"basic.publish"`` and the like, ``"header"``, ``"body"``, ``"heartbeat"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One whole frame.
+
+    Attributes:
+        kind: 1 method, 2 content header, 3 content body, 8 heartbeat.
+        channel: the channel number, 0 for the connection itself.
+        payload: what is between the frame's head and its end octet; a method's begins with its class and method ids.
+    """
+
+    kind: int
+    channel: int
+    payload: bytes
+
+    @property
+    def key(self) -> int:
+        """The frame's name as a number: class and method ids in one, or minus its kind."""
+        return _KEY.unpack_from(self.payload)[0] if self.kind == METHOD else -self.kind
+
+    @property
+    def name(self) -> str:
+        """``"basic.publish"`` and the like, or ``"header"``, ``"body"``, ``"heartbeat"``."""
+        return name_of(self.key)
+
+    @property
+    def raw(self) -> bytes:
+        """The frame as it is on the wire."""
+        return b"%b%b\xce" % (_HEAD.pack(self.kind, self.channel, len(self.payload)), self.payload)
+
+    @property
+    def content_size(self) -> int | None:
+        """The size in bytes of the body that a content header announces; None for any other frame."""
+        return _BODY_SIZE.unpack_from(self.payload, 4)[0] if self.kind == HEADER else None
+
+
+def name_of(key: int) -> str:
+    """Give the name of a frame's key; one that is not in the protocol is written ``"class.method"`` in numbers."""
+    return _NAMES.get(key) or f"{key >> 16}.{key & 0xFFFF}"
+
+
+def key_of(name: str) -> int:
+    """Give the key of a frame's name.
+
+    Raises:
+        ConfigurationError: there is no frame of that name.
+    """
+    try:
+        return _KEYS[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"{name!r} is the name of no frame; names are like 'basic.publish', 'basic.ack', 'channel.close', "
+            f"or 'header', 'body', 'heartbeat'"
+        ) from None
+
+
+class Chunk(NamedTuple):
+    """Bytes that end at a frame boundary, and what they hold."""
+
+    data: bytes
+    keys: list[int]
+    """The keys of the frames in it, in order."""
+    boundary: int | None
+    """The last offset in `data` at which no content was under way on any channel."""
+
+
+@dataclass(slots=True)
+class Splitter:
+    """Cuts one direction of a connection into chunks of whole frames.
+
+    Attributes:
+        opaque: the stream is not AMQP 0-9-1 (TLS, another version, broken frames): bytes pass uncounted.
+        between_contents: no content is under way, so that a frame may be put in here.
+    """
+
+    opaque: bool = False
+    _begun: bool = False
+    _rest: bytes = b""
+    _open: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def between_contents(self) -> bool:
+        return not self._open
+
+    def feed(self, data: bytes) -> Chunk:
+        """Take what was read; give what is complete. What is not is kept for the next call."""
+        if self.opaque:
+            return Chunk(data, [], None)
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        position = 0
+        if not self._begun:
+            if _PROTOCOL_HEADER.startswith(data[:4]) and len(data) < _PROTOCOL_HEADER_SIZE:
+                self._rest = data
+                return Chunk(b"", [], None)
+            self._begun = True
+            if data.startswith(_PROTOCOL_HEADER):
+                position = _PROTOCOL_HEADER_SIZE
+        return self._scan(data, position)
+
+    def take_rest(self) -> bytes:
+        """Give up the incomplete frame at the end of the stream."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def _scan(self, data: bytes, position: int) -> Chunk:
+        keys: list[int] = []
+        boundary = None
+        opened = self._open
+        size = len(data)
+        head, key_at = _HEAD.unpack_from, _KEY.unpack_from
+        while size - position >= _OVERHEAD:
+            kind, channel, length = head(data, position)
+            stop = position + length + _OVERHEAD
+            if kind not in _SHORTEST or not _SHORTEST[kind] <= length <= _LARGEST_FRAME:
+                self.opaque = True
+                return Chunk(data, keys, boundary)
+            if stop > size:
+                break
+            if data[stop - 1] != _FRAME_END:
+                self.opaque = True
+                return Chunk(data, keys, boundary)
+            if kind == METHOD:
+                key = key_at(data, position + 7)[0]
+                keys.append(key)
+                if key in _CONTENT_KEYS:
+                    opened[channel] = 0
+            elif kind == HEADER:
+                keys.append(_HEADER_KEY)
+                self._content(channel, _BODY_SIZE.unpack_from(data, position + 11)[0])
+            elif kind == BODY:
+                keys.append(_BODY_KEY)
+                self._content(channel, opened.get(channel, 0) - length)
+            else:
+                keys.append(_HEARTBEAT_KEY)
+            position = stop
+            if not opened:
+                boundary = position
+        if position < size:
+            self._rest = data[position:]
+            data = data[:position]
+        return Chunk(data, keys, boundary)
+
+    def _content(self, channel: int, missing: int) -> None:
+        if missing > 0:
+            self._open[channel] = missing
+        else:
+            self._open.pop(channel, None)
+
+
+_SHORTEST: Final = {METHOD: 4, HEADER: 12, BODY: 0, HEARTBEAT: 0}
+
+
+def parse(data: bytes) -> Iterator[Frame | bytes]:
+    """Take the frames of a chunk apart; a protocol header, or what is no frame, comes as bytes."""
+    position = _PROTOCOL_HEADER_SIZE if data.startswith(_PROTOCOL_HEADER) else 0
+    if position:
+        yield data[:position]
+    while len(data) - position >= _OVERHEAD:
+        kind, channel, length = _HEAD.unpack_from(data, position)
+        stop = position + length + _OVERHEAD
+        if kind not in _SHORTEST or length < _SHORTEST[kind] or stop > len(data) or data[stop - 1] != _FRAME_END:
+            break
+        yield Frame(kind, channel, data[position + 7 : stop - 1])
+        position = stop
+    if position < len(data):
+        yield data[position:]
+
+
+def method(channel: int, name: str, arguments: bytes = b"") -> Frame:
+    """Build a method frame from its name and its encoded arguments.
+
+    Raises:
+        ConfigurationError: there is no method of that name.
+    """
+    key = key_of(name)
+    if key < 0:
+        raise ConfigurationError(f"{name!r} is not a method")
+    return Frame(METHOD, channel, _KEY.pack(key) + arguments)
+
+
+def basic_ack(channel: int, delivery_tag: int, *, multiple: bool = False) -> Frame:
+    """Build a ``basic.ack``."""
+    return method(channel, "basic.ack", struct.pack(">QB", delivery_tag, multiple))
+
+
+def basic_nack(channel: int, delivery_tag: int, *, multiple: bool = False, requeue: bool = True) -> Frame:
+    """Build a ``basic.nack``."""
+    return method(channel, "basic.nack", struct.pack(">QB", delivery_tag, multiple | requeue << 1))
+
+
+def basic_cancel(channel: int, consumer_tag: str) -> Frame:
+    """Build a ``basic.cancel`` as a broker sends it (no answer wanted)."""
+    return method(channel, "basic.cancel", _short_string(consumer_tag) + b"\x01")
+
+
+def channel_close(channel: int, code: int, text: str) -> Frame:
+    """Build a ``channel.close`` that names no method as its cause."""
+    return method(channel, "channel.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
+
+
+def connection_close(code: int, text: str) -> Frame:
+    """Build a ``connection.close`` that names no method as its cause."""
+    return method(0, "connection.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
+
+
+def connection_blocked(reason: str) -> Frame:
+    """Build a ``connection.blocked``."""
+    return method(0, "connection.blocked", _short_string(reason))
+
+
+def connection_unblocked() -> Frame:
+    """Build a ``connection.unblocked``."""
+    return method(0, "connection.unblocked")
+
+
+def _short_string(text: str) -> bytes:
+    encoded = text.encode()
+    if len(encoded) > 255:
+        raise ConfigurationError(f"a short string holds up to 255 bytes, not {len(encoded)}")
+    return bytes([len(encoded)]) + encoded

@@ -1,0 +1,337 @@
+"""A proxy on loopback between an AMQP client and its broker, which fails the way networks and brokers do, on demand.
+
+For the tests of this package, and for those of services that use RabbitMQ by whatever library::
+
+    with FaultProxy("amqp://guest:guest@localhost:5672/") as proxy:
+        publisher = Publisher(proxy.url)
+        proxy.hold_confirms()
+        confirmation = publisher.submit(Message(b"..."), routing_key="orders")
+        proxy.wait_for(lambda: proxy.held_confirms == 1)     # the broker has it, the publisher does not know
+        proxy.cut()                                          # and now it never will, on this connection
+
+Invariants:
+- every control is in effect for all that the proxy reads once the call has returned, may be called from any thread, and
+  adds to the faults that are set already; `heal` takes all of them back;
+- frames are never torn or mixed up, save where a control says so; bytes of a connection are lost only with it;
+- every wait has a deadline; the only randomness is the jitter, drawn from the seed;
+- `close` leaves no thread and no file descriptor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.testing.base import ProxyBase, host_and_port, one_direction
+from reliable_mq.testing.faults import ConfirmMode, CutAfter, CutInBody, Direction, Line, Rewrite, RewriteFunction
+from reliable_mq.testing.frames import Frame, key_of
+from reliable_mq.testing.server import DIRECTIONS, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FaultProxy", "FaultProxyFactory"]
+
+Directions = Literal["to_broker", "to_client", "both"]
+
+
+class FaultProxy(ProxyBase):
+    """A fault-injecting proxy in front of one AMQP broker. Thread-safe; a context manager.
+
+    It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
+    the broker for each that it accepts. Directions are ``"to_broker"`` (what the client sends) and ``"to_client"``.
+
+    A broker that cannot be reached shows as a connection that is reset right after it was accepted. TLS is not
+    supported, on either side: the proxy has to read the frames.
+
+    Args:
+        url: where the broker is, ``amqp://user:password@host:port/vhost``; user, password, virtual host and query
+            are those of `url`, too.
+        seed: what the jitter of `delay` is drawn from.
+
+    Raises:
+        ConfigurationError: `url` is not an ``amqp://`` URL of one host.
+    """
+
+    # cutting connections
+
+    def cut(self, *, reset: bool = True, side: Literal["both", "client", "broker"] = "both") -> int:
+        """End every connection now. What has not left the proxy is lost.
+
+        Args:
+            reset: True for a TCP reset, False for an orderly end (FIN).
+            side: which end sees it. With ``"client"`` the broker's side stays open and silent until the broker gives it
+                up or `heal` resets it, as when a client's host dies; with ``"broker"`` the other way round.
+
+        Returns:
+            How many connections there were.
+        """
+        if side not in ("both", "client", "broker"):
+            raise ConfigurationError(f"side is 'both', 'client' or 'broker', not {side!r}")
+        return self._call(lambda server: server.cut(reset=reset, side=side))
+
+    def cut_after(
+        self, frames: int, direction: Direction, *, of: str | None = None, reset: bool = True, times: int | None = 1
+    ) -> None:
+        """Cut a connection right behind a frame.
+
+        Frames are counted for each connection by itself, from now on, or from its first where it is made later. What is
+        ahead in the direction is handed to the operating system before the cut; whether a peer reads what came just
+        before a reset is up to it, as in life.
+
+        Args:
+            frames: behind which one, from 1.
+            direction: in which direction they are counted.
+            of: count frames of this name only, e.g. ``"basic.publish"``.
+            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
+            times: how many connections are cut like this; None for every one until `heal`.
+
+        Raises:
+            ConfigurationError: a value is out of range, or there is no frame of that name.
+        """
+        _at_least_one("frames", frames)
+        if times is not None:
+            _at_least_one("times", times)
+        (one,) = one_direction(direction)
+        fault = CutAfter(frames, reset, None if of is None else key_of(of), times)
+        self._call(lambda server: server.add(one, fault))
+
+    def cut_in_body(
+        self,
+        share: float,
+        direction: Direction = "to_broker",
+        *,
+        nth: int = 1,
+        reset: bool = True,
+        times: int | None = 1,
+    ) -> None:
+        """Cut a connection in the middle of a body frame, after a share of its bytes has left.
+
+        Args:
+            share: how much of the frame's payload leaves, at least 0 and less than 1; the frame's head always does.
+            direction: in which direction.
+            nth: in which body frame, from 1, counted as by `cut_after`.
+            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
+            times: how many connections are cut like this; None for every one until `heal`.
+
+        Raises:
+            ConfigurationError: a value is out of range.
+        """
+        if not 0 <= share < 1:
+            raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
+        _at_least_one("nth", nth)
+        if times is not None:
+            _at_least_one("times", times)
+        (one,) = one_direction(direction)
+        fault = CutInBody(share, nth, reset, times)
+        self._call(lambda server: server.add(one, fault))
+
+    # confirms
+
+    def hold_confirms(self) -> None:
+        """Keep back ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker; everything else flows.
+
+        Those that are held when their channel or connection closes are dropped: no broker sends them behind the close.
+        """
+        self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
+
+    def drop_confirms(self) -> None:
+        """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker from now on.
+
+        What is held already stays held; see `drop_held_confirms`.
+        """
+        self._call(lambda server: server.set_confirms(ConfirmMode.DROP))
+
+    def release_confirms(self, count: int | None = None) -> int:
+        """Send held confirms to the client, in the order in which they came.
+
+        Args:
+            count: how many; the rest, and those to come, stay held. None sends all, and ends `hold_confirms` and
+                `drop_confirms`.
+
+        Returns:
+            How many were sent; a return counts as one, with its content.
+        """
+
+        def release(server: Server) -> int:
+            if count is None:
+                server.set_confirms(ConfirmMode.PASS)
+            return server.release(count)
+
+        return self._call(release)
+
+    def drop_held_confirms(self, count: int | None = None) -> int:
+        """Drop the first `count` held confirms (None: all that are held now); those to come are held as before.
+
+        Returns:
+            How many were dropped.
+        """
+        return self._call(lambda server: server.drop_held(count))
+
+    # the line
+
+    def black_hole(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
+        """Read bytes (up to 64 MiB per connection and direction), and do not forward them, until `resume` or `heal`.
+
+        The end of a connection does not pass either: the other side goes on in the belief that it lives. Afterwards all
+        of it arrives, in order, as after a network partition.
+
+        Args:
+            direction: which way, or both.
+            new_connections: False to do this to the connections that are live now, and spare those to come.
+        """
+        self._set_lines(direction, lambda line: replace(line, black_hole=True), new_connections=new_connections)
+
+    def stop_reading(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
+        """Read no more from the sender of a direction, until `resume` or `heal`.
+
+        Its operating system goes on taking bytes until its send buffer and the proxy's receive buffer are full (some
+        MiB on Linux); from then on its writes block.
+
+        Args:
+            direction: which way, or both.
+            new_connections: False to do this to the connections that are live now, and spare those to come.
+        """
+        self._set_lines(direction, lambda line: replace(line, stop_reading=True), new_connections=new_connections)
+
+    def resume(self, direction: Directions = "both") -> None:
+        """End `black_hole` and `stop_reading`."""
+        self._set_lines(direction, lambda line: replace(line, black_hole=False, stop_reading=False))
+
+    def delay(self, seconds: float, *, jitter: float = 0.0, direction: Directions = "both") -> None:
+        """Let every byte arrive later. Order is kept, and the rate is not limited.
+
+        Args:
+            seconds: how much later, one way; 0 for no delay.
+            jitter: by how many seconds that varies, at most, either way; at most `seconds`.
+            direction: which way, or both (which delays an answer twice).
+
+        Raises:
+            ConfigurationError: a value is out of range.
+        """
+        if not 0 <= jitter <= seconds:
+            raise ConfigurationError(f"0 <= jitter <= seconds must hold, not {jitter!r} and {seconds!r}")
+        self._set_lines(direction, lambda line: replace(line, delay=seconds, jitter=jitter))
+
+    def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
+        """Limit the rate of each connection. The proxy keeps little of what waits, so that the sender feels it.
+
+        Args:
+            bytes_per_second: at most so many, in each direction for itself; None for no limit.
+            direction: which way, or both.
+
+        Raises:
+            ConfigurationError: the rate is not above 0.
+        """
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
+        self._set_lines(direction, lambda line: replace(line, rate=bytes_per_second))
+
+    # new connections
+
+    def refuse_connections(self) -> None:
+        """Refuse new connections (ECONNREFUSED), until `accept_connections` or `heal`. Those that are live go on."""
+        self._call(lambda server: server.refuse())
+
+    def hang_connections(self) -> None:
+        """Accept new connections and never answer, until `accept_connections` or `heal`, which connects them."""
+        self._call(lambda server: server.hang())
+
+    def accept_connections(self) -> None:
+        """End `refuse_connections` and `hang_connections`."""
+        self._call(lambda server: server.admit())
+
+    def redirect(self, url: str) -> None:
+        """Send new connections to another broker, or to the same one at its new port. `url` stays what it is.
+
+        Args:
+            url: only its host and port are used.
+
+        Raises:
+            ConfigurationError: it is not an ``amqp://`` URL of one host.
+        """
+        upstream = host_and_port(url)
+
+        def redirect(server: Server) -> None:
+            self._upstream = server.upstream = upstream
+
+        self._call(redirect)
+
+    # single frames
+
+    def inject(self, direction: Direction, frame: Frame | bytes) -> None:
+        """Put frames of your own into the most recent live connection.
+
+        They leave at once, or, while a content (method, header, bodies) is under way in that direction, right behind
+        it. No frame fault sees them; delay, throttle and black hole hold for them, too. The other end knows nothing of
+        what was put in: a double ``basic.ack`` to the broker makes it close the channel for real, whereas it takes a
+        client's answer to a ``channel.close`` that was put in for a breach of the protocol, and closes the connection
+        with 503, unless `rewrite` makes a ``channel.close`` of that answer.
+
+        Args:
+            direction: which way.
+            frame: whole frames.
+
+        Raises:
+            UsageError: no connection is live.
+        """
+        data = frame.raw if isinstance(frame, Frame) else frame
+        (one,) = one_direction(direction)
+        self._call(lambda server: server.newest().pipes[one].inject(data))
+
+    def rewrite(self, function: RewriteFunction, direction: Directions = "both") -> Callable[[], None]:
+        """Let a function decide what leaves in place of each frame.
+
+        It is asked about whole frames, on every connection, on the proxy's thread: it must be quick, and may call the
+        other controls, but not wait. Where it raises, the connection is reset, and `wait_for` and `close` raise.
+
+        Args:
+            function: called with the direction and the frame; answers with the frames that leave, none to drop it, the
+                same one twice to double it; a `Cut` among them ends the connection there.
+            direction: of which frames it is asked.
+
+        Returns:
+            A call that takes the function out again.
+        """
+        faults = [Rewrite(function, one) for one in _directions(direction)]
+
+        def add(server: Server) -> None:
+            for fault in faults:
+                server.add(fault.direction, fault)
+
+        self._call(add)
+        return lambda: self._call(lambda server: server.remove(faults))
+
+    def heal(self) -> None:
+        """Take back every fault, also those that have not struck yet.
+
+        Held confirms and what is in a black hole arrive; connections that hang are connected; a side that `cut` left
+        over is reset.
+        """
+        self._call(lambda server: server.heal())
+
+    def _set_lines(
+        self, direction: Directions, change: Callable[[Line], Line], *, new_connections: bool = True
+    ) -> None:
+        directions = _directions(direction)
+        self._call(lambda server: server.set_lines(directions, change, new_connections=new_connections))
+
+
+class FaultProxyFactory(Protocol):
+    """What the fixture ``fault_proxy`` is: takes the arguments of `FaultProxy`, gives one that is started."""
+
+    def __call__(self, url: str, *, seed: int = 0) -> FaultProxy:
+        """Make a proxy in front of the broker at `url`."""
+        ...
+
+
+def _directions(direction: Directions) -> tuple[Direction, ...]:
+    if direction == "both":
+        return DIRECTIONS
+    return one_direction(direction)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigurationError(f"{name} is at least 1, not {value!r}")
