@@ -1,0 +1,103 @@
+"""The asyncio driver without a broker: how what aiormq reports becomes our error, and a loop that is guarded."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+
+import aiormq.exceptions as aiormq_errors
+import pytest
+
+from reliable_mq.aio.driver import _Aborted, _MechanismNotOffered, link_error
+from reliable_mq.aio.event_loop import EventLoop
+from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.settings import Endpoint
+
+ENDPOINT = Endpoint("broker.example", 5671)
+
+
+def certificate_error() -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_message = "unable to get local issuer certificate"
+    return error
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "opened", "text", "permanent"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), False, "Connection refused", False),
+        (
+            caused(aiormq_errors.AMQPConnectionError("x"), ConnectionResetError(104, "Connection reset by peer")),
+            False,
+            "Connection reset by peer",
+            False,
+        ),
+        (socket.gaierror(-2, "Name or service not known"), False, "does not resolve: Name or service", False),
+        (TimeoutError(), False, "no answer in time", False),
+        (certificate_error(), False, "does not verify: unable to get local issuer certificate", True),
+        (ssl.SSLError(1, "wrong version number"), False, "TLS failed", False),
+        (_MechanismNotOffered("the broker does not offer SASL mechanism EXTERNAL"), False, "mechanism EXTERNAL", True),
+        (aiormq_errors.ProtocolSyntaxError(), False, "another version of the protocol", False),
+        (aiormq_errors.AMQPConnectionError("eof"), False, "closed before the handshake", False),
+        (aiormq_errors.AMQPConnectionError("eof"), True, "connection was closed", False),
+        (_Aborted("our reason"), True, "our reason", False),
+        (asyncio.CancelledError(), True, "connection was closed", False),
+        (ValueError("odd"), True, "connection lost: ValueError", False),
+        (None, True, "connection was closed", False),
+    ],
+)
+def test_what_aiormq_reports_becomes_an_error_that_names_the_host(
+    cause: BaseException | None, opened: bool, text: str, permanent: bool
+) -> None:
+    error = link_error(cause, ENDPOINT, None, opened=opened)
+    assert isinstance(error, BrokerUnavailable)
+    assert str(error).startswith("broker.example:5671: ")
+    assert text in str(error)
+    assert error.permanent is permanent
+
+
+@pytest.mark.parametrize(
+    ("code", "opened", "permanent"), [(403, False, True), (530, False, True), (320, True, False), (403, True, False)]
+)
+def test_only_the_broker_itself_can_refuse_for_good(code: int, opened: bool, permanent: bool) -> None:
+    guess = aiormq_errors.ProbableAuthenticationError("aiormq has lost the code")
+    error = link_error(guess, ENDPOINT, (code, "WHY"), opened=opened)
+    assert f"{code} WHY" in str(error)
+    assert error.permanent is permanent
+
+
+def test_exceptions_of_callbacks_go_to_the_handler_and_everything_else_runs() -> None:
+    async def main() -> tuple[list[str], list[str]]:
+        errors: list[str] = []
+        ran: list[str] = []
+        loop = EventLoop(lambda error: errors.append(str(error)), lambda: None)
+
+        def fail(text: str) -> None:
+            raise RuntimeError(text)
+
+        loop.call_soon(lambda: fail("call"))
+        loop.call_soon(lambda: ran.append("call"))
+        loop.call_later(0, lambda: fail("timer"))
+        loop.call_later(0, lambda: ran.append("cancelled")).cancel()
+        done = asyncio.Event()
+        thread = threading.Thread(target=loop.call_soon, args=(lambda: loop.call_later(0.01, done.set),))
+        thread.start()
+        await asyncio.wait_for(done.wait(), 5)
+        thread.join()
+        return errors, ran
+
+    assert asyncio.run(main()) == (["call", "timer"], ["call"])
+
+
+def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:
+    async def make() -> EventLoop:
+        return EventLoop(lambda _: None, lambda: None)
+
+    asyncio.run(make()).call_soon(lambda: None)

@@ -1,0 +1,31 @@
+"""The order of a run and the points of its curves."""
+
+from __future__ import annotations
+
+from integration.bench.plan import FULL, QUICK, rotated
+
+
+def test_each_has_been_first_and_nobody_is_always_behind_the_same_one() -> None:
+    """Over as many rounds as there are contenders."""
+    items = ["a", "b", "c", "d"]
+    orders = [rotated(items, number) for number in range(4)]
+    assert all(sorted(order) == items for order in orders)
+    assert {order[0] for order in orders} == set(items)
+    assert len({order[order.index("b") - 1] for order in orders if order[0] != "b"}) > 1
+    assert rotated([], 3) == []
+
+
+def test_no_point_of_a_curve_takes_long_or_much() -> None:
+    """A small window gets few messages, a large message too; none gets none."""
+    for plan in (FULL, QUICK):
+        for point in plan.points():
+            assert 1 <= point.messages <= plan.curve_messages
+            assert point.messages * point.size <= plan.curve_bytes
+            assert point.messages <= plan.published_one_by_one * point.window
+
+
+def test_the_full_plan_covers_what_is_promised() -> None:
+    """Windows from 1 to 10 000, sizes from 100 B to 1 MiB, 200 000 deliveries, a million outstanding."""
+    assert (min(FULL.windows), max(FULL.windows)) == (1, 10_000)
+    assert (min(FULL.sizes), max(FULL.sizes)) == (100, 1024 * 1024)
+    assert (FULL.consumed, FULL.held, FULL.size, FULL.window) == (200_000, 1_000_000, 1024, 2000)

@@ -1,0 +1,49 @@
+"""The contenders that are there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from integration.bench import child
+from integration.bench.contender import Bar, Contender, Job, Role, Sample
+from integration.bench.contenders import ours_memory, ours_publisher, pika_blocking_publisher, pika_consumers
+from integration.bench.contenders import pika_select_publisher as by_hand
+from integration.bench.paths import ROOT
+
+MODULES = (ours_memory, ours_publisher, pika_blocking_publisher, pika_consumers, by_hand)
+
+
+def test_names_are_unique_and_bars_name_contenders() -> None:
+    contenders: list[Contender] = [one for module in MODULES for one in module.CONTENDERS]
+    bars: list[Bar] = [*ours_memory.BARS, *ours_publisher.BARS]
+    names = [one.name for one in contenders]
+    assert len(names) == len(set(names))
+    assert {bar.contender for bar in bars} <= set(names)
+    others = {limit.of for bar in bars for limit in bar.any_of if limit.of}
+    assert others <= {*names, "rabbitmq-c"}
+
+
+def test_a_job_survives_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the runner asks for is what the contender gets, and its sample is the last line that it prints."""
+    asked = Job(url="amqp://u:p@h/%2F", queue="q", messages=7, size=8, window=9, prefetch=10, ack_every=11, warmup=12)
+    seen: list[Job] = []
+
+    def run(job: Job) -> Sample:
+        seen.append(job)
+        return Sample(messages=7, wall_seconds=1.0, cpu_seconds=0.5, peak_rss_bytes=1)
+
+    child.main([Contender(name="one", label="One", role=Role.PUBLISHER, run=run)], ["one", *asked.arguments()])
+    assert seen == [asked]
+    assert '"wall_seconds": 1.0' in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_peer_by_hand_runs_without_our_package() -> None:
+    """A peer's memory and CPU are not charged with what it does not use."""
+    code = (
+        "import sys, integration.bench.contenders.pika_select_publisher;"
+        "sys.exit(any(name.startswith('reliable_mq') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

@@ -1,0 +1,24 @@
+"""The stand-in for a broker that keeps its confirms back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from integration.bench.contender import Job, Sample
+from integration.bench.paths import ROOT
+from integration.bench.silent_peer import serving
+
+HELD = 3000
+
+
+def test_a_publisher_holds_all_but_the_last_outstanding_and_its_growth_is_measured() -> None:
+    with serving(HELD) as url:
+        job = Job(url=url, queue="q", messages=HELD, size=10)
+        command = [sys.executable, "-m", "integration.bench.contenders.ours_memory", "ours-memory", *job.arguments()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    sample = Sample(**json.loads(done.stdout))
+    assert sample.rss_growth_bytes is not None
+    assert 100 * HELD < sample.rss_growth_bytes < sample.peak_rss_bytes

@@ -1,0 +1,286 @@
+"""What ``doctor`` says of versions, limits, certificates and queues: pure functions, fact by fact."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from reliable_mq.cli.checks.broker import examine_limits, examine_version
+from reliable_mq.cli.checks.finding import Finding, Status, worst
+from reliable_mq.cli.checks.hosts import remaining_validity
+from reliable_mq.cli.checks.queues import examine_queues
+from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
+from reliable_mq.core.setup import ServerInfo
+from reliable_mq.url import parse_url
+
+NEWEST = (4, 3, 6)
+
+OK, WARNING, PROBLEM, UNCHECKED = Status.OK, Status.WARNING, Status.PROBLEM, Status.UNCHECKED
+
+
+def test_the_worst_of_several_findings_counts() -> None:
+    findings = [Finding(status, "", "", "") for status in (WARNING, OK, UNCHECKED)]
+    assert worst(findings) is WARNING
+    assert worst([]) is OK
+
+
+# -- version and limits ------------------------------------------------------------------------------------------------
+
+
+def of_version(version: str, product: str = "RabbitMQ") -> dict[str, Finding]:
+    server = ServerInfo.of({"product": product, "version": version})
+    return {finding.check: finding for finding in examine_version(server)}
+
+
+def test_since_4_3_only_reject_counts() -> None:
+    found = of_version("4.3.6")
+    assert found["version"] == Finding(OK, "broker", "version", "RabbitMQ 4.3.6")
+    assert "basic.nack does not" in found["retries"].text
+    assert "consumer is cancelled" in found["consumer timeout"].text
+    assert found["consumer timeout"].status is UNCHECKED
+
+
+def test_on_4_0_to_4_2_nack_counts_too_and_the_default_limit_drops() -> None:
+    found = of_version("4.0.5")
+    assert "basic.nack, basic.reject and lost connections all count" in found["retries"].text
+    assert "limit of 20" in found["poison messages"].text
+    assert "channel is closed with 406" in found["consumer timeout"].text
+
+
+def test_on_3_13_what_is_left_out_is_said() -> None:
+    found = of_version("3.13.7")
+    assert found["version"].status is WARNING
+    assert "x-delivery-limit=-1" in found["version"].text
+    assert found["poison messages"].status is WARNING
+
+
+def test_an_older_broker_is_a_problem_and_another_product_is_not_known() -> None:
+    assert of_version("3.11.0")["version"].status is PROBLEM
+    assert list(of_version("2.1.0", "LavinMQ")) == ["version"]
+    assert of_version("2.1.0", "LavinMQ")["version"].status is UNCHECKED
+
+
+@pytest.mark.parametrize(("heartbeat", "status"), [(3, WARNING), (20, OK), (120, WARNING)])
+def test_heartbeats_that_are_too_short_or_too_long_are_warned_of(heartbeat: int, status: Status) -> None:
+    settings = parse_url("amqp://localhost", heartbeat=heartbeat)
+    found, frame = examine_limits(settings, 131072)
+    assert (found.check, found.status) == ("heartbeat", status)
+    assert "131,072 bytes" in frame.text
+
+
+@pytest.mark.parametrize(
+    ("not_after", "status", "text"),
+    [
+        ("Jun 26 21:41:46 2031 GMT", OK, "expires on 2031-06-26"),
+        ("Jan 20 00:00:00 2026 GMT", WARNING, "in 19 days"),
+        (None, UNCHECKED, "not verified"),
+    ],
+)
+def test_a_certificate_that_expires_soon_is_warned_of(not_after: str | None, status: Status, text: str) -> None:
+    found = remaining_validity("h:5671", "TLSv1.3", not_after, datetime(2026, 1, 1, tzinfo=UTC))
+    assert found.status is status
+    assert text in found.text
+
+
+# -- queues ------------------------------------------------------------------------------------------------------------
+
+
+def queue(name: str = "q", kind: str = "quorum", policy: Any = None, **fields: Any) -> QueueView:
+    """A queue as the management API shows it; arguments without their ``x-``, underscores for hyphens."""
+    own = {"durable", "auto_delete", "exclusive", "messages", "messages_persistent", "messages_details"}
+    arguments = {f"x-{key.replace('_', '-')}": value for key, value in fields.items() if key not in own}
+    shown = {key: value for key, value in fields.items() if key in own}
+    return QueueView(
+        {"name": name, "type": kind, "durable": True, "arguments": arguments, "effective_policy_definition": policy}
+        | shown
+    )
+
+
+def dead(**fields: Any) -> QueueView:
+    return queue("q.dead", delivery_limit=-1, **fields)
+
+
+SAFE = {
+    "delivery_limit": -1,
+    "dead_letter_exchange": "",
+    "dead_letter_routing_key": "q.dead",
+    "dead_letter_strategy": "at-least-once",
+    "overflow": "reject-publish",
+}
+
+
+def examine(*queues: QueueView, version: tuple[int, ...] = NEWEST, names: tuple[str, ...] = ("q",), **rest: Any) -> Any:
+    snapshot = Snapshot({each.name: each for each in queues}, **rest)
+    return examine_queues(snapshot, names, version)
+
+
+def summary(findings: list[Finding]) -> list[tuple[Status, str]]:
+    return [(finding.status, finding.check) for finding in findings]
+
+
+def test_the_queue_that_we_declare_is_sound() -> None:
+    (found,) = examine(queue(**SAFE, messages=1500), dead())
+    assert found.status is OK
+    assert found.text.startswith("quorum, 1,500 messages")
+    assert "dead letters go to 'q.dead'" in found.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version", "lost"),
+    [
+        ({}, (4, 0, 5), True),
+        ({}, (3, 13, 7), False),
+        ({"delivery_limit": 5}, (3, 13, 7), True),
+        ({"delivery_limit": -1}, (4, 3), False),
+        ({"delivery_limit": -1, "policy": {"delivery-limit": 7}}, (4, 3), True),
+        ({"policy": {"delivery-limit": -1}}, (4, 3), False),
+    ],
+)
+def test_a_delivery_limit_without_dead_letter_exchange_drops(
+    arguments: dict[str, Any], version: tuple[int, ...], lost: bool
+) -> None:
+    (found,) = examine(queue(**arguments), version=version)
+    assert (found.status, found.check) == ((PROBLEM, "delivery limit") if lost else (OK, "arguments"))
+
+
+def test_the_stricter_of_two_delivery_limits_is_in_effect() -> None:
+    assert queue(delivery_limit=5, policy={"delivery-limit": 3}).delivery_limit(NEWEST) == 3
+    assert queue(delivery_limit=5, policy={"delivery-limit": -1}).delivery_limit(NEWEST) == 5
+    assert "dropped after 4 deliveries" in examine(queue(delivery_limit=3))[0].text
+
+
+def test_a_dead_letter_exchange_by_policy_is_one() -> None:
+    policy = {"dead-letter-exchange": "", "dead-letter-routing-key": "q.dead"}
+    assert summary(examine(queue(policy=policy), dead())) == [(WARNING, "dead letters")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dead_letter_strategy": None}, "at most once"),
+        ({"overflow": None}, "not in effect"),
+    ],
+)
+def test_what_keeps_dead_lettering_from_being_at_least_once(changes: dict[str, Any], text: str) -> None:
+    arguments = {key: value for key, value in {**SAFE, **changes}.items() if value is not None}
+    (found,) = examine(queue(**arguments), dead())
+    assert (found.status, found.check) == (WARNING, "dead letters")
+    assert text in found.text
+
+
+ROUTE = {"delivery_limit": -1, "dead_letter_strategy": "at-least-once", "overflow": "reject-publish"}
+
+
+def binding(destination: str, key: str, source: str = "dlx") -> dict[str, Any]:
+    return {"source": source, "destination": destination, "destination_type": "queue", "routing_key": key}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "bindings", "expected"),
+    [
+        ("", "missing", [], (PROBLEM, "'missing' does not exist")),
+        ("", None, [], (WARNING, "keep their routing keys")),
+        ("", "q", [], (WARNING, "come back to the queue itself")),
+        ("nowhere", "k", [], (PROBLEM, "'nowhere' does not exist")),
+        ("dlx", "k", [], (PROBLEM, "nothing is bound")),
+        ("dlx", "k", [binding("q.dead", "other")], (PROBLEM, "no binding")),
+        ("dlx", "k", [binding("q.dead", "k")], None),
+        ("dlx", None, [binding("q.dead", "k")], None),
+        ("topics", "a.b.c", [binding("q.dead", "a.*.c", "topics")], None),
+        ("topics", "a.b.c", [binding("q.dead", "a.#", "topics")], None),
+        ("topics", "a.b.c", [binding("q.dead", "#.c", "topics")], None),
+        ("topics", "a.b.c", [binding("q.dead", "a.*", "topics")], (PROBLEM, "no binding")),
+        ("fan", "k", [binding("q.dead", "", "fan")], None),
+        ("alternate", "k", [], None),
+    ],
+)
+def test_dead_letters_that_lead_nowhere(
+    exchange: str, key: str | None, bindings: list[dict[str, Any]], expected: tuple[Status, str] | None
+) -> None:
+    arguments = {**ROUTE, "dead_letter_exchange": exchange}
+    if key is not None:
+        arguments["dead_letter_routing_key"] = key
+    exchanges = {
+        "dlx": {"type": "direct"},
+        "topics": {"type": "topic"},
+        "fan": {"type": "fanout"},
+        "alternate": {"type": "direct", "arguments": {"alternate-exchange": "else"}},
+    }
+    found = examine(queue(**arguments), dead(), exchanges=exchanges, bindings=bindings)[0]
+    if expected is None:
+        assert found.status is OK
+    else:
+        assert found.status is expected[0]
+        assert expected[1] in found.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kind": "classic", "durable": False}, [(PROBLEM, "durable")]),
+        ({"kind": "classic", "auto_delete": True, "messages_persistent": 3}, [(WARNING, "auto-delete")]),
+        ({"kind": "classic", "auto_delete": True, "durable": False}, [(OK, "arguments")]),
+        ({"kind": "classic", "exclusive": True, "messages_persistent": 3}, [(WARNING, "exclusive")]),
+        ({"kind": "classic", "exclusive": True, "durable": False}, [(OK, "arguments")]),
+        ({"kind": "classic", "expires": 60_000}, [(WARNING, "expires")]),
+        ({"kind": "classic", "message_ttl": 60_000}, [(WARNING, "message TTL")]),
+        ({"kind": "classic", "max_length": 10}, [(PROBLEM, "length limit")]),
+        ({"kind": "classic", "max_length": 10, "overflow": "reject-publish"}, [(OK, "arguments")]),
+        ({"max_length_bytes": 10, **SAFE}, [(OK, "arguments")]),
+        ({"kind": "stream", "max_age": "1h"}, [(OK, "arguments")]),
+    ],
+)
+def test_arguments_that_lose_messages(fields: dict[str, Any], expected: list[tuple[Status, str]]) -> None:
+    assert summary(examine(queue(**fields), dead())) == expected
+
+
+def test_with_a_dead_letter_queue_ttl_and_overflow_lose_nothing_but_overflow_is_warned_of() -> None:
+    route = {"dead_letter_exchange": "", "dead_letter_routing_key": "q.dead"}
+    assert summary(examine(queue(kind="classic", message_ttl=1000, **route), dead())) == [(OK, "arguments")]
+    assert summary(examine(queue(kind="classic", max_length=10, **route), dead())) == [(WARNING, "length limit")]
+
+
+def test_consumers_without_limit_or_with_automatic_acks_are_warned_of() -> None:
+    consumers = [
+        {"queue": {"name": "q"}, "prefetch_count": 0, "ack_required": True},
+        {"queue": {"name": "q"}, "prefetch_count": 0, "ack_required": False},
+        {"queue": {"name": "q"}, "prefetch_count": 200, "ack_required": True},
+        {"queue": {"name": "other"}, "prefetch_count": 0, "ack_required": False},
+    ]
+    acks, prefetch = examine(queue(**SAFE), dead(), consumers=consumers)
+    assert acks.text.startswith("1 of 3 consumers acknowledge automatically")
+    assert prefetch.text.startswith("1 of 3 consumers have an unlimited prefetch")
+    assert acks.status is prefetch.status is WARNING
+
+
+def test_dead_letters_that_wait_are_told_and_whether_there_are_more_and_more() -> None:
+    growing = dead(messages=12, messages_details={"rate": 1.5})
+    sound, waiting = examine(queue(**SAFE), growing)
+    assert sound.status is OK
+    assert (waiting.subject, waiting.status) == ("queue 'q.dead'", WARNING)
+    assert "holds 12 messages and grows by 1.5 a second" in waiting.text
+    assert "grows" not in examine(queue(**SAFE), dead(messages=1))[1].text
+
+
+def test_a_queue_that_does_not_exist_is_a_problem() -> None:
+    (found,) = examine(names=("q",))
+    assert (found.status, found.check) == (PROBLEM, "exists")
+
+
+def test_of_all_queues_only_those_are_named_that_something_is_said_about() -> None:
+    lossy = queue("lossy", kind="classic", durable=False)
+    found = examine(queue(**SAFE), dead(), lossy, names=())
+    assert [finding.subject for finding in found] == ["queue 'lossy'", "queues"]
+    assert found[1].text.startswith("2 of 3 queues")
+
+
+def test_every_finding_that_is_not_well_says_what_to_do() -> None:
+    many = [
+        queue("a", kind="classic", durable=False, max_length=1, message_ttl=1, expires=1),
+        queue("b", dead_letter_exchange="none"),
+        queue("c"),
+    ]
+    found = examine(*many, names=())
+    assert all(finding.fix for finding in found if finding.status is not OK)

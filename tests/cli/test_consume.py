@@ -1,0 +1,115 @@
+"""What ``consume`` does with a delivery: acks what is written, holds the rest, knows when it is over."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from reliable_mq.cli.app import app
+from reliable_mq.cli.consume import _Follower
+from reliable_mq.retry import RetryLater
+
+if TYPE_CHECKING:
+    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.sync.consumer import Consumer
+
+
+class Closed(io.BytesIO):
+    """A pipe that nobody reads."""
+
+    def write(self, _data: Any) -> int:
+        raise BrokenPipeError
+
+
+class Full(io.BytesIO):
+    """A disk that is full."""
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class RunningConsumer:
+    """Runs until it is stopped."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        assert self.stopped.wait(10)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+def follower(
+    out: io.BytesIO, *, keep: bool = False, count: int | None = None, timeout: float | None = None
+) -> _Follower:
+    return _Follower(out, lambda delivery: cast("bytes", delivery), keep=keep, count=count, timeout=timeout)
+
+
+def delivery(body: bytes) -> Delivery:
+    return cast("Delivery", body)
+
+
+def run(what: _Follower) -> None:
+    what.follow(cast("Consumer", RunningConsumer()))
+
+
+def test_what_is_written_is_acked_and_what_comes_after_the_last_one_is_held() -> None:
+    out = io.BytesIO()
+    three = follower(out, count=2)
+    three.handle(delivery(b"a"))
+    three.handle(delivery(b"b"))
+    with pytest.raises(RetryLater):
+        three.handle(delivery(b"c"))
+    run(three)
+    assert out.getvalue() == b"a\nb\n"
+    assert three.status == 0
+
+
+def test_what_is_looked_at_is_written_and_held() -> None:
+    out = io.BytesIO()
+    looking = follower(out, keep=True, count=1)
+    with pytest.raises(RetryLater):
+        looking.handle(delivery(b"a"))
+    run(looking)
+    assert out.getvalue() == b"a\n"
+    assert looking.status == 0
+
+
+def test_a_reader_that_went_away_is_no_failure_and_nothing_is_acked() -> None:
+    broken = follower(Closed())
+    with pytest.raises(RetryLater):
+        broken.handle(delivery(b"a"))
+    run(broken)
+    assert broken.status == 0
+
+
+def test_output_that_cannot_be_written_is_a_failure_and_nothing_is_acked() -> None:
+    full = follower(Full())
+    with pytest.raises(RetryLater):
+        full.handle(delivery(b"a"))
+    with pytest.raises(OSError, match="No space left"):
+        run(full)
+
+
+@pytest.mark.parametrize(("count", "status"), [(None, 0), (3, 1)])
+def test_it_ends_when_nothing_comes_with_1_if_fewer_came_than_were_asked_for(count: int | None, status: int) -> None:
+    idle = follower(io.BytesIO(), count=count, timeout=0.05)
+    run(idle)
+    assert idle.status == status
+
+
+def test_a_signal_is_not_a_good_end() -> None:
+    assert follower(io.BytesIO()).status == 130
+
+
+@pytest.mark.parametrize("options", [[], ["--ack", "--peek"]])
+def test_one_of_ack_and_peek_is_needed(options: list[str]) -> None:
+    result = CliRunner().invoke(app, ["consume", "amqp://localhost", "q", *options])
+    assert result.exit_code == 2
+    assert "one of --ack and --peek is needed" in result.output

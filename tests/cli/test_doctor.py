@@ -1,0 +1,193 @@
+"""``doctor`` without a broker: hosts that do not answer, the management API's answers, and the report itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from reliable_mq.cli import doctor
+from reliable_mq.cli.app import app
+from reliable_mq.cli.checks.broker import examine_alarms
+from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.cli.checks.management import ManagementAPI, ManagementError
+from reliable_mq.cli.checks.snapshot import Snapshot
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+SECRET = "canary-password"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_host_that_does_not_answer_is_a_problem_and_no_password_is_shown() -> None:
+    url = f"amqp://user:{SECRET}@127.0.0.1:{free_port()}"
+    for options in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["doctor", url, *options])
+        assert result.exit_code == 1
+        assert "cannot be reached: Connection refused" in result.output
+        assert SECRET not in result.output
+
+
+def test_a_port_that_speaks_something_else_is_not_let_pass() -> None:
+    with http_server({}) as port:
+        url = f"amqp://user:{SECRET}@127.0.0.1:{port}?connection_timeout=500"
+        result = CliRunner().invoke(app, ["doctor", url, "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert [(each["check"], each["status"]) for each in report["findings"]] == [
+        ("reachable", "ok"),
+        ("TLS", "ok"),
+        ("login", "problem"),
+        ("everything", "not checked"),
+    ]
+    assert report["status"] == "problem"
+
+
+def test_a_port_without_tls_is_told_from_one_with_a_bad_certificate() -> None:
+    with http_server({}) as port:
+        result = CliRunner().invoke(app, ["doctor", f"amqps://user:{SECRET}@127.0.0.1:{port}", "--json"])
+    tls = json.loads(result.output)["findings"][1]
+    assert (tls["check"], tls["status"]) == ("TLS", "problem")
+    assert tls["text"].startswith("the handshake failed")
+
+
+def test_the_report_shows_each_finding_with_its_fix_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding(Status.OK, "host:5672", "reachable", "accepts connections"),
+        Finding(Status.UNCHECKED, "broker", "alarms", "cannot be told"),
+        Finding(Status.WARNING, "broker", "heartbeat", "too long", "Shorten it."),
+        Finding(Status.PROBLEM, "queue 'q'", "durable", "[red]not durable[/]", "Declare it anew."),
+    ]
+    monkeypatch.setattr(doctor, "_examine", lambda *_: findings)
+    result = CliRunner().invoke(app, ["doctor", "amqp://localhost"])
+    assert result.exit_code == 1
+    for text in ("host:5672", "→ Shorten it.", "[red]not durable[/]", "✔ 1 ok", "? 1 not checked", "! 1 warning "):
+        assert text in result.output
+    assert result.output.rstrip().endswith("✘ 1 problem")
+
+
+def test_a_wrong_url_is_said_without_a_traceback() -> None:
+    result = CliRunner().invoke(app, ["doctor", "http://localhost"])
+    assert isinstance(result.exception, ConfigurationError)  # which `run` turns into a line
+
+
+# -- the management API ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def http_server(answers: dict[str, tuple[int, object]]) -> Iterator[int]:
+    """A management API with these answers by path; anything else is 404. Gives its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.headers["Authorization"].startswith("Basic ")
+            status, answer = answers.get(self.path, (404, {"error": "Object Not Found", "reason": "Not Found"}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def api(port: int, path: str = "") -> ManagementAPI:
+    return ManagementAPI.at(f"http://user:{SECRET}@127.0.0.1:{port}{path}", parse_url("amqp://localhost"))
+
+
+def test_segments_are_encoded_and_a_prefix_is_kept() -> None:
+    with http_server({"/rabbit/api/queues/%2F/a%20b": (200, {"name": "a b"})}) as port:
+        found = api(port, "/rabbit/")
+        assert found.get("queues", "/", "a b") == {"name": "a b"}
+        assert str(found) == f"http://127.0.0.1:{port}/rabbit"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((401, {"error": "not_authorised", "reason": "Not management user"}), "401 Not management user"),
+        ((500, b"oops"), "500 oops"),
+        ((200, b"<html>"), "not JSON"),
+    ],
+)
+def test_errors_of_the_api_say_the_reason_and_no_password(answer: tuple[int, object], text: str) -> None:
+    with http_server({"/api/overview": answer}) as port, pytest.raises(ManagementError, match=text) as caught:
+        api(port).get("overview")
+    assert SECRET not in str(caught.value)
+
+
+def test_an_api_that_is_not_there_is_an_error_without_status() -> None:
+    with pytest.raises(ManagementError, match="Connection refused") as caught:
+        api(free_port()).get("overview")
+    assert caught.value.status == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("ftp://localhost", "must be http"),
+        ("http://", "must be http"),
+        ("http://localhost:port", "must be http"),
+    ],
+)
+def test_a_management_url_that_is_none_is_refused(url: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        ManagementAPI.at(url, parse_url("amqp://localhost"))
+
+
+def test_without_a_url_the_api_is_looked_for_beside_amqp() -> None:
+    assert list(map(str, ManagementAPI.beside(parse_url("amqp://u:p@a,b:5673")))) == [
+        "http://a:15672",
+        "http://b:15672",
+    ]
+    assert list(map(str, ManagementAPI.beside(parse_url("amqps://u:p@a")))) == ["https://a:15671"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        ((200, {"status": "ok"}), Status.OK),
+        ((503, {"status": "failed", "reason": "There are alarms in effect in the cluster"}), Status.PROBLEM),
+        ((401, {"reason": "Not monitor user"}), Status.UNCHECKED),
+    ],
+)
+def test_alarms_are_known_or_said_to_be_unknown(answer: tuple[int, object], status: Status) -> None:
+    with http_server({"/api/health/checks/alarms": answer}) as port:
+        assert examine_alarms(api(port)).status is status
+
+
+def test_a_snapshot_is_read_from_four_lists() -> None:
+    answers: dict[str, tuple[int, object]] = {
+        "/api/queues/v": (200, [{"name": "q", "type": "classic", "messages": 3}]),
+        "/api/exchanges/v": (200, [{"name": "e", "type": "topic"}]),
+        "/api/bindings/v": (200, [{"source": "e", "destination": "q", "destination_type": "queue"}]),
+        "/api/consumers/v": (200, []),
+    }
+    with http_server(answers) as port:
+        snapshot = Snapshot.take(api(port), "v")
+    assert snapshot.queues["q"].messages == 3
+    assert snapshot.exchanges["e"]["type"] == "topic"
+    assert len(snapshot.bindings) == 1

@@ -1,0 +1,101 @@
+"""The command line of ``publish``, and how its input becomes messages."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from reliable_mq.cli.app import app
+from reliable_mq.cli.inputs import lines, size_of, whole_files
+from reliable_mq.cli.publish import _Recipe
+from reliable_mq.errors import ConfigurationError
+
+URL = "amqp://guest:guest@localhost:1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "where to"),
+        (["--queue", "q", "--exchange", "e"], "leave those out"),
+        (["--queue", "q", "--routing-key", "k"], "leave those out"),
+        (["--routing-key", "k", "--declare"], "--declare needs --queue"),
+        (["--queue", "q", "--header", "no value"], "NAME=VALUE"),
+        (["no-such-file", "--queue", "q"], "does not exist"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(arguments: list[str], why: str) -> None:
+    result = CliRunner().invoke(app, ["publish", URL, *arguments])
+    assert result.exit_code == 2
+    assert why in result.output
+
+
+def recipe(**changes: object) -> _Recipe:
+    given: dict[str, object] = {
+        "by_json": False,
+        "exchange": None,
+        "routing_key": None,
+        "content_type": None,
+        "headers": None,
+        "persistent": True,
+    }
+    return _Recipe(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_a_line_becomes_a_message_with_the_options_properties() -> None:
+    made = recipe(routing_key="q", content_type="text/plain", headers={"a": "b"}, persistent=False)
+    message, exchange, routing_key = made.make(b"text")
+    assert (message.body, exchange, routing_key) == (b"text", "", "q")
+    assert (message.content_type, message.headers, message.persistent) == ("text/plain", {"a": "b"}, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "target"),
+    [
+        ({}, b'{"body": "x", "routing_key": "k"}', ("", "k")),
+        ({}, b'{"body": "x", "exchange": "e"}', ("e", "")),
+        ({"routing_key": "mine"}, b'{"body": "x", "exchange": "e", "routing_key": "k"}', ("e", "mine")),
+        ({"exchange": "", "routing_key": "q"}, b'{"body": "x", "exchange": "e", "routing_key": "k"}', ("", "q")),
+    ],
+)
+def test_options_win_over_what_a_json_line_says(
+    options: dict[str, object], line: bytes, target: tuple[str, str]
+) -> None:
+    _, exchange, routing_key = recipe(by_json=True, **options).make(line)
+    assert (exchange, routing_key) == target
+
+
+def test_a_json_line_that_says_no_target_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no routing_key"):
+        recipe(by_json=True).make(b'{"body": "x"}')
+
+
+def test_lines_of_files_are_counted_per_file_and_lose_their_line_end_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one\r\n\ntwo")
+    (tmp_path / "b").write_bytes(b"\xff\n")
+    files = [tmp_path / "a", tmp_path / "b"]
+    assert [(each.where.removeprefix(str(tmp_path)), each.data) for each in lines(files)] == [
+        ("/a, line 1", b"one\r"),
+        ("/a, line 2", b""),
+        ("/a, line 3", b"two"),
+        ("/b, line 1", b"\xff"),
+    ]
+    assert size_of(files) == sum(each.size for each in lines(files)) == 11
+
+
+def test_standard_input_is_read_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb")))
+    assert [(each.where, each.data) for each in lines([])] == [("line 1", b"a"), ("line 2", b"b")]
+
+
+def test_a_whole_file_is_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "photo"
+    path.write_bytes(b"a\nb\n")
+    assert [(each.where, each.data, each.size) for each in whole_files([path])] == [(str(path), b"a\nb\n", 4)]
+
+
+def test_the_size_of_a_pipe_is_not_known() -> None:
+    assert size_of([Path("/dev/null")]) is None

@@ -1,0 +1,76 @@
+"""The metrics of a publisher: their names and labels, which dashboards rely on, and where their values come from."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from reliable_mq.core.statistics import PublisherStatistics
+from reliable_mq.metrics.publisher import publisher_readings
+from reliable_mq.metrics.registry import register
+
+VALUES = {
+    "publisher_outstanding orders": 7,
+    "publisher_outstanding_oldest_age_seconds orders": 1.5,
+    "publisher_connected orders": 1,
+    "publisher_blocked orders": 0,
+    "publisher_blocked_seconds_total orders": 2.5,
+    "publisher_reconnects_total orders": 3,
+    "publisher_settled_total orders confirmed": 101,
+    "publisher_settled_total orders nacked": 102,
+    "publisher_settled_total orders returned": 103,
+    "publisher_settled_total orders refused": 104,
+    "publisher_settled_total orders unknown": 105,
+    "publisher_nacks_total orders": 106,
+    "publisher_in_doubt_total orders": 107,
+    "publisher_republished_total orders": 108,
+    "publisher_stale_confirms_total orders": 4,
+    "publisher_stray_returns_total orders": 109,
+    "publisher_confirm_seconds_count orders": 2,
+    "publisher_confirm_seconds_sum orders": 0.75,
+}
+
+
+def test_every_count_has_its_metric() -> None:
+    """The whole scrape: no metric is missing, none is new without being listed here."""
+    statistics = PublisherStatistics(
+        confirmed=101,
+        nacked=102,
+        returned=103,
+        refused=104,
+        unknown=105,
+        nacks=106,
+        in_doubt=107,
+        republished=108,
+        stray_returns=109,
+    )
+    statistics.confirm_seconds.observe_all([0.25, 0.5])
+    registry = CollectorRegistry()
+    register(
+        registry,
+        lambda: publisher_readings(
+            "orders",
+            statistics,
+            outstanding=7,
+            oldest_age=1.5,
+            connected=True,
+            blocked=False,
+            blocked_seconds=2.5,
+            reconnects=3,
+            stale_confirms=4,
+        ),
+    )
+    shown = {
+        f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if not sample.name.endswith("_bucket")
+    }
+    assert shown == VALUES
+
+
+def test_a_bucket_is_there_for_every_deadline_of_the_defaults() -> None:
+    """The latency of a confirm is resolved from a local broker's round trip to the default delivery timeout."""
+    bounds = PublisherStatistics().confirm_seconds.bounds
+    assert bounds[0] <= 0.001
+    assert {30.0, 120.0} <= set(bounds)
+    assert list(bounds) == sorted(bounds)

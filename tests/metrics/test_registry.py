@@ -1,0 +1,165 @@
+"""What a scrape of a registry shows, of publishers and consumers that come and go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from reliable_mq.core.statistics import Histogram
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.metrics.registry import Family, Reading, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+MESSAGES = Family("messages", "counter", "Messages.", ("name",))
+WAITING = Family("waiting", "gauge", "Waiting.", ("name",))
+AGE = Family("age_seconds", "gauge", "The oldest.", ("name",), "highest")
+SECONDS = Family("seconds", "histogram", "Latency.", ("name",))
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def reading(name: str, *, messages: float = 0, waiting: float = 0, age: float = 0) -> Callable[[], Iterable[Reading]]:
+    """What a publisher of that name has to say at every scrape."""
+    labels = (name,)
+    return lambda: [
+        Reading(MESSAGES, labels, messages),
+        Reading(WAITING, labels, waiting),
+        Reading(AGE, labels, age),
+    ]
+
+
+def shown(registry: CollectorRegistry) -> dict[str, float]:
+    """The samples of a scrape, as their lines of text without the prefix."""
+    return {
+        f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+    }
+
+
+def test_a_reading_is_shown_under_its_labels(registry: CollectorRegistry) -> None:
+    """Each publisher is a set of label values of the same metrics; counters have the suffix that they must have."""
+    register(registry, reading("a", messages=3, waiting=2, age=0.5))
+    register(registry, reading("b", messages=4))
+    assert shown(registry) == {
+        "messages_total a": 3,
+        "messages_total b": 4,
+        "waiting a": 2,
+        "waiting b": 0,
+        "age_seconds a": 0.5,
+        "age_seconds b": 0,
+    }
+
+
+def test_every_scrape_reads_anew(registry: CollectorRegistry) -> None:
+    """Nothing is kept from one scrape to the next."""
+    count = 0
+
+    def read() -> Iterable[Reading]:
+        yield Reading(MESSAGES, ("a",), count)
+
+    register(registry, read)
+    for count in (1, 5, 9):  # read() looks at it
+        assert shown(registry) == {"messages_total a": count}
+
+
+def test_equal_names_are_added_up_and_of_ages_the_highest_counts(registry: CollectorRegistry) -> None:
+    """Two publishers with one name are one to Prometheus, which allows a set of labels once."""
+    register(registry, reading("a", messages=3, waiting=2, age=7))
+    register(registry, reading("a", messages=4, waiting=1, age=5))
+    assert shown(registry) == {"messages_total a": 7, "waiting a": 3, "age_seconds a": 7}
+
+
+def test_a_counter_never_falls_when_its_publisher_goes(registry: CollectorRegistry) -> None:
+    """What a closed one has counted stays; its gauges go."""
+    first = register(registry, reading("a", messages=3, waiting=2))
+    second = register(registry, reading("a", messages=4, waiting=1))
+    first.close()
+    assert shown(registry) == {"messages_total a": 7, "waiting a": 1, "age_seconds a": 0}
+    first.close()
+    second.close()
+    assert shown(registry) == {"messages_total a": 7}
+    register(registry, reading("a", messages=1))
+    assert shown(registry)["messages_total a"] == 8
+
+
+def test_histograms_are_cumulative_and_added_up(registry: CollectorRegistry) -> None:
+    """Buckets count what is at or below their bound, as Prometheus wants it."""
+    histogram = Histogram((0.1, 1.0))
+    for value in (0.1, 0.5, 7.0):
+        histogram.observe(value)
+
+    def read() -> Iterable[Reading]:
+        yield Reading(SECONDS, ("a",), histogram)
+
+    expected = {"seconds_bucket a 0.1": 1, "seconds_bucket a 1.0": 2, "seconds_bucket a +Inf": 3}
+    expected |= {"seconds_count a": 3, "seconds_sum a": 7.6}
+    first = register(registry, read)
+    assert shown(registry) == pytest.approx(expected)
+    register(registry, read)
+    assert shown(registry) == pytest.approx({name: 2 * value for name, value in expected.items()})
+    first.close()
+    histogram.observe(0.0)
+    assert shown(registry)["seconds_count a"] == 3 + 4, "what is retired does not change any more"
+
+
+def test_the_exposition_format_takes_it(registry: CollectorRegistry) -> None:
+    """Names and help texts are what Prometheus reads."""
+    register(registry, reading("a", messages=3))
+    text = generate_latest(registry).decode()
+    assert "# HELP reliable_mq_messages_total Messages.\n# TYPE reliable_mq_messages_total counter\n" in text
+    assert 'reliable_mq_messages_total{name="a"} 3.0\n' in text
+
+
+def test_registries_know_nothing_of_each_other(registry: CollectorRegistry) -> None:
+    """A publisher is shown where it was registered, and nowhere else."""
+    other = CollectorRegistry()
+    register(registry, reading("a", messages=3))
+    register(other, reading("b", messages=4))
+    assert list(shown(registry)) == ["messages_total a", "waiting a", "age_seconds a"]
+    assert list(shown(other)) == ["messages_total b", "waiting b", "age_seconds b"]
+
+
+def test_a_registry_that_is_gone_is_forgotten() -> None:
+    """Nothing keeps a registry alive that nobody else has."""
+    registry = CollectorRegistry()
+    register(registry, reading("a"))
+    gone = weakref.ref(registry)
+    del registry
+    gc.collect()
+    assert gone() is None
+
+
+def test_threads_may_come_and_go_while_others_scrape(registry: CollectorRegistry) -> None:
+    """Registering, closing and scraping at once loses no count."""
+    rounds, threads = 200, 8
+
+    def work() -> None:
+        for _ in range(rounds):
+            register(registry, reading("a", messages=1)).close()
+
+    working = [threading.Thread(target=work) for _ in range(threads)]
+    for thread in working:
+        thread.start()
+    seen = [0.0]
+    while any(thread.is_alive() for thread in working):
+        seen.append(shown(registry).get("messages_total a", 0.0))
+    assert seen == sorted(seen)
+    assert shown(registry) == {"messages_total a": rounds * threads}
+
+
+@pytest.mark.parametrize("wrong", [True, "registry", object()])
+def test_what_is_no_registry_is_refused(wrong: CollectorRegistry) -> None:
+    """A wrong argument is named where it is given."""
+    with pytest.raises(ConfigurationError, match="registry"):
+        register(wrong, reading("a"))

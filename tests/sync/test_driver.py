@@ -1,0 +1,140 @@
+"""The driver without a broker: how pika's errors become ours, and a loop that exceptions do not end."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+
+import pika.exceptions as pika_errors
+import pytest
+from pika.adapters.utils import connection_workflow as workflow
+
+from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.settings import Endpoint
+from reliable_mq.sync.driver import EventLoop, broker_error
+
+ENDPOINT = Endpoint("broker.example", 5671)
+
+
+def wrapped(cause: BaseException) -> BaseException:
+    """As pika reports a failed attempt: wrapped, twice or thrice."""
+    phase = workflow.AMQPConnectorSocketConnectError(cause)
+    return pika_errors.AMQPConnectionError(workflow.AMQPConnectionWorkflowFailed([OSError("first address"), phase]))
+
+
+def certificate_error() -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_message = "unable to get local issuer certificate"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "text", "permanent"),
+    [
+        (wrapped(ConnectionRefusedError(111, "Connection refused")), "Connection refused", False),
+        (wrapped(OSError("odd")), "odd", False),
+        (wrapped(socket.gaierror(-2, "Name or service not known")), "does not resolve: Name or service", False),
+        (wrapped(TimeoutError("timed out")), "no answer in time", False),
+        (wrapped(certificate_error()), "does not verify: unable to get local issuer certificate", True),
+        (wrapped(ssl.SSLError(1, "wrong version number")), "TLS failed", False),
+        (wrapped(ssl.SSLEOFError(8, "EOF occurred")), "TLS failed", False),
+        (pika_errors.AuthenticationError("EXTERNAL"), "does not offer SASL mechanism EXTERNAL", True),
+        (pika_errors.ProbableAuthenticationError("StreamLostError"), "ProbableAuthenticationError", False),
+        (pika_errors.ProbableAccessDeniedError("StreamLostError"), "ProbableAccessDeniedError", False),
+        (pika_errors.IncompatibleProtocolError("StreamLostError"), "closed before the handshake", False),
+        (pika_errors.AMQPHeartbeatTimeout("stale"), "no heartbeat", False),
+        (pika_errors.ConnectionClosedByClient(200, "bye"), "closed by us", False),
+        (pika_errors.StreamLostError("Transport indicated EOF"), "Transport indicated EOF", False),
+        (pika_errors.StreamLostError(), "connection lost", False),
+        (None, "connection lost", False),
+    ],
+)
+def test_what_pika_reports_becomes_an_error_that_names_the_host(
+    cause: BaseException | None, text: str, permanent: bool
+) -> None:
+    error = broker_error(cause, ENDPOINT, None, opened=False)
+    assert isinstance(error, BrokerUnavailable)
+    assert str(error).startswith("broker.example:5671: ")
+    assert text in str(error)
+    assert error.permanent is permanent
+    assert error.__cause__ is None or error.__cause__.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "opened", "permanent"),
+    [
+        (403, "ACCESS_REFUSED - Login was refused", False, True),
+        (530, "NOT_ALLOWED - vhost x not found", False, True),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u': connection limit (1) is reached", False, False),
+        (541, "INTERNAL_ERROR - vhost is down", False, False),
+        (320, "CONNECTION_FORCED - broker forced connection closure", True, False),
+        (530, "NOT_ALLOWED - vhost x deleted", True, False),
+    ],
+)
+def test_only_the_broker_itself_can_refuse_for_good(code: int, text: str, opened: bool, permanent: bool) -> None:
+    guess = pika_errors.ProbableAuthenticationError("pika has lost code and text")
+    error = broker_error(guess, ENDPOINT, (code, text), opened=opened)
+    assert f"{code} {text}" in str(error)
+    assert error.permanent is permanent
+
+
+class TestEventLoop:
+    def test_exceptions_go_to_the_handler_and_everything_else_runs(self) -> None:
+        errors: list[str] = []
+        ran: list[str] = []
+        loop = EventLoop(lambda error: errors.append(str(error)))
+
+        def fail(text: str) -> None:
+            raise RuntimeError(text)
+
+        loop.call_soon(lambda: fail("call"))
+        loop.call_soon(lambda: ran.append("call"))
+        loop.call_later(0, lambda: fail("timer"))
+        loop.call_later(0, lambda: ran.append("timer"))
+        loop.call_later(0, lambda: ran.append("cancelled")).cancel()
+        done = loop.call_later(0.01, loop.stop)
+        loop.run()
+        done.cancel()
+        loop.call_soon(lambda: loop.call_soon(lambda: ran.append("late")))
+        loop.drain()
+        loop.close()
+        assert errors == ["call", "timer"]
+        assert ran == ["call", "timer", "late"]
+
+    def test_a_call_from_another_thread_wakes_it(self) -> None:
+        loop = EventLoop(lambda _: None)
+        threading.Timer(0.05, lambda: loop.call_soon(loop.stop)).start()
+        loop.run()
+        loop.close()
+
+    def test_a_host_name_is_resolved_on_a_daemon_thread_and_may_be_cancelled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        daemons: list[bool] = []
+        results: list[object] = []
+        loop = EventLoop(lambda _: None)
+
+        def resolve(*arguments: object) -> list[object]:
+            daemons.append(threading.current_thread().daemon)
+            if arguments[0] == "unknown":
+                raise socket.gaierror(-2, "unknown")
+            return [arguments[:2]]
+
+        def got(result: object) -> None:
+            results.append(result)
+            if len(results) == 2:
+                loop.stop()
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        cancelled = loop.services.getaddrinfo("host", 1, lambda _: results.append("cancelled"))
+        assert cancelled.cancel() is True
+        assert cancelled.cancel() is False
+        loop.services.getaddrinfo("host", 2, got)
+        loop.services.getaddrinfo("unknown", 3, got)
+        loop.run()
+        loop.close()
+        assert all(daemons)
+        assert [("host", 2)] in results
+        assert "cancelled" not in results
+        assert any(isinstance(result, socket.gaierror) for result in results)

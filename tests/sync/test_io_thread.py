@@ -1,0 +1,199 @@
+"""The I/O thread without a broker: what a dead port, a silent peer and a broken loop lead to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tenacity
+
+from reliable_mq.connection.background import in_background
+from reliable_mq.core.recovery import Recovery
+from reliable_mq.core.setup import publisher_setup
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from reliable_mq.sync.io_thread import IOThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Client:
+    """Keeps failures; nothing else can happen without a broker."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[Exception, bool]] = []
+        self.failed_once = threading.Event()
+
+    def failed(self, error: Exception, will_retry: bool) -> None:
+        self.failures.append((error, will_retry))
+        self.failed_once.set()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
+
+
+@pytest.fixture
+def silent_peer() -> Iterator[Endpoint]:
+    """Accepts connections (the kernel does) and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Endpoint("127.0.0.1", server.getsockname()[1])
+
+
+@pytest.fixture
+def dead_port() -> Endpoint:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return Endpoint("127.0.0.1", server.getsockname()[1])
+
+
+def io_thread(endpoint: Endpoint, client: Client, *, connect_timeout: float = 10.0, **recovery: Any) -> IOThread:
+    return IOThread(
+        name="test",
+        settings=ConnectionSettings(
+            endpoints=(endpoint,), credentials=Credentials("guest", "guest"), connect_timeout=connect_timeout
+        ),
+        setup=lambda server: publisher_setup([], server.version_tuple),
+        client=client,
+        recovery=Recovery(**recovery),
+    )
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_dead_port_is_a_failed_attempt_and_closing_leaves_nothing(dead_port: Endpoint) -> None:
+    threads, open_before = threading.active_count(), descriptors()
+    client = Client()
+    io = io_thread(dead_port, client, wait=tenacity.wait_fixed(60))
+    io.start()
+    assert client.failed_once.wait(5)
+    ((error, will_retry),) = client.failures
+    assert will_retry
+    assert str(dead_port) in str(error)
+    assert io.close(1)
+    assert (threading.active_count(), descriptors()) == (threads, open_before)
+
+
+def test_a_silent_peer_is_given_the_time_to_connect_and_no_more(silent_peer: Endpoint) -> None:
+    client = Client()
+    io = io_thread(silent_peer, client, connect_timeout=0.3, stop=tenacity.stop_after_attempt(1))
+    io.start()
+    assert client.failed_once.wait(3)
+    ((error, will_retry),) = client.failures
+    assert not will_retry
+    assert "within 0.3 s" in str(error)
+    assert io.close(1)
+
+
+def test_a_loop_that_breaks_is_reported_and_what_was_queued_still_runs(
+    silent_peer: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Client()
+    io = io_thread(silent_peer, client)
+    io.start()
+    ran = threading.Event()
+
+    def break_it() -> None:
+        def poll() -> None:
+            raise OSError("epoll is gone")
+
+        io._loop._loop._poller.poll = poll
+        io.call_soon(ran.set)
+
+    assert io.call_soon(break_it)
+    assert io.join(5)
+    assert ran.is_set()
+    ((error, will_retry),) = client.failures
+    assert not will_retry
+    assert "epoll is gone" in str(error)
+    assert "event loop failed" in caplog.text
+    assert io.call_soon(ran.clear) is False
+
+
+def test_a_signal_handler_may_queue_a_call_while_its_thread_is_queueing_one(silent_peer: Endpoint) -> None:
+    """The handler may even wait for the call: the I/O thread needs no lock that the interrupted thread could hold."""
+    io = io_thread(silent_peer, Client())
+    io.start()
+    ran = threading.Event()
+    with io._lock:
+        assert io.call_soon(ran.set)
+        assert ran.wait(5)
+        io.stop()
+        assert io.join(5)
+
+
+def test_what_is_queued_while_the_thread_ends_runs_once_or_is_refused(silent_peer: Endpoint) -> None:
+    """However a call races with the end of the thread, its answer says what became of it."""
+    for _ in range(30):
+        io = io_thread(silent_peer, Client())
+        io.start()
+        ran: list[int] = []
+        accepted: list[int] = []
+
+        def queue(io: IOThread = io, ran: list[int] = ran, accepted: list[int] = accepted) -> None:
+            accepted.extend(number for number in range(300) if io.call_soon(partial(ran.append, number)))
+
+        queueing = threading.Thread(target=queue)
+        queueing.start()
+        io.stop()
+        queueing.join()
+        assert io.join(5)
+        assert sorted(ran) == accepted
+
+
+def test_a_copy_in_a_forked_child_does_nothing_to_the_parents_connection(silent_peer: Endpoint) -> None:
+    """Collected in a child, it closes its copies of the descriptors and shuts nothing down."""
+    io = io_thread(silent_peer, Client())
+    io.start()
+    finished = threading.Event()
+    io.call_soon(finished.set)
+    assert finished.wait(5)
+    child = os.fork()
+    if child == 0:
+        try:
+            del io
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    finished.clear()
+    assert io.call_soon(finished.set)
+    assert finished.wait(5)
+    assert io.close(1)
+
+
+def test_a_call_in_the_background_is_answered_whatever_it_does() -> None:
+    answers: list[object] = []
+    answered = threading.Semaphore(0)
+
+    def done(answer: object) -> None:
+        answers.append(answer)
+        answered.release()
+
+    def leave() -> None:
+        raise SystemExit
+
+    for call in (lambda: 42, lambda: 1 / 0, leave):
+        in_background("test", call, done)
+        assert answered.acquire(timeout=5)
+    assert answers[0] == 42
+    assert isinstance(answers[1], ZeroDivisionError)
+    assert isinstance(answers[2], RuntimeError)
+
+
+def test_a_call_in_the_background_is_made_here_where_there_can_be_no_more_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interpreter that exits refuses new threads; it may still have to look up a host name."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    answers: list[object] = []
+    in_background("test", lambda: 42, answers.append)
+    assert answers == [42]

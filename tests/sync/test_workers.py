@@ -1,0 +1,338 @@
+"""Worker threads: what handlers are given, in which order, and what their ends are reported as."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from reliable_mq import Ack, DeadLetter, RetryLater
+from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
+from reliable_mq.stores import IdempotencyStore, MemoryStore
+from reliable_mq.sync import workers as module
+from reliable_mq.sync.workers import Workers
+from tests.core.deliveries import delivery
+
+DEADLINE = 10.0
+
+
+class Sink:
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.reports: list[tuple[int, bool]] = []
+        self.handed_back: list[Delivery] = []
+        self._changed = threading.Condition()
+
+    def report(self, results: Sequence[Result], *, idle: bool) -> None:
+        with self._changed:
+            self.results += results
+            self.reports.append((len(results), idle))
+            self._changed.notify_all()
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        with self._changed:
+            self.handed_back += deliveries
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> list[Result]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.results) >= count, DEADLINE), self.results
+        return self.results
+
+    def wait_for_handed_back(self, count: int) -> list[Delivery]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.handed_back) >= count, DEADLINE)
+        return self.handed_back
+
+
+class Gate:
+    """A handler that waits until it is let through, one call at a time."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.let_through = threading.Semaphore(0)
+        self.seen: list[Any] = []
+
+    def __call__(self, argument: Any) -> None:
+        self.seen.append(argument)
+        self.begun.release()
+        assert self.let_through.acquire(timeout=DEADLINE)
+
+    def wait_begun(self) -> None:
+        assert self.begun.acquire(timeout=DEADLINE)
+
+
+@contextmanager
+def running(
+    handler: Callable[[Any], object],
+    *,
+    count: int = 1,
+    batch: bool = False,
+    store: IdempotencyStore | None = None,
+) -> Iterator[tuple[Workers, Sink]]:
+    sink = Sink()
+    claiming = None if store is None else Claiming(namespace="q", key=None, lease=60.0, max_attempts=3)
+    workers = Workers(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
+    workers.start()
+    try:
+        yield workers, sink
+    finally:
+        assert workers.stop(DEADLINE)
+
+
+def items(count: int) -> list[Delivery]:
+    return [delivery(tag, message_id=f"m{tag}") for tag in range(1, count + 1)]
+
+
+def failures(results: Sequence[Result]) -> list[str]:
+    return [result.failure.exception_type for result in results if isinstance(result, Failed)]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "with a store"])
+def store(request: pytest.FixtureRequest) -> MemoryStore | None:
+    return MemoryStore() if request.param else None
+
+
+def test_each_delivery_is_handled_once_and_in_order_by_one_worker(store: MemoryStore | None) -> None:
+    seen: list[Delivery] = []
+    work = items(100)
+    with running(seen.append, store=store) as (workers, sink):
+        workers.put(work)
+        assert sink.wait_for(100) == work
+    assert seen == work
+    assert sink.reports[-1][1], "the last report says that nothing waits"
+
+
+def test_several_workers_share_the_work(store: MemoryStore | None) -> None:
+    """Each of four handlers waits for the other three."""
+    together = threading.Barrier(4)
+    with running(lambda _: together.wait(DEADLINE), count=4, store=store) as (workers, sink):
+        workers.put(items(4))
+        sink.wait_for(4)
+        assert failures(sink.results) == []
+
+
+def test_what_a_handler_returns_is_ignored(store: MemoryStore | None) -> None:
+    work = items(3)
+    answers = iter([DeadLetter("no"), False, [RetryLater()]])
+    with running(lambda _: next(answers), store=store) as (workers, sink):
+        workers.put(work)
+        assert sink.wait_for(3) == work
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration()]
+)
+def test_whatever_a_handler_raises_is_its_own_failure_and_ends_no_worker(
+    error: BaseException, store: MemoryStore | None
+) -> None:
+    def handle(item: Delivery) -> None:
+        if item.delivery_tag == 1:
+            raise error
+
+    with running(handle, store=store) as (workers, sink):
+        workers.put(items(1))
+        sink.wait_for(1)
+        workers.put(items(3)[1:])
+        sink.wait_for(3)
+        assert failures(sink.results) == [type(error).__name__]
+
+
+def test_a_batch_handler_gets_lists_and_answers_per_item(store: MemoryStore | None) -> None:
+    work = items(4)
+    verdicts = [Ack, None, RetryLater(5), DeadLetter("bad")]
+    with running(lambda _: verdicts, batch=True, store=store) as (workers, sink):
+        workers.put([work])
+        results = sink.wait_for(4)
+    by_tag = {(one.delivery if isinstance(one, Failed) else one).delivery_tag: one for one in results}  # type: ignore[union-attr]
+    assert by_tag[1] is work[0]
+    assert by_tag[2] is work[1]
+    third, fourth = by_tag[3], by_tag[4]
+    assert isinstance(third, Failed)
+    assert isinstance(fourth, Failed)
+    assert (third.failure.delay, fourth.failure.verdict) == (5.0, "bad")
+    assert third.alone
+    assert fourth.alone
+
+
+@pytest.mark.parametrize("answer", [[Ack], "ok", 5, [Ack] * 3])
+def test_an_answer_that_is_no_list_of_verdicts_fails_the_whole_batch(answer: object, store: MemoryStore | None) -> None:
+    with running(lambda _: answer, batch=True, store=store) as (workers, sink):
+        workers.put([items(2)])
+        results = sink.wait_for(2)
+    assert failures(results) == ["reliable_mq.errors.UsageError"] * 2
+    assert not any(result.alone for result in results if isinstance(result, Failed))
+
+
+def test_a_batch_of_one_that_fails_has_failed_alone(store: MemoryStore | None) -> None:
+    with running(lambda _: 1 / 0, batch=True, store=store) as (workers, sink):
+        workers.put([items(1)])
+        [result] = sink.wait_for(1)
+    assert isinstance(result, Failed)
+    assert result.alone
+
+
+def test_what_no_handler_has_begun_with_can_be_withdrawn(store: MemoryStore | None) -> None:
+    gate = Gate()
+    work = items(5)
+    with running(gate, store=store) as (workers, sink):
+        workers.put(work)
+        gate.wait_begun()
+        assert workers.withdraw() == work[1:]
+        gate.let_through.release()
+        sink.wait_for(1)
+        assert gate.seen == work[:1]
+        assert sink.results == work[:1]
+
+
+def test_batches_are_withdrawn_item_by_item() -> None:
+    gate = Gate()
+    work = items(5)
+    with running(gate, batch=True) as (workers, _):
+        workers.put([work[:2], work[2:4], work[4:]])
+        gate.wait_begun()
+        assert workers.withdraw() == work[2:]
+        gate.let_through.release()
+
+
+def test_workers_that_stop_finish_what_waits() -> None:
+    """Who wants it back withdraws it before."""
+    seen: list[Delivery] = []
+    with running(seen.append) as (workers, sink):
+        workers.put(items(50))
+        assert workers.stop(DEADLINE)
+        assert len(sink.results) == 50
+
+
+def test_a_handler_that_does_not_return_is_not_waited_for_longer_than_told() -> None:
+    gate = Gate()
+    with running(gate) as (workers, _):
+        workers.put(items(1))
+        gate.wait_begun()
+        assert not workers.stop(0.01)
+        gate.let_through.release()
+
+
+def test_a_handler_may_stop_the_workers_and_knows_that_it_is_one() -> None:
+    stopped: list[bool] = []
+
+    def handle(_: Delivery) -> None:
+        assert workers.is_current
+        stopped.append(workers.stop(0.01))
+
+    with running(handle) as (workers, sink):
+        assert not workers.is_current
+        workers.put(items(1))
+        assert sink.wait_for(1) == sink.results
+        assert failures(sink.results) == []
+    assert stopped == [False]
+
+
+def test_the_time_in_handlers_is_counted_per_call(store: MemoryStore | None) -> None:
+    with running(lambda _: None, count=2, store=store) as (workers, sink):
+        workers.put(items(20))
+        sink.wait_for(20)
+        assert sum(workers.handler_seconds.counts) == 20
+
+
+# Claims
+
+
+class Watched(MemoryStore):
+    """Notes how many keys are claimed at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claimed: list[int] = []
+
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        self.claimed.append(len(keys))
+        return super().claim_many(keys, lease)
+
+
+def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
+    store = Watched()
+    with running(lambda _: None, store=store) as (workers, sink):
+        workers.put(items(200))
+        sink.wait_for(200)
+    assert store.claimed[:5] == [1, 2, 4, 8, 16]
+    assert max(store.claimed) == 16
+
+
+def test_a_worker_takes_no_more_than_its_share() -> None:
+    store = Watched()
+    gate = Gate()
+    with running(gate, count=2, store=store) as (workers, sink):
+        for _ in range(60):
+            gate.let_through.release()
+        workers.put(items(20))
+        sink.wait_for(20)
+        assert max(store.claimed) <= 1 + 20 // 2
+
+
+def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease would run out; it is put back in front, in its order, and no attempt is counted."""
+    monkeypatch.setattr(module, "_GROUP_SECONDS", 0.0)
+    store = Watched()
+    work = items(12)
+    seen: list[Delivery] = []
+    with running(seen.append, store=store) as (workers, sink):
+        workers.put(work)
+        results = sink.wait_for(12)
+    assert seen == results == work
+    assert not any(isinstance(one, Outcome) for one in results)
+    assert all(claim.status is ClaimStatus.DONE for claim in store.claim_many([f"q|m{n}" for n in range(1, 13)], 1.0))
+
+
+def test_what_was_claimed_together_is_handed_back_when_all_is_withdrawn() -> None:
+    """A delivery of a lost channel does not reach a handler because a worker already held it."""
+    store = Watched()
+    gate = Gate()
+    work = items(11)
+    with running(gate, store=store) as (workers, sink):
+        for _ in range(7):
+            gate.let_through.release()
+        workers.put(work)
+        for _ in range(8):
+            gate.wait_begun()
+        # 1, 2 and 4 together are done; of the next eight, or what was left, one has begun.
+        assert workers.withdraw() == []
+        gate.let_through.release()
+        assert sink.wait_for_handed_back(3) == work[8:]
+        assert sink.wait_for(8) == work[:8]
+    assert gate.seen == work[:8]
+    assert store.claim_many(["q|m11"], 1.0)[0].status is ClaimStatus.NEW
+
+
+def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
+    store = MemoryStore()
+    store.complete_many(store.claim_many(["q|m1"], 60.0))
+    store.claim_many(["q|m2"], 60.0)
+    seen: list[Delivery] = []
+    with running(seen.append, store=store) as (workers, sink):
+        workers.put(items(3))
+        results = sink.wait_for(3)
+    assert [one.what for one in results if isinstance(one, Outcome)] == [What.DUPLICATE, What.IN_PROGRESS]
+    assert [item.message_id for item in seen] == ["m3"]
+
+
+def test_a_store_that_ends_its_thread_costs_the_attempt_and_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving(MemoryStore):
+        def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            if keys == ["q|m1"]:
+                raise SystemExit
+            return super().claim_many(keys, lease)
+
+    with running(lambda _: None, store=Leaving()) as (workers, sink):
+        workers.put(items(2))
+        first, second = sink.wait_for(2)
+    assert isinstance(first, Failed)
+    assert isinstance(second, Delivery)
+    assert "SystemExit" in caplog.text

@@ -1,0 +1,56 @@
+"""The tree of errors: what its docstring draws is what there is, and every error survives being copied and pickled."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from reliable_mq import errors
+
+EXAMPLES: list[errors.ReliableMQError] = [
+    errors.ReliableMQError("m"),
+    errors.ConfigurationError("m"),
+    errors.UsageError("m"),
+    errors.BrokerUnavailable("m", permanent=True),
+    errors.TopologyMismatch("m", kind="queue", name="q", argument="durable", declared="true", existing="false"),
+    errors.PublishError("m", message_id="1", failures=[errors.PublishNacked("n", message_id="2", attempts=3)]),
+    errors.PublishNacked("m", message_id="1", attempts=3),
+    errors.PublishReturned("m", message_id="1", reply_code=312, reply_text="NO_ROUTE", exchange="e", routing_key="k"),
+    errors.PublishRefused("m", message_id="1", reply_code=404, reply_text="NOT_FOUND"),
+    errors.PublishUnconfirmed("m", message_id="1", sent=False),
+    errors.PublishBlocked("m", message_id="1", reason="low on memory"),
+    errors.ConsumeError("m"),
+    errors.ConsumerCancelled("m"),
+    errors.StaleDelivery("m"),
+    errors.IdempotencyStoreError("m"),
+]
+
+
+def test_there_is_an_example_of_every_error() -> None:
+    """The list above is complete, so that the tests below speak of all."""
+    assert {type(error).__name__ for error in EXAMPLES} == set(errors.__all__)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_can_be_copied_and_pickled(error: errors.ReliableMQError, duplicate: object) -> None:
+    """A worker process can hand any error to its parent, with all that it says."""
+    assert callable(duplicate)
+    again = duplicate(error)
+    assert type(again) is type(error)
+    assert again is not error
+    assert str(again) == str(error)
+    for name, value in vars(error).items():
+        if name != "failures":
+            assert getattr(again, name) == value
+    if isinstance(error, errors.PublishError):
+        assert [str(one) for one in again.failures] == [str(one) for one in error.failures]
+
+
+def test_every_error_is_drawn_in_the_tree() -> None:
+    """The module's docstring names each of them."""
+    drawn = inspect.getdoc(errors) or ""
+    assert [name for name in errors.__all__ if name not in drawn] == []

@@ -1,0 +1,60 @@
+"""Whoever knows one face knows the other: the same names, arguments and defaults."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import reliable_mq
+from reliable_mq import Publisher
+from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.publisher import AsyncPublisher
+from reliable_mq.core.publisher_options import PublisherOptions
+from reliable_mq.sync.confirmation import Confirmation
+
+COROUTINES = ("publish", "submit", "publish_many", "flush", "connect", "close")
+
+
+def test_the_asyncio_face_is_there_when_it_is_asked_for() -> None:
+    assert reliable_mq.AsyncPublisher is AsyncPublisher
+    assert reliable_mq.AsyncConfirmation is AsyncConfirmation
+    assert {"AsyncPublisher", "AsyncConfirmation"} <= set(reliable_mq.__all__)
+    with pytest.raises(AttributeError, match="AsyncNothing"):
+        _ = reliable_mq.AsyncNothing
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_publishers_have_the_same_names() -> None:
+    assert public(AsyncPublisher) == public(Publisher)
+    assert public(AsyncConfirmation) == public(Confirmation)
+
+
+@pytest.mark.parametrize("name", ["__init__", *COROUTINES])
+def test_publishers_take_the_same_arguments_with_the_same_defaults(name: str) -> None:
+    ours = inspect.signature(getattr(AsyncPublisher, name)).parameters
+    theirs = inspect.signature(getattr(Publisher, name)).parameters
+    assert list(ours) == list(theirs)
+    for argument in ours.values():
+        other = theirs[argument.name]
+        assert (argument.kind, _plain(argument.default)) == (other.kind, _plain(other.default))
+
+
+@pytest.mark.parametrize("name", COROUTINES)
+def test_what_may_wait_is_a_coroutine(name: str) -> None:
+    assert inspect.iscoroutinefunction(getattr(AsyncPublisher, name))
+
+
+def test_options_have_the_defaults_of_the_publisher() -> None:
+    arguments = inspect.signature(Publisher.__init__).parameters
+    for option in inspect.signature(PublisherOptions.__init__).parameters.values():
+        if option.name in arguments and option.name not in {"self", "name"}:
+            assert _plain(option.default) == _plain(arguments[option.name].default), option.name
+
+
+def _plain(default: object) -> object:
+    """A default that can be compared: policies are not, but by what they say of themselves."""
+    return default if isinstance(default, str | int | float | bool | tuple | type(None)) else repr(default)

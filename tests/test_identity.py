@@ -1,0 +1,27 @@
+"""What a connection tells the broker about itself."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from reliable_mq import identity
+
+
+def test_a_connection_says_whose_it_is_and_on_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "version", lambda name: f"{name} 1.2")
+    assert identity.client_properties("orders", "pika 1.4.4") == {
+        "product": "reliable_mq",
+        "version": "reliable-mq 1.2",
+        "information": "on pika 1.4.4",
+        "connection_name": "orders",
+    }
+
+
+def test_it_works_without_having_been_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(identity, "version", missing)
+    assert identity.client_properties("orders", "pika")["version"] == "unknown"

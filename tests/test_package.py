@@ -1,0 +1,56 @@
+"""The package as a whole: what its metadata promises, and what importing it costs."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import reliable_mq
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_is_a_release_and_the_changelog_tells_of_it() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
+    assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(reliable_mq.__file__).parent / "py.typed").exists()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_the_files_that_the_metadata_names_exist() -> None:
+    assert (ROOT / PROJECT["readme"]).exists()
+    assert all((ROOT / name).exists() for name in PROJECT["license-files"])
+
+
+def test_every_script_is_a_function_of_the_package() -> None:
+    assert PROJECT["scripts"]
+    for entry in PROJECT["scripts"].values():
+        module, _, function = entry.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_module_can_be_imported() -> None:
+    """With all extras there, nothing is left behind that only works by the order of imports."""
+    for module in pkgutil.walk_packages(reliable_mq.__path__, "reliable_mq."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def test_importing_the_package_needs_no_extra_and_no_other_face() -> None:
+    """What a user did not ask for is neither needed nor loaded, and importing starts no thread."""
+    code = "import reliable_mq, sys, threading; print(*sys.modules); assert threading.active_count() == 1"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "reliable_mq" in loaded
+    assert not loaded & {"aio_pika", "aiormq", "matplotlib", "pytest", "rich", "typer"}

@@ -1,0 +1,191 @@
+"""The README keeps its word: what it names exists, its code compiles, its defaults and lists are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import reliable_mq
+from reliable_mq import Consumer, Publisher
+from reliable_mq.core import headers
+from reliable_mq.metrics import consumer, publisher
+from reliable_mq.metrics.registry import Family
+from reliable_mq.testing import FaultProxy
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_UNITS = {"": 1, " s": 1, " MiB": 1024 * 1024, " attempts": 1}
+
+
+def links() -> list[tuple[str, str]]:
+    return [(text.strip("`"), target) for text, target in _LINK.findall(README)]
+
+
+def inline() -> set[str]:
+    """All that stands in backticks outside of code blocks."""
+    return set(_INLINE.findall(re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)))
+
+
+def names_in(path: Path) -> set[str]:
+    """The names that pytest collects from a file: functions, and classes that are assigned or defined."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^##+ {title}\n(.*?)(?=^##+ |\Z)", README, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"no section {title!r}"
+    return found[1]
+
+
+def test_every_link_leads_somewhere() -> None:
+    """Links inside the page meet a heading, the others a file."""
+    headings = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for _text, target in links():
+        assert target[1:] in anchors if target.startswith("#") else (ROOT / target).exists(), target
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """A link to a test file has the name of a test in it as its text."""
+    named = [(text, ROOT / target) for text, target in links() if re.match(r"(tests|integration)/.*\.py$", target)]
+    assert len(named) > 50
+    for name, path in named:
+        assert name.startswith(("test_", "Test")), f"{name} is no name of a test"
+        assert name in names_in(path), f"{path.relative_to(ROOT)} has no {name}"
+
+
+def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
+    """The number in the name of a test is its row."""
+    rows = re.findall(r"^\| ([\d, ]+) \| .* \| (.*) \|$", section("The fault matrix"), re.MULTILINE)
+    told = {int(number) for numbers, _ in rows for number in numbers.split(",")}
+    tested: set[int] = set()
+    for path in (ROOT / "integration").glob("test_*.py"):
+        for name in names_in(path):
+            tested |= {int(number) for number in re.findall(r"(?<![a-z0-9])f(\d\d)(?=_)", name.removeprefix("test_"))}
+    assert told == tested
+    for numbers, tests in rows:
+        for number in numbers.split(","):
+            assert f"f{int(number):02}" in tests
+
+
+def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
+    """What a reader copies is at least Python, and names what the package has."""
+    blocks = _BLOCK.findall(README)
+    assert len(blocks) >= 3
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                module = importlib.import_module(node.module)
+                assert {alias.name for alias in node.names} <= set(dir(module)), node.module
+
+
+def test_every_public_name_that_is_named_exists() -> None:
+    """Anything in backticks that looks like one of our classes is one."""
+    places: list[ModuleType] = [
+        reliable_mq,
+        *map(importlib.import_module, ("reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")),
+    ]
+    for text in inline():
+        found = re.match(r"(?:\w+=)?(?!None|True|False)([A-Z][a-z]+[A-Za-z]*)\b", text)
+        if found is not None:
+            assert any(hasattr(place, found[1]) for place in places), text
+
+
+@pytest.mark.parametrize("owner", [Publisher, Consumer])
+def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> None:
+    """The tables of settings name parameters, and their defaults where these are plain values."""
+    table = section("Settings").partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE)
+    assert len(rows) >= 8
+    parameters = inspect.signature(owner).parameters
+    for cell, defaults in rows:
+        names = _INLINE.findall(cell)
+        for name, told in zip(names, defaults.split(", ") if len(names) > 1 else [defaults], strict=True):
+            default = parameters[name].default
+            found = re.fullmatch(r"([\d.]+)( s| MiB| attempts|)", told)
+            if isinstance(default, int | float):
+                assert found is not None, f"{name}: {told}"
+                assert float(found[1]) * _UNITS[found[2]] == default, name
+            elif name == "retry":
+                assert found is not None, f"{name}: {told}"
+                policy = default or reliable_mq.RetryPolicy()
+                assert policy.max_attempts == int(found[1])
+
+
+def test_every_metric_is_listed_and_no_other() -> None:
+    """The lists of metrics and the families of the code are the same."""
+    listed = {name for name in inline() if name.startswith("reliable_mq_")}
+    families = {
+        found.full_name
+        for module in (publisher, consumer)
+        for value in vars(module).values()
+        for found in (value.values() if isinstance(value, dict) else [value])
+        if isinstance(found, Family)
+    }
+    assert listed == families
+
+
+def test_every_example_is_listed_and_no_other() -> None:
+    """The table of examples is the directory."""
+    listed = {target for _text, target in links() if target.startswith("examples/")}
+    assert listed == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_every_control_of_the_fault_proxy_exists() -> None:
+    """The list of what the proxy can do names its methods."""
+    paragraph = section("Testing your own service under faults").rpartition("```")[2]
+    names = {name for name in _INLINE.findall(paragraph) if name.isidentifier()}
+    assert len(names) > 15
+    assert names <= set(dir(FaultProxy))
+
+
+def test_every_header_of_ours_that_is_named_exists() -> None:
+    """A header that a reader looks for is written by the code."""
+    ours = {value for value in vars(headers).values() if isinstance(value, str)}
+    named = {name for name in inline() if name.startswith(headers.PREFIX)}
+    assert named
+    assert named <= ours
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    """What a reader is told to type is in the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README, re.MULTILINE))
+    named = {name for pair in named for name in pair if name}
+    assert {"demo", "test", "check", "bench", "soak"} <= named <= targets
+
+
+def test_all_is_sorted_complete_and_importable() -> None:
+    """``reliable_mq.__all__`` is what the package defines, in the order of the alphabet."""
+    names = reliable_mq.__all__
+    assert names == sorted(names)
+    assert len(names) == len(set(names))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse(inspect.getsource(reliable_mq)))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reliable_mq.")
+        for alias in node.names
+    }
+    assert set(names) == imported
+    for name in names:
+        assert getattr(reliable_mq, name).__module__.startswith("reliable_mq."), name

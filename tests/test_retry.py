@@ -1,0 +1,120 @@
+"""Retry policies: the schedule, its repr, and what is refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import pytest
+import tenacity
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, RetryPolicy
+
+RANDOM = Random(1)
+
+
+def schedule(policy: RetryPolicy, upto: int = 10) -> list[float | None]:
+    return [policy.delay(attempt, RANDOM) for attempt in range(1, upto)]
+
+
+def test_the_default_tries_five_times() -> None:
+    assert schedule(RetryPolicy(), 7) == [1.0, 10.0, 60.0, 60.0, None, None]
+    assert RetryPolicy().max_attempts == 5
+
+
+def test_delays_shorter_than_the_attempts_repeat_the_last() -> None:
+    policy = RetryPolicy(4, delays=(1, timedelta(minutes=2)))
+    assert schedule(policy, 6) == [1.0, 120.0, 120.0, None, None]
+
+
+def test_one_attempt_is_never_tried_again() -> None:
+    assert schedule(RetryPolicy(max_attempts=1), 3) == [None, None]
+
+
+def test_a_tenacity_wait_is_asked_by_the_number_of_the_attempt() -> None:
+    policy = RetryPolicy(4, backoff=tenacity.wait_exponential(multiplier=2, max=6))
+    assert schedule(policy, 6) == [2.0, 4.0, 6.0, None, None]
+
+
+def test_a_function_may_be_the_backoff() -> None:
+    assert schedule(RetryPolicy(3, backoff=lambda state: state.attempt_number / 2), 5) == [0.5, 1.0, None, None]
+
+
+@given(st.floats(0, 1), st.integers(1, 4), st.integers())
+def test_jitter_only_adds_and_at_most_its_part(jitter: float, attempt: int, seed: int) -> None:
+    policy = RetryPolicy(5, delays=(3, 5, 7), jitter=jitter)
+    base = RetryPolicy(5, delays=(3, 5, 7)).delay(attempt, RANDOM)
+    delay = policy.delay(attempt, Random(seed))
+    assert base is not None
+    assert delay is not None
+    assert base <= delay <= base * (1 + jitter)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        (RetryPolicy(5, delays=(1, 10, 60)), "RetryPolicy(max_attempts=5, delays=(1, 10, 60, 60), backend='memory')"),
+        (RetryPolicy(2, delays=(0.5,)), "RetryPolicy(max_attempts=2, delays=(0.5,), backend='memory')"),
+        (RetryPolicy(1), "RetryPolicy(max_attempts=1, delays=(), backend='memory')"),
+        (
+            RetryPolicy(100, delays=(1,), jitter=0.5),
+            "RetryPolicy(max_attempts=100, delays=(1, 1, 1, 1, 1, 1, 1, 1, ...), jitter=0.5, backend='memory')",
+        ),
+        (
+            RetryPolicy(3, backoff=tenacity.wait_fixed(4)),
+            "RetryPolicy(max_attempts=3, backoff=wait_fixed (such as 4, 4), backend='memory')",
+        ),
+    ],
+)
+def test_the_repr_shows_the_schedule(policy: RetryPolicy, shown: str) -> None:
+    assert repr(policy) == shown
+
+
+def raising(state: tenacity.RetryCallState) -> float:
+    raise ZeroDivisionError(state.attempt_number)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"max_attempts": 0}, "max_attempts"),
+        ({"max_attempts": 1001}, "max_attempts"),
+        ({"max_attempts": 2.5}, "max_attempts"),
+        ({"max_attempts": True}, "max_attempts"),
+        ({"delays": ()}, "delays"),
+        ({"delays": "12"}, "delays"),
+        ({"delays": 3}, "delays"),
+        ({"delays": (1, -1)}, r"delays\[1\]"),
+        ({"delays": (float("nan"),)}, r"delays\[0\]"),
+        ({"delays": (float("inf"),)}, r"delays\[0\]"),
+        ({"delays": (10**400,)}, r"delays\[0\]"),
+        ({"delays": (True,)}, r"delays\[0\]"),
+        ({"delays": ("1",)}, r"delays\[0\]"),
+        ({"delays": (timedelta(seconds=-1),)}, r"delays\[0\]"),
+        ({"delays": (1,), "backoff": tenacity.wait_fixed(1)}, "delays and backoff"),
+        ({"backoff": 3}, "backoff"),
+        ({"backoff": lambda _: None}, "the backoff after attempt 1"),
+        ({"backoff": raising}, "backoff raised for attempt 1"),
+        ({"jitter": 1.5}, "jitter"),
+        ({"jitter": -0.1}, "jitter"),
+        ({"jitter": "much"}, "jitter"),
+        ({"backend": "queues"}, "backend"),
+    ],
+)
+def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        RetryPolicy(**wrong)
+
+
+def test_what_a_handler_may_raise() -> None:
+    assert RetryLater().delay is None
+    assert str(RetryLater()) == "as the policy says"
+    assert RetryLater(timedelta(minutes=1)).delay == 60.0
+    assert str(RetryLater(2.5)) == "in 2.5 s"
+    with pytest.raises(ConfigurationError, match="delay"):
+        RetryLater(-1)
+    assert DeadLetter("no such customer").reason == "no such customer"
+    assert repr(Ack()) == "Ack()"
