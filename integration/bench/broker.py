@@ -1,0 +1,171 @@
+"""The broker of a run, started here or given by URL; its queues; and waiting until it has come to rest.
+
+Invariant: every wait is for a condition, and has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import pika
+from pika.exceptions import AMQPError
+
+from integration.support.waiting import wait_until
+
+__all__ = ["REST_SHARE", "BenchBroker", "BrokerError", "started", "wait_for_rest"]
+
+AMQP_PORT = 5672
+ANSWER_DEADLINE = 60.0
+DEPTH_DEADLINE = 20.0
+REST_INTERVAL = 0.25
+REST_SHARE = 0.15  # of the machine's CPU time; a broker and a client at work take most of two cores
+PROC_STAT = Path("/proc/stat")
+
+
+class BrokerError(Exception):
+    """The broker does not do what the benchmark needs."""
+
+
+class BenchBroker:
+    """A broker by its URL. Each call opens a connection and closes it, so that none idles beside a measurement."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        # The default virtual host in full: clients differ in what they take an empty path for.
+        self.url = urlunsplit(parts._replace(path="/%2F")) if parts.path in {"", "/"} else url
+
+    @property
+    def version(self) -> str:
+        """What the broker calls itself, such as ``RabbitMQ 4.3.6``."""
+        with self._connection() as connection:
+            properties = connection._impl.server_properties
+            return f"{properties['product']} {properties['version']}"
+
+    def make_queue(self, name: str, queue_type: str) -> None:
+        """Delete the queue, if there is one, and make it again, durable and empty."""
+        with self._channel() as channel:
+            channel.queue_delete(name)
+            channel.queue_declare(name, durable=True, arguments={"x-queue-type": queue_type})
+
+    def delete_queue(self, name: str) -> None:
+        with self._channel() as channel:
+            channel.queue_delete(name)
+
+    def wait_for_depth(self, name: str, messages: int) -> None:
+        """Wait until exactly so many messages are ready in a queue.
+
+        Raises:
+            BrokerError: there are not, in time.
+        """
+        with self._channel() as channel:
+
+            def depth() -> int:
+                count: int = channel.queue_declare(name, passive=True).method.message_count
+                return count
+
+            try:
+                wait_until(lambda: depth() == messages, timeout=DEPTH_DEADLINE, what="the queue's depth")
+            except TimeoutError as error:
+                raise BrokerError(f"{depth()} messages are ready in queue {name}, not {messages}") from error
+
+    def wait_until_it_answers(self) -> None:
+        """Wait until the broker lets us in.
+
+        Raises:
+            BrokerError: it does not, in time.
+        """
+        cause: BrokerError | None = None
+
+        def answers() -> bool:
+            nonlocal cause
+            try:
+                return bool(self.version)
+            except BrokerError as error:
+                cause = error
+                return False
+
+        try:
+            wait_until(answers, timeout=ANSWER_DEADLINE, what="the broker")
+        except TimeoutError as error:
+            raise cause or BrokerError("the broker says nothing") from error
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """Connect; what the broker or the network refuses inside the block is a BrokerError."""
+        connection = None
+        try:
+            connection = pika.BlockingConnection(pika.URLParameters(self.url))
+            yield connection
+            connection.close()
+        except (AMQPError, OSError) as error:
+            raise BrokerError(f"the broker does not do its part: {error!r}") from error
+        finally:
+            if connection is not None and connection.is_open:
+                connection.close()
+
+    @contextlib.contextmanager
+    def _channel(self) -> Iterator[Any]:
+        with self._connection() as connection:
+            yield connection.channel()
+
+
+@contextlib.contextmanager
+def started(line: str) -> Iterator[BenchBroker]:
+    """Run a broker of the line ``newest`` or ``4.0`` in a container of its own, for the time of the block.
+
+    Its address on the container network is used where this machine can reach it: docker's proxy for ports published on
+    loopback would take CPU time from everyone who is measured.
+    """
+    from integration.support.broker import Broker, ensure_image, remove_leftovers
+
+    ensure_image(line)
+    remove_leftovers()
+    with Broker(line) as container:
+        networks = container._docker.attrs["NetworkSettings"]["Networks"].values()
+        address = next((network["IPAddress"] for network in networks if network["IPAddress"]), "")
+        direct = address and listens(address)
+        yield BenchBroker(f"amqp://guest:guest@{address}:{AMQP_PORT}/" if direct else container.url)
+
+
+def listens(address: str) -> bool:
+    try:
+        socket.create_connection((address, AMQP_PORT), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_rest(timeout: float) -> float:
+    """Wait up to `timeout` seconds until this machine has little to do: what ran before, the broker's part included.
+
+    Returns:
+        The share of CPU time in use when it ended; above `REST_SHARE` where the machine did not come to rest in time.
+    """
+    share, before = 0.0, cpu_ticks()
+
+    def at_rest() -> bool:
+        nonlocal share, before
+        now = cpu_ticks()
+        (busy, total), (busy_before, total_before) = now, before
+        if total == total_before:
+            return not PROC_STAT.exists()
+        share, before = (busy - busy_before) / (total - total_before), now
+        return share < REST_SHARE
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(at_rest, timeout=timeout, what="rest", interval=REST_INTERVAL)
+    return share
+
+
+def cpu_ticks() -> tuple[int, int]:
+    """Return how long the machine's CPUs have been busy, and how long they have been there; zeros where not known."""
+    if not PROC_STAT.exists():
+        return 0, 0
+    user, nice, system, idle, waiting, *rest = map(int, PROC_STAT.read_text().split("\n", 1)[0].split()[1:9])
+    busy = user + nice + system + sum(rest)
+    return busy, busy + idle + waiting

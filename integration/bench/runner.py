@@ -1,0 +1,169 @@
+"""Runs the contenders one after the other, each in a fresh process on a fresh queue, and keeps what they measured.
+
+Invariants:
+
+- a run that fails or takes too long is recorded and does not stop the others; its process is gone before the next;
+- before each run the queue is new, filled to the message where it is to be consumed, and the machine at rest;
+- after each run the queue holds exactly what was confirmed, or nothing where all was acked; else the run has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+
+from integration.bench.broker import REST_SHARE, BenchBroker, BrokerError, wait_for_rest
+from integration.bench.contender import Job, Role, Sample
+from integration.bench.paths import ROOT
+from integration.bench.plan import Plan, Point, rotated
+from integration.bench.registry import Entry, Registry
+from integration.bench.results import MEMORY, Results
+from integration.bench.silent_peer import serving
+
+__all__ = ["Runner"]
+
+QUEUE = "reliable-mq-bench"
+FILLERS = ("rabbitmq-c", "pika-select")
+WARMUP_SHARE = 0.02
+
+
+class RunFailed(Exception):
+    """One run of a contender; the message says how it failed."""
+
+
+class Runner:
+    """Measures `entries` by `plan` on `broker`.
+
+    Args:
+        progress: is told of each run: its number, of how many, and what came of it.
+        deadline: seconds for one process.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        entries: Sequence[Entry],
+        plan: Plan,
+        broker: BenchBroker,
+        *,
+        queue_types: Sequence[str],
+        deadline: float,
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        self.results = Results()
+        self._registry = registry
+        self._entries = entries
+        self._plan = plan
+        self._broker = broker
+        self._queue_types = queue_types
+        self._deadline = deadline
+        self._progress = progress
+        self._done = self._total = 0
+
+    def run(self, *, table: bool = True, curves: bool = True) -> None:
+        """Measure everything that was asked for."""
+        by_role = {role: [entry for entry in self._entries if entry.contender.role is role] for role in Role}
+        on_curves = [entry for entry in by_role[Role.PUBLISHER] if entry.contender.curve] if curves else []
+        measured = by_role[Role.PUBLISHER] + by_role[Role.CONSUMER] if table else []
+        memory = by_role[Role.MEMORY] if table else []
+        points, types, plan = self._plan.points(), self._queue_types, self._plan
+        self._total = (
+            len(measured) * len(types) * plan.rounds
+            + len(memory)
+            + len(on_curves) * len(points) * len(types) * plan.curve_rounds
+        )
+        try:
+            for number in range(plan.rounds):
+                for queue_type in rotated(types, number):
+                    for entry in rotated(measured, number):
+                        self._measure(entry, queue_type)
+            for entry in memory:
+                self._measure_memory(entry)
+            for number in range(plan.curve_rounds if on_curves else 0):
+                for queue_type in rotated(types, number):
+                    for index, point in enumerate(points):
+                        for entry in rotated(on_curves, number + index):
+                            self._measure_point(entry, queue_type, point)
+        finally:
+            with contextlib.suppress(BrokerError):  # where it is gone, the runs have said so
+                self._broker.delete_queue(QUEUE)
+
+    def _measure(self, entry: Entry, queue_type: str) -> None:
+        job = self._job(self._plan.messages(entry.contender), self._plan.window, self._plan.size)
+        sample = self._attempt(entry, queue_type, lambda: self._on_queue(entry, queue_type, job))
+        if sample is not None:
+            self.results.samples.setdefault((queue_type, entry.contender.name), []).append(sample)
+
+    def _measure_point(self, entry: Entry, queue_type: str, point: Point) -> None:
+        job = self._job(point.messages, point.window, point.size)
+        where = f"{queue_type}, window {point.window}, {point.size} B"
+        sample = self._attempt(entry, where, lambda: self._on_queue(entry, queue_type, job))
+        if sample is not None:
+            self.results.curves.setdefault((queue_type, entry.contender.name, point), []).append(sample)
+
+    def _measure_memory(self, entry: Entry) -> None:
+        def measure() -> Sample:
+            with serving(self._plan.held) as url:
+                job = Job(url=url, queue=MEMORY, messages=self._plan.held, size=self._plan.held_size)
+                return self._process(entry, job)
+
+        sample = self._attempt(entry, MEMORY, measure)
+        if sample is not None:
+            self.results.samples.setdefault((MEMORY, entry.contender.name), []).append(sample)
+
+    def _job(self, messages: int, window: int, size: int) -> Job:
+        warmup = max(int(messages * WARMUP_SHARE), 1)
+        return Job(url=self._broker.url, queue=QUEUE, messages=messages, window=window, size=size, warmup=warmup)
+
+    def _attempt(self, entry: Entry, where: str, measure: Callable[[], Sample]) -> Sample | None:
+        label = f"{entry.contender.label} ({where})"
+        sample: Sample | None = None
+        try:
+            sample = measure()
+            rate, cpu = sample.messages / sample.wall_seconds, sample.cpu_seconds / sample.messages * 1e6
+            outcome = f"{label}: {rate:,.0f} msg/s, {cpu:.1f} µs CPU/message"
+        except (RunFailed, BrokerError) as error:
+            outcome = f"{label}: failed: {error}"
+            self.results.failures.append(outcome)
+        self._done += 1
+        self._progress(self._done, self._total, outcome)
+        return sample
+
+    def _on_queue(self, entry: Entry, queue_type: str, job: Job) -> Sample:
+        self._broker.make_queue(QUEUE, queue_type)
+        consuming = entry.contender.role is Role.CONSUMER
+        if consuming:
+            self._fill(job)
+        if wait_for_rest(self._plan.rest) > REST_SHARE:
+            self.results.busy += 1
+        sample = self._process(entry, job)
+        self._broker.wait_for_depth(QUEUE, 0 if consuming else job.messages + job.warmup)
+        return sample
+
+    def _fill(self, job: Job) -> None:
+        entries = self._registry.entries
+        filler = next((entries[name] for name in FILLERS if name in entries), None)
+        if filler is None:
+            raise RunFailed(f"nobody can fill the queue: {' and '.join(FILLERS)} are not available")
+        self._process(filler, Job(url=job.url, queue=job.queue, messages=job.messages, size=job.size))
+        self._broker.wait_for_depth(QUEUE, job.messages)
+
+    def _process(self, entry: Entry, job: Job) -> Sample:
+        try:
+            done = subprocess.run(
+                entry.command(job),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=self._deadline,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RunFailed(f"not done after {self._deadline:g} s") from error
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+            raise RunFailed(f"exit status {done.returncode}: {last[0]}")
+        return Sample(**json.loads(done.stdout.splitlines()[-1]))

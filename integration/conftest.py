@@ -1,0 +1,245 @@
+"""Fixtures of the integration tests: brokers, virtual hosts, the checker, seeds, the baseline.
+
+===================  =========  ========================================================================================
+fixture              scope      what it is
+===================  =========  ========================================================================================
+`broker`             session    the newest line, shared: never harm it as a whole
+`broker_40`          session    RabbitMQ 4.0, shared
+`any_broker`         session    both lines, one after the other
+`vhost`              test       a fresh virtual host on `broker` (url, connect, queue, counts); deleted afterwards
+`vhost_40`           test       the same on `broker_40`
+`any_vhost`          test       the same on each of both lines
+`private_broker`     module     a container for this module alone, to be killed, paused, starved; healed for each test
+`private_vhost`      test       a fresh virtual host on `private_broker`
+`new_vhost`          test       a function `(broker) -> VirtualHost`, for more of them
+`checker`            test       the account of the fault matrix; its counts are printed at the end of the run
+`seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
+`fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
+`publisher_face`     test       each face in turn: `Publisher` of the test's module is the sync or the asyncio one
+`connection_face`    test       each face in turn: a `Recorded` connection is the sync or the asyncio one
+`baseline`           test       afterwards, threads and descriptors must be back to where they were
+===================  =========  ========================================================================================
+
+`broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
+["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import uuid
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.asyncio_thread import AsyncioThread
+from integration.support.baseline import back_to_baseline
+from integration.support.blocking import BlockingPublisher
+from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
+from integration.support.checker import Checker
+from integration.support.management import VirtualHost
+from integration.support.recorder import Recorded
+from integration.support.seeds import SEED, seeds, soaking
+from reliable_mq.testing.fixtures import fault_proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["fault_proxy"]  # a fixture of the package's own, for every test here
+
+_ACCOUNTS = pytest.StashKey[list[tuple[str, str]]]()
+
+
+# -- collecting and reporting ------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[_ACCOUNTS] = []
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
+    for name in ("broker", "private_broker"):
+        if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
+            metafunc.parametrize(name, LINES, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not soaking():
+        kept = [item for item in items if item.get_closest_marker("soak") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    callspec = getattr(item, "callspec", None)
+    if report.failed and callspec is not None and "seed" in callspec.params:
+        seed = callspec.params["seed"]
+        name = item.nodeid.partition("[")[0]
+        report.sections.append(("to repeat", f"{SEED}={seed} .venv/bin/python -m pytest '{name}'"))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    accounts = config.stash[_ACCOUNTS]
+    if accounts:
+        terminalreporter.section("accounts of the fault matrix")
+        for nodeid, account in accounts:
+            terminalreporter.write_line(f"{nodeid.partition('::')[2]}: {account}")
+
+
+def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0]
+        if name in (names.replace(" ", "").split(",") if isinstance(names, str) else names):
+            return True
+    return False
+
+
+# -- brokers -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _brokers() -> Iterator[Callable[[str], Broker]]:
+    remove_leftovers()
+    running: dict[str, Broker] = {}
+    with ExitStack() as stack:
+
+        def get(line: str) -> Broker:
+            if line not in running:
+                ensure_image(line)
+                running[line] = stack.enter_context(Broker(line))
+            return running[line]
+
+        yield get
+
+
+@pytest.fixture(scope="session")
+def _shared_brokers() -> Iterator[Callable[[str], Broker]]:
+    """One shared broker of each line that is asked for."""
+    with _brokers() as get:
+        yield get
+
+
+@pytest.fixture(scope="session")
+def broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Broker]) -> Broker:
+    """The shared broker of the newest line (or of the line chosen by an indirect parameter)."""
+    return _shared_brokers(getattr(request, "param", "newest"))
+
+
+@pytest.fixture(scope="session")
+def broker_40(_shared_brokers: Callable[[str], Broker]) -> Broker:
+    """The shared broker of line 4.0."""
+    return _shared_brokers("4.0")
+
+
+@pytest.fixture(scope="session", params=LINES)
+def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Broker]) -> Broker:
+    """The shared brokers, one after the other."""
+    return _shared_brokers(request.param)
+
+
+@pytest.fixture(scope="module")
+def _private_brokers() -> Iterator[Callable[[str], Broker]]:
+    """One broker of each line that is asked for, for one module."""
+    with _brokers() as get:
+        yield get
+
+
+@pytest.fixture
+def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], Broker]) -> Iterator[Broker]:
+    """A broker for this module alone, free of earlier faults when a test starts: kill, pause and starve it at will."""
+    broker = _private_brokers(getattr(request, "param", "newest"))
+    broker.heal()
+    yield broker
+    broker.heal()
+
+
+# -- virtual hosts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def new_vhost() -> Iterator[Callable[[Broker], VirtualHost]]:
+    """A function that makes a fresh virtual host on a broker; all are deleted after the test."""
+    made: list[VirtualHost] = []
+
+    def make(on: Broker) -> VirtualHost:
+        vhost = VirtualHost(on, f"test-{uuid.uuid4().hex[:12]}")
+        vhost.create()
+        made.append(vhost)
+        return vhost
+
+    yield make
+    for vhost in made:
+        vhost.broker.heal()
+        vhost.delete()
+
+
+@pytest.fixture
+def vhost(broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+    """A fresh virtual host on the shared broker."""
+    return new_vhost(broker)
+
+
+@pytest.fixture
+def vhost_40(broker_40: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+    """A fresh virtual host on the shared broker of line 4.0."""
+    return new_vhost(broker_40)
+
+
+@pytest.fixture
+def any_vhost(any_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+    """A fresh virtual host on each of the shared brokers, one after the other."""
+    return new_vhost(any_broker)
+
+
+@pytest.fixture
+def private_vhost(private_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+    """A fresh virtual host on the module's own broker."""
+    return new_vhost(private_broker)
+
+
+# -- accounts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checker(request: pytest.FixtureRequest) -> Checker:
+    """The account of one test; every line of counts is printed at the end of the run."""
+    accounts = request.config.stash[_ACCOUNTS]
+    return Checker(lambda counts: accounts.append((request.node.nodeid, counts)))
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """All the randomness of a test, from its seed."""
+    return random.Random(seed)
+
+
+@pytest.fixture(params=["sync", "aio"])
+def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on either face: what holds for one holds for the other."""
+    if request.param == "aio":
+        monkeypatch.setattr(request.module, "Publisher", BlockingPublisher)
+    return str(request.param)
+
+
+@pytest.fixture(params=["sync", "aio"])
+def connection_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on either face's connection, each with its own driver."""
+    if request.param == "aio":
+        monkeypatch.setattr(Recorded, "kind", AsyncioThread)
+    return str(request.param)
+
+
+@pytest.fixture
+def baseline() -> Iterator[None]:
+    """After the test, its threads and descriptors are gone, within 10 s."""
+    with back_to_baseline():
+        yield

@@ -1,0 +1,38 @@
+"""Consumes until it is told to stop; each handler waits for a byte on the standard input before it ends.
+
+Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT [PASSES]``: the handlers of the first PASSES
+deliveries do not wait. Says on the standard output what it does; ends with ``returned`` when ``run()`` has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from reliable_mq import Consumer, Queue
+
+if TYPE_CHECKING:
+    from reliable_mq import Delivery
+
+
+def main(url: str, stop_timeout: float, passes: int) -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+
+    def handle(delivery: Delivery) -> None:
+        say(f"begun {delivery.body.decode()}")
+        if int(delivery.body) >= passes:
+            os.read(0, 1)  # not sys.stdin: its lock would abort an interpreter that exits meanwhile
+        say(f"done {delivery.body.decode()}")
+
+    Consumer(url, Queue("orders"), handle, stop_timeout=stop_timeout, ack_every=1).run()
+    say("returned")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)

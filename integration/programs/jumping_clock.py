@@ -1,0 +1,107 @@
+"""Publishes while the wall clock jumps by an hour, forwards and back; checks that nothing noticed.
+
+Usage: ``python -m integration.programs.jumping_clock URL OFFSET_FILE``, under libfaketime, which takes the offset of
+the wall clock from that file and leaves the monotonic clock alone. Whoever runs it does what it asks for on its
+standard output (``hold``, ``release``, ``cut``: of the proxy that URL leads to) and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from reliable_mq import Message, Publisher, PublishUnconfirmed, Queue, RetryPolicy
+
+HOUR = 3600
+
+
+class WallClock:
+    """The wall clock of this process."""
+
+    def __init__(self, offset_file: str) -> None:
+        self._offset_file = Path(offset_file)
+
+    def jump(self, offset: int) -> None:
+        """Set it to `offset` seconds off the true time, and see that it has jumped."""
+        before, ticks = time.time(), time.monotonic()
+        former = int(self._offset_file.read_text())
+        self._offset_file.write_text(f"{offset:+d}")
+        assert abs(time.time() - before - (offset - former)) < 10, "libfaketime does nothing here"
+        assert time.monotonic() - ticks < 10, "libfaketime must leave the monotonic clock alone"
+
+
+def ask(what: str) -> None:
+    print(what, flush=True)
+    assert sys.stdin.readline() == "done\n"
+
+
+def messages(count: int) -> list[Message]:
+    return [Message(b"x") for _ in range(count)]
+
+
+def main(url: str, offset_file: str) -> None:
+    clock = WallClock(offset_file)
+    orders = Queue("orders", dead_letter=None)
+    full = Queue(
+        "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
+    )
+    ids = set()
+    with Publisher(
+        url,
+        topology=[orders, full],
+        confirm_timeout=5,
+        delivery_timeout=60,
+        heartbeat=5,
+        retry=RetryPolicy(max_attempts=2, delays=(1.0,)),
+    ) as publisher:
+        for offset in (0, HOUR, -HOUR, 0):
+            clock.jump(offset)
+            batch = messages(200)
+            ids.update(message.message_id for message in batch)
+            assert publisher.publish_many(batch, routing_key="orders").ok, "publishing"
+        assert len(ids) == 800, "message ids"
+
+        # No deadline comes early, whichever way the clock jumps while publishes are outstanding ...
+        ask("hold")
+        outstanding = [publisher.submit(message, routing_key="orders") for message in messages(50)]
+        for offset in (HOUR, -HOUR, 0):
+            clock.jump(offset)
+            began = time.monotonic()
+            try:
+                outstanding[0].result(0.5)
+            except TimeoutError:
+                assert 0.4 < time.monotonic() - began < 3, "the wait for an outcome"
+            else:
+                raise AssertionError("settled without a confirm")
+        assert publisher.statistics.in_doubt == 0, "the confirm timeout"
+        # ... and none is late.
+        for offset in (HOUR, -HOUR):
+            began = time.monotonic()
+            confirmation = publisher.submit(Message(b"x"), routing_key="orders", timeout=1)
+            clock.jump(offset)
+            assert isinstance(confirmation.exception(20), PublishUnconfirmed), "a deadline"
+            assert 0.9 < time.monotonic() - began < 4, "a deadline"
+        ask("release")
+        assert [confirmation.exception(20) for confirmation in outstanding] == [None] * 50
+
+        publisher.publish(Message(b"x"), routing_key="full")
+        began = time.monotonic()
+        nacked = publisher.submit(Message(b"x"), routing_key="full")
+        clock.jump(0)
+        assert nacked.exception(20) is not None
+        assert 0.9 < time.monotonic() - began < 4, "the delay of a retry"
+
+        for offset in (HOUR, -HOUR):
+            began = time.monotonic()
+            ask("cut")
+            clock.jump(offset)
+            publisher.publish(Message(b"x"), routing_key="orders")
+            assert time.monotonic() - began < 5, "the reconnect"
+        assert publisher.statistics.in_doubt <= 4, "connections were replaced"
+        clock.jump(0)
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,191 @@
+#!/usr/bin/env bash
+# Everything that the Makefile needs beyond this repository. Idempotent: what is there already is used as it is.
+#
+#   setup.sh venv              .venv with this package (editable) and all its extras
+#   setup.sh docker            a docker daemon that answers
+#   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
+#   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
+#   setup.sh all               all of the above, both images
+#
+# Settings (environment):
+#   RELIABLE_MQ_BROKER_IMAGE     RabbitMQ image to take for `newest`, e.g. rabbitmq:4-management
+#   RELIABLE_MQ_BROKER_IMAGE_40  the same for `4.0`, e.g. rabbitmq:4.0-management
+#   PYTHON                       interpreter for .venv (default python3; 3.11 or newer)
+#
+# Without a setting an image is looked for in this order: a local official one; one pulled from the registry that the
+# docker daemon knows; one made from Debian's packages with debootstrap, through the mirror and proxy that apt is set to.
+# Where something must be installed, it is with apt-get, and only as root on Debian or a derivative; elsewhere the
+# script says what is missing and exits 69 (EX_UNAVAILABLE).
+set -euo pipefail
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname "$HERE")
+RECIPE_DIR=$HERE/broker
+DAEMON_LOG=/var/log/reliable-mq-dockerd.log
+DAEMON_DEADLINE=60      # seconds until a started daemon must answer
+PULL_DEADLINE=300       # seconds for one image from a registry
+DEBIAN_PACKAGES=rabbitmq-server,ca-certificates
+
+main() {
+    case "${1:-}" in
+        venv) ensure_venv ;;
+        docker) ensure_docker ;;
+        image) ensure_docker; ensure_image "${2:?newest or 4.0}" ;;
+        faketime) ensure_faketime ;;
+        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_faketime >/dev/null ;;
+        *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
+    esac
+}
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 69; }
+can_apt() { [ "$(id -u)" -eq 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null; }
+
+apt_install() {  # apt_install WHAT-FOR PACKAGE...
+    local purpose=$1; shift
+    can_apt || die "$purpose needs $*: install that, or run this as root on Debian or a derivative."
+    say "installing $* ($purpose)"
+    apt-get update -q >&2 || say "apt-get update failed; going on with the lists that are there"
+    DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@" >&2 </dev/null
+}
+
+# -- virtual environment ---------------------------------------------------------------------------------------------
+
+ensure_venv() {
+    local python=${PYTHON:-python3} stamp=$ROOT/.venv/.installed want
+    want=$(sha256sum <"$ROOT/pyproject.toml")
+    [ -x "$ROOT/.venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && return
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        apt_install 'the virtual environment' python3 python3-venv
+    fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$python is older than 3.11: set PYTHON to a newer interpreter."
+    say "installing into .venv"
+    rm -f "$stamp"
+    "$python" -m venv "$ROOT/.venv"
+    "$ROOT/.venv/bin/python" -m pip install --quiet --editable "$ROOT[all,dev]" </dev/null
+    printf '%s\n' "$want" >"$stamp"
+}
+
+# -- libfaketime -----------------------------------------------------------------------------------------------------
+
+faketime_library() {  # where Debian puts it, or anything else that the dynamic linker finds
+    local found
+    for found in /usr/lib/*/faketime/libfaketimeMT.so.1 /usr/local/lib/faketime/libfaketimeMT.so.1; do
+        [ -e "$found" ] && echo "$found" && return
+    done
+    return 1
+}
+
+ensure_faketime() {
+    faketime_library && return
+    apt_install 'a wall clock that jumps' libfaketime
+    faketime_library || die "libfaketime is installed, and not where it was looked for."
+}
+
+# -- docker daemon ---------------------------------------------------------------------------------------------------
+
+docker_answers() { timeout 20 docker info >/dev/null 2>&1 </dev/null; }
+
+ensure_docker() {
+    command -v docker >/dev/null && docker_answers && return
+    if [ -n "${DOCKER_HOST:-}" ]; then
+        die "no docker daemon answers at DOCKER_HOST=$DOCKER_HOST."
+    fi
+    [ "$(id -u)" -eq 0 ] ||
+        die "no docker daemon answers: start it, or let this user reach it (group docker), or run this as root on Debian."
+    command -v dockerd >/dev/null && command -v docker >/dev/null || apt_install 'running a broker' docker.io iptables
+    docker_answers && return
+    if [ -d /run/systemd/system ]; then
+        systemctl start docker || true
+    else
+        # No init system to ask (a container, a minimal machine): by hand, detached from this terminal and its signals.
+        say "starting dockerd, log in $DAEMON_LOG"
+        setsid dockerd >"$DAEMON_LOG" 2>&1 </dev/null &
+    fi
+    local deadline=$((SECONDS + DAEMON_DEADLINE))
+    until docker_answers; do
+        [ $SECONDS -lt $deadline ] || {
+            [ -e "$DAEMON_LOG" ] && tail -n 20 "$DAEMON_LOG" >&2
+            die "the docker daemon does not answer after $DAEMON_DEADLINE s."
+        }
+        sleep 0.5
+    done
+}
+
+# -- broker images ---------------------------------------------------------------------------------------------------
+
+ensure_image() {
+    local line=$1 tag=reliable-mq/rabbitmq:$1 setting official suites recipe base
+    case $line in
+        newest) setting=${RELIABLE_MQ_BROKER_IMAGE:-} official=rabbitmq:4-management suites='sid testing' ;;
+        4.0) setting=${RELIABLE_MQ_BROKER_IMAGE_40:-} official=rabbitmq:4.0-management suites=trixie ;;
+        *) die "there is no broker line '$line': newest or 4.0." ;;
+    esac
+    recipe=$( (cat "$RECIPE_DIR"/*; printf '%s\n' "$DEBIAN_PACKAGES" "$setting") | sha256sum | cut -c1-16)
+    [ "$(docker image inspect --format '{{index .Config.Labels "reliable-mq.recipe"}}' "$tag" 2>/dev/null)" = "$recipe" ] &&
+        return
+    if [ -n "$setting" ]; then
+        has_image "$setting" || docker pull "$setting" >&2 || die "the image $setting cannot be had."
+        base=$setting
+    elif has_image "$official" || timeout "$PULL_DEADLINE" docker pull "$official" >&2 </dev/null; then
+        base=$official
+    else
+        say "$official cannot be had from a registry: making an image from Debian's packages"
+        base=$(debian_image "$suites")
+    fi
+    say "building $tag from $base"
+    docker build --quiet --build-arg "BASE=$base" --label "reliable-mq.recipe=$recipe" --tag "$tag" "$RECIPE_DIR" >&2
+}
+
+has_image() { docker image inspect "$1" >/dev/null 2>&1; }
+
+debian_image() {  # debian_image "SUITE..." -> name of an image with RabbitMQ from the first suite that can be installed
+    local suite name
+    for suite in $1; do
+        name=reliable-mq/debian:$suite-$(printf '%s' "$DEBIAN_PACKAGES" | sha256sum | cut -c1-8)
+        if has_image "$name" || debootstrap_image "$suite" "$name"; then
+            echo "$name"
+            return
+        fi
+        say "debootstrap of $suite failed"
+    done
+    die "no broker image: set RELIABLE_MQ_BROKER_IMAGE (and RELIABLE_MQ_BROKER_IMAGE_40) to RabbitMQ images you have."
+}
+
+debootstrap_image() (  # a subshell, so that its traps are its own
+    suite=$1 name=$2
+    command -v debootstrap >/dev/null || apt_install 'making a broker image' debootstrap
+    [ "$(id -u)" -eq 0 ] || die "debootstrap needs root: set RELIABLE_MQ_BROKER_IMAGE to a RabbitMQ image you have."
+    directory=$(mktemp -d "${TMPDIR:-/var/tmp}/reliable-mq-$suite.XXXXXX")
+    trap 'rm -rf --one-file-system "$directory"' EXIT
+    script=/usr/share/debootstrap/scripts/$suite
+    [ -e "$script" ] || script=/usr/share/debootstrap/scripts/sid
+    apt_proxy
+    say "debootstrap of $suite (about a minute)"
+    # Where apt knows no mirror of Debian's, the empty name makes debootstrap take its own default.
+    debootstrap --variant=minbase --include="$DEBIAN_PACKAGES" "$suite" "$directory/root" \
+        "$(debian_mirror)" "$script" >"$directory/log" 2>&1 </dev/null || {
+        tail -n 5 "$directory/log" >&2
+        exit 1
+    }
+    cd "$directory/root" || exit 1
+    rm -rf var/cache/apt/* var/lib/apt/lists/* usr/share/doc usr/share/man usr/share/locale
+    tar -c . | docker import \
+        --change 'ENV HOME=/var/lib/rabbitmq LANG=C.UTF-8' --change 'USER rabbitmq' --change 'VOLUME /var/lib/rabbitmq' \
+        --change 'CMD ["/usr/lib/rabbitmq/bin/rabbitmq-server"]' - "$name" >/dev/null
+)
+
+debian_mirror() {  # the mirror that apt on this machine takes Debian's own packages from
+    apt-get indextargets --format '$(ORIGIN) $(LABEL) $(REPO_URI)' 'Created-By: Packages' |
+        awk '$1 == "Debian" && $2 == "Debian" && $3 ~ /^(https?|file):/ && !found {print $3; found = 1}'
+}
+
+apt_proxy() {  # debootstrap downloads with wget, which does not know apt's settings
+    local found=''
+    [ -n "${http_proxy:-}" ] && return
+    eval "$(apt-config shell found Acquire::http::Proxy)"
+    [ -z "$found" ] || export http_proxy=$found
+}
+
+main "$@"

@@ -1,0 +1,164 @@
+"""`AsyncPublisher` called as one calls `Publisher`: on an event loop in a thread, so that one test is for both.
+
+It adds nothing: each call is the call of the same name and arguments, waited for. Calls end in time or fail the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+from reliable_mq.aio.publisher import AsyncPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from reliable_mq import Message, PublishError, Receipt
+    from reliable_mq.aio.confirmation import AsyncConfirmation
+    from reliable_mq.core.statistics import PublisherStatistics
+
+_DEADLINE = 100.0  # seconds, beyond which a call hangs
+
+
+class Loop:
+    """An event loop in a thread. Whatever asyncio complains of is collected: nothing is to be left when it ends."""
+
+    def __init__(self) -> None:
+        self.complaints: list[dict[str, Any]] = []
+        self.left: set[str] = set()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="event loop", daemon=True)
+        self._thread.start()
+        self._started.wait(10)
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], deadline: float = _DEADLINE) -> Any:
+        """Run a coroutine on the loop and return its result."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(deadline)
+        except concurrent.futures.CancelledError as error:
+            raise AssertionError("a call was cancelled") from error
+        except BaseException:
+            future.cancel()  # of the waiting, where this thread was interrupted
+            raise
+
+    def stop(self) -> None:
+        """End the loop; fail where a task is left on it or asyncio has complained."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+        assert not self._thread.is_alive(), "the event loop hangs"
+        assert not self.left, f"tasks are left: {self.left}"
+        assert not self.complaints, self.complaints
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(lambda _, context: self.complaints.append(context))
+        self._stop = asyncio.Event()
+        self._started.set()
+        await self._stop.wait()
+        self.left = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+class BlockingConfirmation:
+    """A confirmation, waited for from another thread."""
+
+    def __init__(self, loop: Loop, confirmation: AsyncConfirmation) -> None:
+        self._loop = loop
+        self._confirmation = confirmation
+        self.message_id = confirmation.message_id
+
+    def done(self) -> bool:
+        return self._confirmation.done()
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._confirmation.result()
+
+    def exception(self, timeout: float | None = None) -> PublishError | None:
+        if not self._confirmation.done():
+
+            async def settled() -> None:
+                done = asyncio.Event()
+                self._confirmation.add_done_callback(lambda _: done.set())
+                async with asyncio.timeout(timeout):
+                    await done.wait()
+
+            self._loop.call(settled())
+        return self._confirmation.exception()
+
+
+class BlockingPublisher:
+    """See the module."""
+
+    def __init__(self, url: Any, **arguments: Any) -> None:
+        self.publisher = AsyncPublisher(url, **arguments)
+        self._loop: Loop | None = None
+
+    def publish(self, message: Message, **arguments: Any) -> Receipt:
+        receipt: Receipt = self._call(lambda: self.publisher.publish(message, **arguments))
+        return receipt
+
+    def submit(self, message: Message, **arguments: Any) -> BlockingConfirmation:
+        confirmation = self._call(lambda: self.publisher.submit(message, **arguments))
+        assert self._loop is not None
+        return BlockingConfirmation(self._loop, confirmation)
+
+    def publish_many(self, messages: Any, **arguments: Any) -> Any:
+        return self._call(lambda: self.publisher.publish_many(messages, **arguments))
+
+    def flush(self, timeout: float | None = None) -> None:
+        self._call(lambda: self.publisher.flush(timeout))
+
+    def connect(self) -> None:
+        self._call(self.publisher.connect)
+
+    def close(self, timeout: float = 30.0) -> None:
+        try:
+            self._call(lambda: self.publisher.close(timeout))
+        finally:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        self._call(self.publisher.__aenter__)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._call(lambda: self.publisher.__aexit__(*exc_info))
+        finally:
+            self._stop()
+
+    @property
+    def outstanding(self) -> int:
+        return self.publisher.outstanding
+
+    @property
+    def connected(self) -> bool:
+        return self.publisher.connected
+
+    @property
+    def blocked(self) -> str | None:
+        return self.publisher.blocked
+
+    @property
+    def statistics(self) -> PublisherStatistics:
+        return self.publisher.statistics
+
+    def _call(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        if self._loop is None:
+            self._loop = Loop()
+        try:
+            return self._loop.call(call())
+        finally:
+            if self.publisher._opening is None or self.publisher._over:  # there is nothing that runs
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            loop.stop()

@@ -1,0 +1,78 @@
+"""Certificates for one test run: authorities, and what they vouch for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Two PEM files."""
+
+    cert_file: Path
+    key_file: Path
+
+
+class Authority:
+    """A certificate authority, whose files lie in one directory; `file` is its own certificate."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name(name)
+        own = self._builder(self._name, self._key, DAY).add_extension(x509.BasicConstraints(True, None), True)
+        self.file = directory / f"{name}.pem"
+        self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str, *hosts: str, ends_in: timedelta = DAY) -> Certificate:
+        """Make a certificate for `name` (a common name) and `hosts` (host names or addresses), and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = self._builder(_name(name), key, ends_in)
+        if hosts:
+            builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), False)
+        issued = Certificate(self._directory / f"{name}.crt", self._directory / f"{name}.key")
+        issued.cert_file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        issued.key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return issued
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ends_in: timedelta
+    ) -> x509.CertificateBuilder:
+        now = datetime.now(UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 30 * DAY)
+            .not_valid_after(now + ends_in)
+        )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -1,0 +1,546 @@
+"""What only the asyncio face has: tasks that are cancelled, many of them at once, loops that stand still or end.
+
+What both faces have is in the other modules about publishing, each test of which runs on either. Here, a test runs on
+asyncio's loop and on uvloop, and fails where a task is left on the loop or asyncio has something to complain of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+
+from reliable_mq import (
+    BrokerUnavailable,
+    Message,
+    PublishError,
+    PublishReturned,
+    PublishUnconfirmed,
+    Queue,
+    UsageError,
+)
+from reliable_mq.aio.publisher import AsyncPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from random import Random
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", dead_letter=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _uvloop() -> None:
+    """The first loop of a process opens descriptors that stay: not to be counted as left by a test."""
+    uvloop.new_event_loop().close()
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
+    """Run a coroutine on a fresh loop; nothing may be left on it, and nothing may be complained of."""
+
+    def run(main: Coroutine[Any, Any, None]) -> None:
+        complaints: list[object] = []
+        left: list[str] = []
+
+        async def watched() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+            await asyncio.wait_for(main, 100)
+            left.extend(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task())
+            gc.collect()
+
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(watched())
+            gc.collect()
+        assert left == []
+        assert complaints == []
+
+    return run
+
+
+async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait for a condition that other tasks bring about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # what other threads bring about has no event
+            await asyncio.sleep(0.005)
+
+
+def test_f50_10_000_callers_at_once_all_settle_within_the_window(
+    vhost: VirtualHost, checker: Checker, run: Any
+) -> None:
+    """Each of 10 000 concurrent callers gets its receipt, and no more than the window is ever outstanding."""
+    most = 0
+
+    async def main() -> None:
+        nonlocal most
+        async with AsyncPublisher(vhost.url, topology=[ORDERS], max_outstanding=500) as publisher:
+
+            async def one() -> None:
+                nonlocal most
+                message = Message(b"x" * 100)
+                checker.attempted(message.message_id)
+                receipt = await publisher.publish(message, routing_key="orders")
+                most = max(most, publisher.outstanding)
+                checker.confirmed(receipt.message_id)
+
+            await asyncio.gather(*(one() for _ in range(10_000)))
+            assert publisher.outstanding == 0
+
+    run(main())
+    assert most <= 500
+    checker.drain(vhost, ["orders"])
+    assert checker.close().confirmed == 10_000
+
+
+def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    """A task cancelled while it awaits a confirm leaves each other publish its own outcome, and its own to come."""
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
+            await publisher.connect()
+            proxy.hold_confirms()
+            task = asyncio.create_task(publisher.publish(Message(b"routable"), routing_key="orders"))
+            await until(lambda: proxy.seen("basic.publish") == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert publisher.outstanding == 1
+            proxy.release_confirms()
+            proxy.heal()
+            with pytest.raises(PublishReturned):
+                await publisher.publish(Message(b"unroutable"), routing_key="nowhere")
+            await publisher.publish(Message(b"routable"), routing_key="orders")
+            assert publisher.outstanding == 0
+
+    run(main())
+    vhost.wait_for_messages("orders", 2)
+
+
+def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
+    vhost: VirtualHost, checker: Checker, rng: Random, run: Any
+) -> None:
+    """Of 3000 tasks in a small window a third is cancelled at random; the others get what is theirs."""
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS], max_outstanding=50) as publisher:
+
+            async def one(number: int) -> None:
+                message = Message(b"%d" % number)
+                checker.attempted(message.message_id)
+                key = "nowhere" if number % 10 == 0 else "orders"
+                try:
+                    await publisher.publish(message, routing_key=key)
+                except PublishReturned:
+                    assert key == "nowhere"
+                    checker.failed(message.message_id)
+                else:
+                    assert key == "orders"
+                    checker.confirmed(message.message_id)
+
+            tasks = [asyncio.create_task(one(number)) for number in range(3000)]
+            cancelled = rng.sample(tasks, 1000)
+            for task in cancelled:
+                await asyncio.sleep(0)
+                if rng.random() < 0.2:
+                    await asyncio.sleep(rng.random() * 0.002)
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            wrong = [one for one in results if one is not None and not isinstance(one, asyncio.CancelledError)]
+            assert wrong == []
+            await publisher.flush(20)
+            assert publisher.outstanding == 0
+            with pytest.raises(PublishReturned):
+                await publisher.publish(Message(b"x"), routing_key="nowhere")
+            with suppress(PublishError):  # of those that were cancelled and could not be routed
+                await publisher.close()
+
+    run(main())
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS], max_outstanding=5) as publisher:
+            await publisher.connect()
+            proxy.hold_confirms()
+            first = [await publisher.submit(Message(b"x"), routing_key="orders") for _ in range(5)]
+            waiting = [asyncio.create_task(publisher.submit(Message(b"x"), routing_key="orders")) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiting[1].cancel()
+            await asyncio.sleep(0)
+            assert publisher.outstanding == 5
+            proxy.release_confirms()
+            proxy.heal()
+            for confirmation in first:
+                await confirmation
+            assert (await (await waiting[0])).attempts == 1
+            assert (await (await waiting[2])).attempts == 1
+            with pytest.raises(asyncio.CancelledError):
+                await waiting[1]
+
+    run(main())
+    vhost.wait_for_messages("orders", 7)
+
+
+def test_f48_a_keyboard_interrupt_ends_the_program_and_what_was_submitted_arrives(
+    vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """SIGINT cancels the main task: the publisher flushes and closes, and asyncio has nothing to say."""
+    program = tmp_path / "interrupted.py"
+    program.write_text(
+        "import asyncio, sys\n"
+        "from reliable_mq import Message, Queue\n"
+        "from reliable_mq.aio.publisher import AsyncPublisher\n"
+        "async def main():\n"
+        "    async with AsyncPublisher(sys.argv[1], topology=[Queue('orders', dead_letter=None)]) as publisher:\n"
+        "        await publisher.connect()\n"
+        "        for _ in range(300):\n"
+        "            await publisher.submit(Message(b'x'), routing_key='orders')\n"
+        "        print('ready', flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "try:\n"
+        "    asyncio.run(main())\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-X", "dev", str(program), vhost.url],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (out, err) == ("interrupted\n", "")
+    vhost.wait_for_messages("orders", 300)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
+def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
+    """After a fork the child's copy raises at once, the parent's connection is untouched, a new one works there."""
+
+    async def in_child() -> None:
+        async with AsyncPublisher(vhost.url) as own:
+            await own.publish(Message(b"child"), routing_key="orders")
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
+            await publisher.publish(Message(b"parent"), routing_key="orders")
+            pending = await publisher.submit(Message(b"parent"), routing_key="orders")
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    for call in (
+                        publisher.publish(Message(b"child"), routing_key="orders"),
+                        publisher.submit(Message(b"child"), routing_key="orders"),
+                        publisher.flush(1),
+                        publisher.connect(),
+                    ):
+                        with pytest.raises(UsageError, match="fork"):
+                            call.send(None)
+                    with pytest.raises(StopIteration):
+                        publisher.close().send(None)
+                    asyncio.run(in_child())
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # a loop that stands still is no matter here
+            await pending
+            await publisher.publish(Message(b"parent"), routing_key="orders")
+
+    asyncio.run(main())
+    vhost.wait_for_messages("orders", 4)
+
+
+def test_f54_one_dead_host_of_several(vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any) -> None:
+    """The next host is tried at once, at the first connect and after a loss."""
+    proxy = fault_proxy(vhost.url)
+    host, _, path = vhost.url.rpartition("@")[2].partition("/")
+    user = vhost.url.rpartition("@")[0]
+    url = f"{user}@127.0.0.1:1,{host}/{path}"
+    assert proxy.connections == 0
+
+    async def main() -> None:
+        async with AsyncPublisher(url, topology=[ORDERS]) as publisher:
+            started = time.monotonic()
+            await publisher.publish(Message(b"x"), routing_key="orders")
+            assert time.monotonic() - started < 5
+
+    run(main())
+
+
+def test_bug_1_nothing_hangs_when_a_connection_with_a_full_socket_is_reset(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    """aio-pika: 18 of 18 publishes without a timeout hung for ever."""
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
+            await publisher.connect()
+            proxy.stop_reading("to_broker", new_connections=False)
+            messages = [Message(b"x" * 1_000_000) for _ in range(18)]
+            for message in messages:
+                checker.attempted(message.message_id)
+            tasks = [asyncio.create_task(publisher.publish(one, routing_key="orders")) for one in messages]
+            await until(lambda: publisher.outstanding == 18)
+            proxy.cut()
+            for receipt in await asyncio.gather(*tasks):
+                checker.confirmed(receipt.message_id)
+
+    run(main())
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_bug_12_messages_are_persistent(vhost: VirtualHost, run: Any) -> None:
+    """aio-pika: the default delivery mode is not persistent."""
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
+            await publisher.publish(Message(b"x"), routing_key="orders")
+
+    run(main())
+    assert [message["properties"]["delivery_mode"] for message in vhost.peek("orders")] == [2]
+
+
+def test_bug_13_a_channel_that_is_closed_under_load_costs_no_connection(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    """aio-pika: a close-ok that finds the write queue full is dropped; using its number again ends the connection."""
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
+            for _ in range(5):
+                confirmations = [await publisher.submit(Message(b"x" * 1000), routing_key="orders") for _ in range(50)]
+                refused = await publisher.submit(Message(b"x"), exchange="missing", routing_key="orders")
+                confirmations += [await publisher.submit(Message(b"x" * 1000), routing_key="orders") for _ in range(50)]
+                await publisher.flush(20)
+                assert refused.exception() is not None
+                assert [one.exception() for one in confirmations] == [None] * 100
+
+    run(main())
+    assert proxy.connections == 1
+
+
+def test_a_loop_that_stands_still_is_reported_and_keeps_its_connection(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run: Any
+) -> None:
+    """Code that blocks the loop for longer than half a heartbeat is told so; here the connection outlives it."""
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS], heartbeat=4) as publisher:
+            await publisher.publish(Message(b"x"), routing_key="orders")
+            threading.Event().wait(3.5)
+            await until(lambda: "stood still" in caplog.text)
+            await publisher.publish(Message(b"x"), routing_key="orders")
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert proxy.connections == 1
+
+
+def test_a_confirmation_is_light_awaitable_and_says_what_it_knows(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    """It can be awaited by several tasks and again; result and exception never wait; callbacks run on the loop."""
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
+            await publisher.connect()
+            proxy.hold_confirms()
+            confirmation = await publisher.submit(Message(b"x"), routing_key="orders")
+            assert not confirmation.done()
+            for ask in (confirmation.result, confirmation.exception):
+                with pytest.raises(UsageError, match="not settled"):
+                    ask()
+            threads: list[int] = []
+            confirmation.add_done_callback(lambda _: threads.append(threading.get_ident()))
+            confirmation.add_done_callback(lambda _: 1 / 0)
+
+            async def wait() -> object:
+                return await confirmation
+
+            tasks = [asyncio.create_task(wait()) for _ in range(3)]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(wait(), 0.05)
+            tasks[0].cancel()
+            proxy.release_confirms()
+            proxy.heal()
+            receipts = await asyncio.gather(*tasks[1:])
+            assert receipts == [confirmation.result()] * 2
+            assert await confirmation == confirmation.result()
+            confirmation.add_done_callback(lambda _: threads.append(threading.get_ident()))
+            await until(lambda: len(threads) == 2)
+            assert set(threads) == {threading.get_ident()}
+
+    run(main())
+
+
+def test_it_belongs_to_one_loop(vhost: VirtualHost) -> None:
+    """On another loop every call is refused, and what runs on the first is untouched."""
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
+            await publisher.publish(Message(b"x"), routing_key="orders")
+
+            async def elsewhere() -> None:
+                for call in (
+                    publisher.publish(Message(b"x"), routing_key="orders"),
+                    publisher.submit(Message(b"x"), routing_key="orders"),
+                    publisher.flush(1),
+                    publisher.close(),
+                ):
+                    with pytest.raises(UsageError, match="event loop"):
+                        await call
+
+            await asyncio.to_thread(asyncio.run, elsewhere())
+            await publisher.publish(Message(b"x"), routing_key="orders")
+
+    asyncio.run(main())
+
+
+def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost, run: Any) -> None:
+    async def some() -> AsyncIterator[Message]:
+        for _ in range(3000):
+            yield Message(b"x")
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS], max_outstanding=100) as publisher:
+            report = await publisher.publish_many(some(), routing_key="orders")
+            assert (report.ok, report.confirmed) == (True, 3000)
+            failed = [Message(b"x") for _ in range(3)]
+            report = await publisher.publish_many(failed, routing_key="nowhere")
+            assert report.confirmed == 0
+            assert [one for one, _ in report.failures] == failed
+            with pytest.raises(PublishError, match="3 messages"):
+                report.raise_for_failures()
+
+    run(main())
+
+
+def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
+    private_broker: Broker, private_vhost: VirtualHost, run: Any
+) -> None:
+    """What is outstanding is reported as unconfirmed; a close that is cancelled is taken up again."""
+
+    async def main() -> None:
+        publisher = AsyncPublisher(private_vhost.url, topology=[ORDERS])
+        await publisher.connect()
+        await asyncio.to_thread(private_broker.kill)
+        confirmation = await publisher.submit(Message(b"x"), routing_key="orders")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(publisher.close(), 0.2)
+        with pytest.raises(UsageError, match="closed"):
+            await publisher.publish(Message(b"x"), routing_key="orders")
+        with pytest.raises(TimeoutError):
+            await publisher.flush(0.1)
+        started = time.monotonic()
+        with pytest.raises(PublishUnconfirmed):
+            await publisher.close(timeout=0.5)
+        assert time.monotonic() - started < 6
+        assert confirmation.done()
+        await publisher.close()
+
+    try:
+        run(main())
+    finally:
+        private_broker.start()
+
+
+def test_many_first_calls_at_once_share_one_connection_or_one_error(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+) -> None:
+    proxy = fault_proxy(vhost.url)
+
+    async def main() -> None:
+        publisher = AsyncPublisher(proxy.url, topology=[ORDERS])
+        await asyncio.gather(*(publisher.publish(Message(b"x"), routing_key="orders") for _ in range(50)))
+        await publisher.close()
+        wrong = AsyncPublisher(vhost.url.replace("guest:guest", "guest:wrong"))
+        errors = await asyncio.gather(
+            *(wrong.publish(Message(b"x"), routing_key="orders") for _ in range(5)), return_exceptions=True
+        )
+        assert {type(error) for error in errors} == {BrokerUnavailable}
+        with pytest.raises(BrokerUnavailable, match="403"):
+            await wrong.connect()
+        with pytest.raises(BrokerUnavailable, match="403"):
+            async with wrong:
+                pytest.fail("it was entered")
+        await wrong.close()
+
+    run(main())
+    assert proxy.connections == 1
+
+
+def test_one_that_is_forgotten_is_reported(vhost: VirtualHost) -> None:
+    """There is no exit handler that could run a loop: a publisher that is not closed is a ResourceWarning."""
+
+    async def main() -> None:
+        publisher = AsyncPublisher(vhost.url, topology=[ORDERS])
+        await publisher.publish(Message(b"x"), routing_key="orders")
+        forgotten = [publisher]
+        del publisher
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            forgotten.clear()
+
+    asyncio.run(main())
+
+
+def test_readings_are_those_of_the_sync_face(vhost: VirtualHost) -> None:
+    """The same families with the same labels."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from reliable_mq import Publisher
+
+    def names(registry: CollectorRegistry) -> set[str]:
+        return {line.partition(" ")[0] for line in generate_latest(registry).decode().splitlines() if "#" not in line}
+
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+
+    async def main() -> None:
+        async with AsyncPublisher(vhost.url, topology=[ORDERS], registry=ours) as publisher:
+            await publisher.publish(Message(b"x"), routing_key="orders")
+            assert ours.get_sample_value(
+                "reliable_mq_publisher_settled_total", {"publisher": "publisher", "outcome": "confirmed"}
+            )
+
+    asyncio.run(main())
+    with Publisher(vhost.url, topology=[ORDERS], registry=theirs) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+    assert names(ours) == names(theirs)

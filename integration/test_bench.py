@@ -1,0 +1,31 @@
+"""The benchmark runs to its end on a real broker, every contender with it. How fast is another matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration.bench.paths import ROOT
+from integration.support.management import VirtualHost
+
+
+@pytest.mark.timeout(300)
+def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
+    """All that is published is in the queue, all that is consumed is gone: the runner looks."""
+    sizes = ["--messages", "500", "--consumed", "1000", "--deadline", "60"]
+    command = [sys.executable, "-m", "integration.bench", "--quick", "--no-curves", *sizes]
+    command += ["--url", vhost.url, "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["failures"] == []
+    measured = {(entry["queue_type"], entry["contender"]) for entry in document["samples"]}
+    for name in ("ours-submit", "ours-many", "ours-publish", "ours-consumer", "pika-select", "pika-consumer"):
+        assert {("classic", name), ("quorum", name)} <= measured
+    assert ("memory", "ours-memory") in measured
+    assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()

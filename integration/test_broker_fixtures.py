@@ -1,0 +1,271 @@
+"""The harness itself: that its faults happen, that they end, and that the checker sees what it is there to see."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pika
+import pytest
+
+from integration.support.baseline import back_to_baseline
+from integration.support.broker import OWNER_LABEL, Broker, _is_orphan, _owner
+from integration.support.checker import Checker
+from integration.support.management import ManagementError
+from integration.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
+
+PLUGINS = {
+    "rabbitmq_auth_mechanism_ssl",
+    "rabbitmq_consistent_hash_exchange",
+    "rabbitmq_management",
+    "rabbitmq_prometheus",
+    "rabbitmq_stream",
+}
+
+
+def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: Broker) -> None:
+    enabled = any_broker.rabbitmqctl("eval", "rabbit_plugins:active().")
+
+    assert any_broker.version.startswith("4.0." if any_broker.line == "4.0" else "4.")
+    assert {plugin for plugin in PLUGINS if plugin in enabled} == PLUGINS
+
+
+def test_a_virtual_host_is_one_tests_own(vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]) -> None:
+    other = new_vhost(vhost.broker)
+    publish(vhost, "orders", ["1"])
+
+    assert vhost.queue("orders")["type"] == "quorum"
+    assert other.queue("orders") is None
+    assert vhost.live_counts() == {"orders": 1}
+
+
+def test_a_deleted_virtual_host_is_gone(broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> None:
+    vhost = new_vhost(broker)
+    vhost.delete()
+
+    with pytest.raises(ManagementError, match="404"):
+        vhost.delete()
+    vhost.create()  # for the fixture to delete
+
+
+def test_a_killed_broker_comes_back_at_the_same_place_with_its_messages(private_vhost: VirtualHost) -> None:
+    broker, url = private_vhost.broker, private_vhost.url
+    publish(private_vhost, "orders", ["1", "2"])
+    connection = private_vhost.connect()
+
+    broker.kill()
+
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        connection.process_data_events(time_limit=5)
+    assert not broker._answers()
+    broker.start()
+    assert private_vhost.url == url
+    private_vhost.wait_for_messages("orders", 2)
+
+
+def test_an_orderly_restart_says_so_to_clients(private_vhost: VirtualHost) -> None:
+    connection = private_vhost.connect()
+
+    private_vhost.broker.stop()
+
+    with pytest.raises(pika.exceptions.ConnectionClosedByBroker, match="320"):
+        connection.process_data_events(time_limit=5)
+    private_vhost.broker.start()
+    private_vhost.connect().close()
+
+
+def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Broker) -> None:
+    private_broker.pause()
+
+    with socket.create_connection((private_broker.host, private_broker.port), timeout=1) as connection:
+        connection.sendall(b"AMQP\x00\x00\x09\x01")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+    private_broker.unpause()
+    private_broker.wait_ready(timeout=10)
+
+
+@pytest.mark.parametrize("private_broker", ["newest", "4.0"], indirect=True)
+@pytest.mark.parametrize("alarm", ["set_memory_alarm", "set_disk_alarm"])
+def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, alarm: str) -> None:
+    broker = private_vhost.broker
+    seen: list[str] = []
+    with private_vhost.connect() as connection:
+        connection.add_on_connection_blocked_callback(lambda *_: seen.append("blocked"))
+        connection.add_on_connection_unblocked_callback(lambda *_: seen.append("unblocked"))
+        channel = connection.channel()
+        channel.queue_declare("orders", durable=True)
+        getattr(broker, alarm)(True)
+        channel.basic_publish("", "orders", b"")
+
+        wait_until(lambda: connection.process_data_events(0.1) or seen == ["blocked"], timeout=10, what="blocked")
+        getattr(broker, alarm)(False)
+        wait_until(lambda: connection.process_data_events(0.1) or seen[1:], timeout=10, what="unblocked")
+
+    assert seen == ["blocked", "unblocked"]
+
+
+def test_whatever_was_done_to_a_broker_heals(private_broker: Broker) -> None:
+    private_broker.set_memory_alarm(True)
+    private_broker.set_disk_alarm(True)
+    private_broker.pause()
+
+    private_broker.heal()
+
+    assert not private_broker.management.alarmed()
+    private_broker.kill()
+    private_broker.heal()
+    assert private_broker._answers()
+
+
+def test_a_broker_can_be_given_configuration_and_files() -> None:
+    with Broker(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
+        assert broker._exec("cat", "/etc/reliable-mq/ca.pem") == "content"
+        assert "17" in broker.rabbitmqctl("eval", "application:get_env(rabbit, heartbeat).")
+
+
+def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> None:
+    host, process, started = _owner().rsplit(":", 2)
+
+    assert broker._docker.labels[OWNER_LABEL] == _owner()
+    assert not _is_orphan(_owner())
+    assert not _is_orphan(f"elsewhere:{process}:1")
+    assert _is_orphan(f"{host}:{process}:{int(started) - 1}")
+    assert _is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
+
+
+def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Checker) -> None:
+    ids = [str(n) for n in range(3000)]
+    book(checker, ids)
+    publish(vhost, "orders", ids)
+    publish(vhost, "orders.dead", ["0"])
+
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead", "absent"])
+
+    balance = checker.close()
+    assert (balance.drained, balance.duplicated) == (3000, {"0"})
+    assert vhost.live_counts() == {"orders": 0, "orders.dead": 0}
+
+
+def test_the_checker_catches_a_message_that_the_broker_lost(vhost: VirtualHost) -> None:
+    reported: list[str] = []
+    checker = Checker(reported.append)
+    book(checker, ["1", "2"])
+    publish(vhost, "orders", ["1"])
+
+    checker.drain(vhost, ["orders"])
+
+    with pytest.raises(AssertionError, match="lost: 2"):
+        checker.close()
+    assert "attempted 2, confirmed 2" in reported[0]
+
+
+def test_the_checker_catches_a_message_that_nobody_published(vhost: VirtualHost) -> None:
+    checker = Checker()
+    book(checker, ["1"])
+    publish(vhost, "orders", ["1", "stranger"])
+
+    checker.drain(vhost, ["orders"])
+
+    with pytest.raises(AssertionError, match="unexpected: stranger"):
+        checker.close()
+
+
+def test_draining_does_not_end_while_somebody_holds_a_message(vhost: VirtualHost) -> None:
+    checker = Checker()
+    publish(vhost, "orders", ["1"])
+    with vhost.connect() as holder:
+        holder.channel().basic_get("orders")
+
+        with pytest.raises(TimeoutError, match=r"\{'orders': 1\}"):
+            checker.drain(vhost, ["orders"], timeout=1)
+
+    checker.drain(vhost, ["orders"])
+    assert checker.balance().drained == 1
+
+
+def test_draining_waits_for_dead_letters_that_are_on_their_way(vhost: VirtualHost) -> None:
+    checker = Checker()
+    ids = [str(n) for n in range(200)]
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("orders.dead", durable=True, arguments={"x-queue-type": "quorum"})
+        arguments = {
+            "x-queue-type": "quorum",
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": "orders.dead",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        }
+        channel.queue_declare("orders", durable=True, arguments=arguments)
+        book(checker, ids)
+        publish(vhost, "orders", ids)
+        received: list[int] = []
+        channel.basic_consume("orders", lambda _channel, method, *_: received.append(method.delivery_tag))
+        wait_until(lambda: connection.process_data_events(0.1) or len(received) == 200, timeout=10, what="messages")
+        channel.basic_nack(0, multiple=True, requeue=False)
+
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+
+    assert checker.close().dead_lettered == 200
+
+
+def test_the_baseline_sees_a_thread_and_a_descriptor_that_stay(baseline: None) -> None:
+    stop = threading.Event()
+    stray = threading.Thread(target=stop.wait, name="stray")
+    with pytest.raises(AssertionError, match="stray"), back_to_baseline(timeout=0.2):
+        stray.start()
+    stop.set()
+    stray.join()
+
+    opened: list[socket.socket] = []
+    with pytest.raises(AssertionError, match="socket"), back_to_baseline(timeout=0.2):
+        opened.append(socket.socket())
+    opened[0].close()
+
+
+def test_the_harness_itself_leaves_nothing_behind(vhost: VirtualHost, checker: Checker) -> None:
+    with back_to_baseline(timeout=2):
+        book(checker, ["1"])
+        publish(vhost, "orders", ["1"])
+        checker.drain(vhost, ["orders"])
+        vhost.broker.logs()
+        assert vhost.close_connections() == 0
+
+
+def test_a_seed_repeats_what_was_drawn(seed: int, rng: random.Random) -> None:
+    assert rng.random() == type(rng)(seed).random()
+
+
+def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    proxy = fault_proxy(vhost.url)
+
+    with pika.BlockingConnection(pika.URLParameters(proxy.url)) as connection:
+        assert connection.is_open
+        assert proxy.connections == 1
+
+
+def book(checker: Checker, ids: list[str]) -> None:
+    """Book messages as attempted and confirmed."""
+    for message_id in ids:
+        checker.attempted(message_id)
+        checker.confirmed(message_id)
+
+
+def publish(vhost: VirtualHost, queue: str, ids: list[str]) -> None:
+    """Declare a quorum queue where there is none, and publish empty messages with these ids."""
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        if vhost.queue(queue) is None:
+            channel.queue_declare(queue, durable=True, arguments={"x-queue-type": "quorum"})
+        for message_id in ids:
+            channel.basic_publish("", queue, b"", pika.BasicProperties(message_id=message_id, delivery_mode=2))
+    vhost.wait_for_messages(queue, len(ids))

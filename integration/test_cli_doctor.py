@@ -1,0 +1,261 @@
+"""``reliable-mq doctor`` on real brokers: what is well, what is not, what cannot be seen; it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from integration.support.broker import Broker
+from integration.support.certificates import Authority
+from integration.support.command_line import run_cli
+from integration.support.waiting import wait_until
+from reliable_mq import Publisher, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from integration.support.management import VirtualHost
+
+SECRET = "canary-password"
+
+
+def doctor(vhost: VirtualHost, *options: str, url: str | None = None) -> tuple[int, list[dict[str, str]]]:
+    """The exit status and the findings, with the management API of the broker."""
+    api = ["--management-url", vhost.broker.management.url] if url is None else []
+    done = run_cli("doctor", url or vhost.url, "--json", *api, *options)
+    assert done.stderr == b""
+    findings: list[dict[str, str]] = json.loads(done.stdout)["findings"]
+    assert SECRET not in done.stdout.decode()
+    return done.returncode, findings
+
+
+def about(findings: list[dict[str, str]], check: str) -> dict[str, str]:
+    (found,) = (each for each in findings if each["check"] == check)
+    return found
+
+
+def not_well(findings: list[dict[str, str]]) -> list[tuple[str, str, str]]:
+    """Everything but what is well, and the consumer timeout, which can never be read."""
+    return [
+        (each["status"], each["subject"], each["check"])
+        for each in findings
+        if each["status"] != "ok" and each["check"] != "consumer timeout"
+    ]
+
+
+def user(vhost: VirtualHost, name: str, *, configure: str, write: str, read: str, tags: str = "") -> str:
+    """A user of this virtual host; returns its URL."""
+    api = vhost.broker.management
+    api.call("PUT", "users", name, body={"password": SECRET, "tags": tags})
+    body = {"configure": configure, "write": write, "read": read}
+    api.call("PUT", "permissions", vhost.name, name, body=body)
+    return vhost.url.replace("guest:guest", f"{name}:{SECRET}")
+
+
+def declare(vhost: VirtualHost, name: str, *, durable: bool = True, **arguments: Any) -> None:
+    table = {f"x-{key.replace('_', '-')}": value for key, value in arguments.items()}
+    with vhost.connect() as connection:
+        connection.channel().queue_declare(name, durable=durable, arguments=table)
+
+
+def test_what_we_declare_is_well_on_every_version(any_vhost: VirtualHost) -> None:
+    with Publisher(any_vhost.url, topology=[Queue("orders"), Queue("events", type="stream")]) as publisher:
+        publisher.connect()
+    status, findings = doctor(any_vhost, "--queue", "orders", "--queue", "events")
+    assert status == 0
+    assert not_well(findings) == []
+    assert about(findings, "version")["text"] == f"RabbitMQ {any_vhost.broker.version}"
+    assert about(findings, "write")["status"] == about(findings, "alarms")["status"] == "ok"
+
+
+def test_it_changes_nothing(any_vhost: VirtualHost) -> None:
+    """No queue, no message, no mark on a message."""
+    declare(any_vhost, "orders", queue_type="quorum")
+    assert run_cli("publish", any_vhost.url, "--queue", "orders", stdin=b"x\n").returncode == 0
+    doctor(any_vhost, "--queue", "orders", "--queue", "missing")
+    doctor(any_vhost)
+    api = any_vhost.broker.management
+    assert [queue["name"] for queue in api.call("GET", "queues", any_vhost.name)] == ["orders"]
+    taken = run_cli("consume", any_vhost.url, "orders", "--ack", "--count", "1", "--json")
+    line = json.loads(taken.stdout)
+    assert (line["redelivered"], line.get("headers")) == (False, None)
+
+
+def test_queues_that_lose_messages_are_found(any_vhost: VirtualHost) -> None:
+    declare(any_vhost, "limit", queue_type="quorum", delivery_limit=3)
+    declare(any_vhost, "nowhere", queue_type="quorum", delivery_limit=-1, dead_letter_exchange="missing")
+    declare(any_vhost, "once", queue_type="quorum", dead_letter_exchange="", dead_letter_routing_key="limit")
+    declare(any_vhost, "full", queue_type="classic", max_length=5)
+    declare(any_vhost, "fleeting", queue_type="classic", message_ttl=1000)
+    status, findings = doctor(any_vhost)
+    assert status == 1
+    assert not_well(findings) == [
+        ("warning", "queue 'fleeting'", "message TTL"),
+        ("problem", "queue 'full'", "length limit"),
+        ("problem", "queue 'limit'", "delivery limit"),
+        ("problem", "queue 'nowhere'", "dead letters"),
+        ("warning", "queue 'nowhere'", "dead letters"),
+        ("warning", "queue 'once'", "dead letters"),
+    ]
+
+
+def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
+    declare(vhost, "orders", queue_type="quorum", delivery_limit=-1)
+    api = vhost.broker.management
+    policy = {"pattern": "orders", "definition": {"max-length": 10}, "apply-to": "queues"}
+    api.call("PUT", "policies", vhost.name, "short", body=policy)
+    wait_until(
+        lambda: (vhost.queue("orders") or {}).get("effective_policy_definition"),
+        timeout=15,
+        what="the policy in the statistics",
+        interval=0.2,
+    )
+    _, findings = doctor(vhost, "--queue", "orders")
+    assert not_well(findings) == [("problem", "queue 'orders'", "length limit")]
+
+
+def test_a_queue_that_a_restart_deletes_is_a_problem(vhost_40: VirtualHost) -> None:
+    """RabbitMQ 4.3 refuses such queues."""
+    declare(vhost_40, "orders", durable=False)
+    assert not_well(doctor(vhost_40)[1]) == [("problem", "queue 'orders'", "durable")]
+
+
+def test_consumers_and_dead_letters_are_looked_at(vhost: VirtualHost) -> None:
+    with Publisher(vhost.url, topology=[Queue("orders")]) as publisher:
+        publisher.connect()
+    run_cli("publish", vhost.url, "--queue", "orders.dead", stdin=b"x\ny\n")
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.basic_consume("orders", lambda *_: None)
+        channel.basic_consume("orders", lambda *_: None, auto_ack=True)
+        api = vhost.broker.management
+        wait_until(
+            lambda: (
+                len(api.call("GET", "consumers", vhost.name)) == 2
+                and (vhost.queue("orders.dead") or {}).get("messages") == 2
+            ),
+            timeout=15,
+            what="consumers and messages in the statistics",
+            interval=0.2,
+        )
+        _, findings = doctor(vhost, "--queue", "orders")
+    assert not_well(findings) == [
+        ("warning", "queue 'orders'", "acks"),
+        ("warning", "queue 'orders'", "prefetch"),
+        ("warning", "queue 'orders.dead'", "dead letters wait"),
+    ]
+
+
+def test_a_queue_that_does_not_exist_is_a_problem_with_and_without_the_management_api(vhost: VirtualHost) -> None:
+    expected = ("problem", "queue 'missing'", "exists")
+    assert expected in not_well(doctor(vhost, "--queue", "missing")[1])
+    status, findings = doctor(vhost, "--queue", "missing", "--management-url", "http://127.0.0.1:1")
+    assert status == 1
+    assert not_well(findings) == [("not checked", "broker", "management API"), expected]
+
+
+def test_permissions_are_told_without_the_management_api(any_vhost: VirtualHost) -> None:
+    declare(any_vhost, "orders", queue_type="quorum")
+    url = user(any_vhost, "narrow", configure="^mine", write="^$", read="^orders$")
+    status, findings = doctor(any_vhost, "--queue", "orders", "--queue", "mine", url=url)
+    assert status == 1  # "mine" does not exist
+    permissions = [
+        (each["check"], each["text"], each["status"]) for each in findings if each["subject"] == "permissions"
+    ]
+    assert permissions == [
+        ("configure", "queue 'orders': may not be declared", "warning"),
+        ("read", "queue 'orders': may be consumed", "ok"),
+        ("configure", "queue 'mine': may be declared", "ok"),
+        ("read", "queue 'mine': may not be consumed", "warning"),
+        ("write", "the default exchange (amq.default) may not be published to, so no queue by its name", "warning"),
+    ]
+    assert about(findings, "management API")["status"] == "not checked"
+
+
+def test_a_user_whom_the_management_api_does_not_let_in(vhost: VirtualHost) -> None:
+    url = user(vhost, "plain", configure=".*", write=".*", read=".*")
+    status, findings = doctor(vhost, "--management-url", vhost.broker.management.url, url=url)
+    assert status == 0
+    found = about(findings, "management API")
+    assert found["status"] == "not checked"
+    assert "401" in found["text"]
+    assert "alarms" in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "text"),
+    [
+        (("guest:guest", f"guest:{SECRET}"), "credentials", "ACCESS_REFUSED"),
+        (("/test-", "/no-such-"), "virtual host", "not found"),
+    ],
+)
+def test_why_a_login_is_refused(any_vhost: VirtualHost, change: tuple[str, str], check: str, text: str) -> None:
+    status, findings = doctor(any_vhost, url=any_vhost.url.replace(*change))
+    assert status == 1
+    found = about(findings, check)
+    assert found["status"] == "problem"
+    assert text in found["text"]
+
+
+def test_every_host_is_looked_at(vhost: VirtualHost) -> None:
+    own = f"{vhost.broker.host}:{vhost.broker.port}"
+    status, findings = doctor(vhost, url=vhost.url.replace(own, f"127.0.0.1:1,{own}"))
+    assert status == 1
+    assert [(each["subject"], each["status"]) for each in findings if each["check"] == "reachable"] == [
+        ("127.0.0.1:1", "problem"),
+        (own, "ok"),
+    ]
+    assert about(findings, "login")["subject"] == own
+
+
+def test_an_alarm_is_seen_with_and_without_the_management_api(
+    private_broker: Broker, private_vhost: VirtualHost
+) -> None:
+    private_broker.set_memory_alarm(True)
+    status, findings = doctor(private_vhost)
+    assert status == 1
+    assert about(findings, "alarms")["status"] == "problem"
+    status, findings = doctor(private_vhost, "--management-url", "http://127.0.0.1:1")
+    assert status == 1
+    assert "publishing is blocked (low on memory)" in about(findings, "blocked")["text"]
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+CONF = """
+listeners.ssl.default = 5671
+ssl_options.certfile = /tls/broker.crt
+ssl_options.keyfile = /tls/broker.key
+"""
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "ca")
+
+
+@pytest.fixture(scope="module")
+def tls_broker(authority: Authority) -> Iterator[Broker]:
+    own = authority.issue("broker", "localhost")
+    files = {"/tls/broker.crt": own.cert_file.read_bytes(), "/tls/broker.key": own.key_file.read_bytes()}
+    with Broker(conf=CONF, files=files) as broker:
+        yield broker
+
+
+@pytest.mark.parametrize(
+    ("host", "trusted", "status", "text"),
+    [
+        ("localhost", True, "warning", "certificate and host name verified; it expires on"),
+        ("127.0.0.1", True, "problem", "does not verify: IP address mismatch"),
+        ("localhost", False, "problem", "does not verify"),
+    ],
+)
+def test_tls_is_verified_and_dated(
+    tls_broker: Broker, authority: Authority, host: str, trusted: bool, status: str, text: str
+) -> None:
+    trust = f"?cacertfile={authority.file}" if trusted else ""
+    done = run_cli("doctor", f"amqps://guest:guest@{host}:{tls_broker.tls_port}/{trust}", "--json")
+    found = about(json.loads(done.stdout)["findings"], "TLS")
+    assert (found["status"], text in found["text"]) == (status, True), found

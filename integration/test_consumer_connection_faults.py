@@ -1,0 +1,361 @@
+"""A consumer whose broker or connection dies: the rows of the fault matrix about the network, on its side."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import tenacity
+
+from integration.support.consuming import Gate, Handler, numbered, publish
+from integration.support.publishing import book, submit
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Publisher, Queue, RetryPolicy
+from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.frames import basic_ack
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders")
+CHANNEL = 1  # the data channel is the only one of its connection
+SOON = tenacity.wait_fixed(0.1)
+
+
+@pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
+def test_f01_f02_broker_dies_while_messages_are_handled(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
+) -> None:
+    """Whether it is killed or restarted, everything confirmed is handled in the end; duplicates are allowed.
+
+    It dies with acks under way, three handlers running, and dozens of deliveries waiting behind them.
+    """
+    bodies = numbered(4000)
+    when = rng.randrange(100, 3900)
+    gate = Gate(lambda delivery: int(delivery.body) >= when)
+    handler = Handler(then=gate, account=checker)
+    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    publish(private_vhost, "orders", bodies, checker)
+    with (
+        gate,
+        Consumer(private_vhost.url, ORDERS, handler, concurrency=3, prefetch=50, reconnect_wait=SOON) as consumer,
+    ):
+        handler.wait_done(when)
+        if graceful:
+            private_broker.stop()
+        else:
+            private_broker.kill()
+        gate.open()
+        private_broker.start()
+        handler.wait_bodies(bodies)
+        assert consumer.reconnects >= 1
+    checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.handled == len(bodies)
+    assert balance.left == 0
+
+
+def test_f03_connection_is_reset_after_frame_n(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """Wherever a reset falls, in the handshake or among deliveries and acks, everything is handled in the end."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    handler = Handler(account=checker)
+    for frame in [*range(1, 14), *(rng.randrange(14, 700) for _ in range(6))]:
+        direction = rng.choice(["to_broker", "to_client"])
+        bodies = numbered(200, first=frame * 1000)
+        publish(vhost, "orders", bodies, checker)
+        proxy.cut_after(frame, direction)
+        with Consumer(proxy.url, ORDERS, handler, prefetch=20, ack_every=3, reconnect_wait=SOON):
+            handler.wait_bodies(bodies)
+        proxy.heal()
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
+def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """While a handler runs the connection is lost: what waited behind it is not handled before it comes again."""
+    proxy = fault_proxy(vhost.url)
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(proxy.url, ORDERS, handler, prefetch=50, reconnect_wait=SOON) as consumer:
+            publish(vhost, "orders", numbered(30))
+            wait_until(lambda: consumer.statistics.delivered == 30, timeout=10, what="30 delivered")
+            handler.wait_begun(1)
+            proxy.refuse_connections()
+            proxy.cut()
+            wait_until(lambda: not consumer.connected, timeout=10, what="the connection is lost")
+            gate.open()
+            handler.wait_done(1)
+            wait_until(lambda: consumer.statistics.stale == 1, timeout=10, what="the late result is dropped")
+            assert len(handler.begun) == 1
+            proxy.accept_connections()
+            handler.wait_done(31)
+            assert consumer.statistics.lost == 30
+    generations = [delivery.source.generation for delivery in handler.begun]
+    assert generations == [generations[0]] + [generations[-1]] * 30
+    assert all(delivery.redelivered for delivery in handler.begun[1:])
+
+
+def test_f04_connection_is_reset_between_publish_and_ack(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """Messages that were published twice, since their acks were lost, are delivered twice and take effect once."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        confirmations = [submit(checker, publisher, "orders") for _ in range(100)]
+        vhost.wait_for_messages("orders", 100)
+        proxy.cut()
+        proxy.heal()
+        assert [book(checker, one) for one in confirmations] == [None] * 100
+    handler = Handler(account=checker)
+    with Consumer(vhost.url, ORDERS, handler, concurrency=4, idempotency=MemoryStore()) as consumer:
+        wait_until(lambda: consumer.statistics.acked == 200, timeout=30, what="200 acked")
+        assert consumer.statistics.delivered == 200
+        assert consumer.statistics.duplicates == 100
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close(effects_once=True)
+    assert balance.effects == 100
+
+
+def test_f04_connection_is_reset_between_effect_and_ack(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """What was handled, but whose acks never arrived, is delivered again and takes effect once."""
+    proxy = fault_proxy(vhost.url)
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler, idempotency=MemoryStore(), reconnect_wait=SOON) as consumer:
+        proxy.black_hole("to_broker", new_connections=False)
+        publish(vhost, "orders", numbered(150), checker)
+        handler.wait_done(150)
+        proxy.cut()
+        wait_until(lambda: consumer.statistics.duplicates == 150, timeout=30, what="duplicates acked")
+        assert consumer.statistics.redelivered == 150
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 150
+
+
+@pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
+def test_f06_f07_connection_is_a_black_hole(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
+) -> None:
+    """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
+    proxy = fault_proxy(vhost.url)
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler, heartbeat=2, reconnect_wait=SOON) as consumer:
+        publish(vhost, "orders", numbered(10), checker)
+        handler.wait_done(10)
+        proxy.black_hole(direction, new_connections=False)
+        publish(vhost, "orders", numbered(10, first=10), checker)
+        wait_until(lambda: consumer.reconnects == 1, timeout=30, what="replaced")
+        handler.wait_bodies(numbered(20), timeout=30)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """The broker does not answer the cancel: stop_timeout and the closing grace are all that it costs."""
+    proxy = fault_proxy(vhost.url)
+    consumer = Consumer(proxy.url, ORDERS, Handler(), stop_timeout=0.5)
+    with consumer:
+        publish(vhost, "orders", numbered(10))
+        wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="acked")
+        proxy.black_hole()
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
+
+
+def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost, checker: Checker) -> None:
+    """Five seconds of silence: what is handled meanwhile is acked when it thaws, or comes again."""
+    handler = Handler(account=checker)
+    with Consumer(private_vhost.url, ORDERS, handler, prefetch=50, heartbeat=5, reconnect_wait=SOON):
+        publish(private_vhost, "orders", numbered(3000), checker)
+        private_broker.pause()
+        frozen = time.monotonic()
+        wait_until(lambda: time.monotonic() - frozen > 5, timeout=10, what="the time to pass")
+        private_broker.unpause()
+        handler.wait_bodies(numbered(3000))
+    checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """406 PRECONDITION_FAILED costs the channel, not the connection, and no message."""
+    proxy = fault_proxy(vhost.url)
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler) as consumer:
+        for times in range(1, 4):
+            publish(vhost, "orders", numbered(20, first=100 * times), checker)
+            handler.wait_done(20 * times)
+            wait_until(lambda times=times: consumer.statistics.acked >= 20 * times, timeout=10, what="acked")
+            proxy.inject("to_broker", basic_ack(CHANNEL, 1))
+            proxy.wait_for(lambda times=times: proxy.seen("channel.close", "to_client") == times)
+        publish(vhost, "orders", numbered(20), checker)
+        handler.wait_done(80)
+        assert (consumer.reconnects, proxy.connections) == (0, 1)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_gone(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """405 on a quick reconnect: the broker still has the old connection. The consumer waits, and gets in."""
+    proxy = fault_proxy(vhost.url)
+    handler = Handler()
+    mine = Queue("mine", type="classic", exclusive=True)
+    with Consumer(proxy.url, mine, handler, dead_letter=None, reconnect_wait=SOON) as consumer:
+        publish(vhost, "mine", numbered(1))
+        handler.wait_done(1)
+        proxy.cut(side="client")
+        wait_until(lambda: caplog.text.count("RESOURCE_LOCKED") >= 2, timeout=10, what="refused twice")
+        assert not consumer.connected
+        proxy.heal()
+        wait_until(lambda: consumer.connected, timeout=10, what="consuming again")
+        publish(vhost, "mine", numbered(1, first=1))
+        handler.wait_done(2)
+
+
+def test_f14_an_exclusive_consumer_waits_for_the_one_before(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """403 in exclusive use: likewise, and for another consumer that it stands behind."""
+    proxy = fault_proxy(vhost.url)
+    handler, other = Handler(), Handler()
+    orders = Queue("orders", type="classic")
+    with Consumer(proxy.url, orders, handler, exclusive=True, reconnect_wait=SOON) as consumer:
+        proxy.cut(side="client")
+        wait_until(lambda: caplog.text.count("in exclusive use") >= 2, timeout=10, what="refused twice")
+        proxy.heal()
+        wait_until(lambda: consumer.connected, timeout=10, what="consuming again")
+        publish(vhost, "orders", numbered(3))
+        handler.wait_done(3)
+        with Consumer(vhost.url, "orders", other, exclusive=True, reconnect_wait=SOON) as second:
+            assert not second.connected
+            consumer.stop()
+            wait_until(lambda: second.connected, timeout=10, what="the second consumes")
+            publish(vhost, "orders", numbered(3))
+            other.wait_done(3)
+
+
+@pytest.mark.parametrize("graceful", [False, True], ids=["reset", "closed_by_the_broker"])
+def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, graceful: bool
+) -> None:
+    """Completions with gaps: what is unfinished is never acked; its late result from the old channel is not either."""
+    proxy = fault_proxy(vhost.url)
+    held = {b"3", b"7", b"8"}
+
+    def holds(delivery: Delivery) -> bool:
+        return delivery.body in held and not delivery.redelivered
+
+    with Gate(holds) as gate:
+        handler = Handler(then=gate)
+        with Consumer(proxy.url, ORDERS, handler, concurrency=8, ack_interval=0.1, reconnect_wait=SOON) as consumer:
+            publish(vhost, "orders", numbered(20))
+            wait_until(lambda: consumer.statistics.acked == 17, timeout=10, what="all but the three acked")
+            assert consumer.statistics.acks_sent <= 17
+            if graceful:
+                wait_until(vhost.close_connections, timeout=10, what="the broker knows of the connection")
+            else:
+                proxy.cut()
+            handler.wait_done(20)
+            assert sorted(delivery.body for delivery in handler.begun if delivery.redelivered) == sorted(held)
+            assert consumer.statistics.stale == 0
+            gate.open()
+            wait_until(lambda: consumer.statistics.stale == 3, timeout=10, what="the late results are dropped")
+            wait_until(lambda: consumer.statistics.acked == 20, timeout=10, what="all acked")
+        assert sorted(handler.bodies) == sorted([*numbered(20), *held])
+    assert vhost.live_counts(["orders"])["orders"] == 0
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
+) -> None:
+    """Heartbeats are the I/O thread's, and user code never runs on it."""
+    proxy = fault_proxy(vhost.url)
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(
+            proxy.url,
+            ORDERS,
+            (lambda deliveries: [handler(one) for one in deliveries][:0] or None) if batch else handler,
+            batch_size=1 if batch else None,
+            heartbeat=2,
+        ) as consumer:
+            publish(vhost, "orders", numbered(1))
+            handler.wait_begun(1)
+            before = proxy.seen("heartbeat", "to_broker")
+            proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") >= before + 6, timeout=30)
+            gate.open()
+            wait_until(lambda: consumer.statistics.acked == 1, timeout=10, what="acked")
+            assert (consumer.reconnects, proxy.connections) == (0, 1)
+
+
+def test_a_retry_that_waits_is_handed_out_again_after_a_loss_and_keeps_its_count(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """What is held for its next attempt is lost with its channel, comes again, and is not tried before its time."""
+    proxy = fault_proxy(vhost.url)
+
+    def fail(delivery: Delivery) -> None:
+        if delivery.attempt < 3:
+            raise ValueError("not yet")
+
+    handler = Handler(then=fail)
+    policy = RetryPolicy(3, delays=(1.0,))
+    with Consumer(proxy.url, ORDERS, handler, retry=policy, reconnect_wait=SOON) as consumer:
+        publish(vhost, "orders", numbered(1))
+        wait_until(lambda: consumer.statistics.retried == 1, timeout=10, what="held")
+        proxy.cut()
+        handler.wait_done(1)
+    assert handler.attempts == [1, 2, 3]
+    assert handler.redelivered == [False, True, True]
+
+
+def test_a_flapping_connection_loses_nothing(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many resets while several handlers run, some of which fail: all is handled or dead-lettered."""
+    caplog.set_level(logging.CRITICAL)
+    proxy = fault_proxy(vhost.url)
+
+    def fail_some(delivery: Delivery) -> None:
+        if int(delivery.body) % 50 == 0:
+            raise ValueError("no")
+
+    handler = Handler(then=fail_some, account=checker)
+    policy = RetryPolicy(2, delays=(0.05,))
+    with Consumer(
+        proxy.url, ORDERS, handler, concurrency=4, prefetch=40, retry=policy, reconnect_wait=SOON
+    ) as consumer:
+        publish(vhost, "orders", numbered(3000), checker)
+        for _ in range(12):
+            handler.wait_done(len(handler.done) + rng.randrange(1, 100))
+            proxy.cut()
+            wait_until(lambda: consumer.connected, timeout=20, what="reconnected")
+        handler.wait_bodies(body for body in numbered(3000) if int(body) % 50)
+        wait_until(lambda: consumer.statistics.dead_lettered >= 60, timeout=30, what="dead letters")
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert (balance.handled, balance.dead_lettered + balance.left) == (2940, 60)

@@ -1,0 +1,480 @@
+"""What a handler is given, what it may say, and what becomes of its delivery."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from integration.support.consuming import Gate, Handler, dead_letters, numbered, publish, running, send
+from integration.support.waiting import wait_until
+from reliable_mq import Ack, Consumer, DeadLetter, Message, Queue, RetryLater, RetryPolicy
+from reliable_mq.core.codec import split_properties
+from reliable_mq.stores import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders")
+QUICK = RetryPolicy(3, delays=(0.05, 0.1))
+PREFIX = "x-reliable-mq-"
+
+
+def raises(error: BaseException) -> Callable[[Delivery], None]:
+    def fail(_delivery: Delivery) -> None:
+        raise error
+
+    return fail
+
+
+# One delivery
+
+
+def test_a_delivery_shows_what_was_published(any_vhost: VirtualHost) -> None:
+    """Body, headers and every property; where it came from; and that this is the first attempt."""
+    message = Message.json(
+        {"order": 1},
+        headers={"tenant": "a", "share": 0.25},
+        correlation_id="c1",
+        reply_to="answers",
+        priority=3,
+        expiration=3600,
+        type="order",
+        user_id="guest",
+        app_id="shop",
+        content_encoding="identity",
+    )
+    handler = Handler()
+    with Consumer(any_vhost.url, ORDERS, handler):
+        send(any_vhost, "orders", [message])
+        [delivery] = handler.wait_done(1)
+    assert delivery.json() == {"order": 1}
+    assert (delivery.message_id, delivery.correlation_id, delivery.reply_to) == (message.message_id, "c1", "answers")
+    assert (delivery.priority, delivery.expiration, delivery.type) == (3, 3600.0, "order")
+    assert (delivery.user_id, delivery.app_id, delivery.persistent) == ("guest", "shop", True)
+    assert (delivery.content_type, delivery.content_encoding) == ("application/json", "identity")
+    assert {name: delivery.headers[name] for name in ("tenant", "share")} == {"tenant": "a", "share": 0.25}
+    assert (delivery.queue, delivery.exchange, delivery.routing_key) == ("orders", "", "orders")
+    assert (delivery.attempt, delivery.redelivered, delivery.offset) == (1, False, None)
+
+
+@pytest.mark.parametrize("answer", [None, False, 0, Ack, RetryLater(0), DeadLetter("no"), [Ack], ValueError("no")])
+def test_what_a_plain_handler_returns_is_ignored(vhost: VirtualHost, answer: object) -> None:
+    """Returning is success, whatever is returned."""
+    with Consumer(vhost.url, ORDERS, lambda _: answer) as consumer:
+        publish(vhost, "orders", numbered(2))
+        wait_until(lambda: consumer.statistics.acked == 2, timeout=10, what="acked")
+        assert (consumer.statistics.failed, consumer.statistics.handled) == (0, 2)
+
+
+def test_handlers_run_side_by_side_as_many_as_told(vhost: VirtualHost) -> None:
+    """Each waits until all four are at it; a fifth does not begin."""
+    together = threading.Barrier(5)
+    handler = Handler(then=lambda _: together.wait(30))
+    with Consumer(vhost.url, ORDERS, handler, concurrency=4) as consumer:
+        publish(vhost, "orders", numbered(8))
+        for round_ in (1, 2):
+            handler.wait_begun(4 * round_)
+            wait_until(lambda: together.n_waiting == 4, timeout=10, what="four in their handlers")
+            assert len(handler.begun) == 4 * round_
+            together.wait(30)
+        handler.wait_done(8)
+    assert consumer.statistics.handled == 8
+
+
+def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
+    """With concurrency 1, with a store and without."""
+    for store in (None, MemoryStore()):
+        handler = Handler()
+        with Consumer(vhost.url, ORDERS, handler, idempotency=store):
+            publish(vhost, "orders", numbered(500))
+            handler.wait_done(500)
+        assert handler.bodies == numbered(500)
+
+
+# Trying again
+
+
+def test_a_handler_that_raises_is_tried_again_after_each_delay_then_dead_lettered(any_vhost: VirtualHost) -> None:
+    """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
+    times: list[float] = []
+
+    def fail(_delivery: Delivery) -> None:
+        times.append(time.monotonic())
+        raise ValueError("no such customer")
+
+    handler = Handler(then=fail)
+    with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(4, delays=(0.1, 0.3))) as consumer:
+        [message_id] = publish(any_vhost, "orders", [b"poison"])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
+    assert handler.attempts == [1, 2, 3, 4]
+    assert handler.redelivered == [False, True, True, True]
+    for (earlier, later), delay in zip(pairwise(times), (0.1, 0.3, 0.3), strict=True):
+        assert later - earlier >= delay
+    [dead] = dead_letters(any_vhost, "orders.dead", 1)
+    headers = dead["properties"]["headers"]
+    assert dead["payload"] == "poison"
+    assert dead["properties"]["message_id"] == message_id
+    assert headers[PREFIX + "dead-letter-reason"] == "4 of 4 attempts failed"
+    assert headers[PREFIX + "exception-type"] == "ValueError"
+    assert headers[PREFIX + "exception-message"] == "no such customer"
+    assert headers[PREFIX + "attempts"] == 4
+    assert headers[PREFIX + "original-queue"] == "orders"
+    assert headers[PREFIX + "consumer"] == "consumer"
+    assert headers[PREFIX + "first-failure"] <= headers[PREFIX + "last-failure"]
+    assert any_vhost.live_counts(["orders"])["orders"] == 0
+
+
+def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
+    """The policy's delay is an hour; the handler's own is not waited an hour for. After the last attempt it is over."""
+    handler = Handler(then=raises(RetryLater(0.05)))
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(3, delays=(3600,))) as consumer:
+        publish(vhost, "orders", numbered(1))
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
+    assert handler.attempts == [1, 2, 3]
+
+
+def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> None:
+    """And success ends it."""
+
+    def until_the_third(delivery: Delivery) -> None:
+        if delivery.attempt < 3:
+            raise RetryLater
+
+    handler = Handler(then=until_the_third)
+    with Consumer(vhost.url, ORDERS, handler, retry=QUICK) as consumer:
+        publish(vhost, "orders", numbered(1))
+        handler.wait_done(1)
+        wait_until(lambda: consumer.statistics.acked == 1, timeout=10, what="acked")
+        assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (2, 0)
+    assert handler.attempts == [1, 2, 3]
+
+
+def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None:
+    """On the first attempt, whatever the policy says."""
+    handler = Handler(then=raises(DeadLetter("customer 7 is blocked\nfor good")))
+    with Consumer(vhost.url, ORDERS, handler) as consumer:
+        publish(vhost, "orders", numbered(1))
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
+    assert handler.attempts == [1]
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    assert dead["properties"]["headers"][PREFIX + "dead-letter-reason"] == "customer 7 is blocked\\nfor good"
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, error: BaseException, store: bool) -> None:
+    """sys.exit() in a handler ends neither the worker nor the program."""
+
+    def leave_once(delivery: Delivery) -> None:
+        if delivery.body == b"0" and delivery.attempt == 1:
+            raise error
+
+    handler = Handler(then=leave_once)
+    options: dict[str, Any] = {"idempotency": MemoryStore(), "idempotency_lease": 0.2} if store else {}
+    with Consumer(vhost.url, ORDERS, handler, retry=QUICK, **options) as consumer:
+        publish(vhost, "orders", numbered(3))
+        handler.wait_done(3)
+        assert consumer.statistics.failed == 1
+    assert sorted(handler.bodies) == numbered(3)
+
+
+def test_messages_that_wait_for_their_next_attempt_are_not_in_the_way(vhost: VirtualHost) -> None:
+    """A long delay of one does not hold up the short one of another (row 56, in the process)."""
+
+    def fail_first(delivery: Delivery) -> None:
+        if delivery.attempt == 1:
+            raise RetryLater(5 if delivery.body == b"slow" else 0.05)
+
+    handler = Handler(then=fail_first)
+    with Consumer(vhost.url, ORDERS, handler) as consumer:
+        publish(vhost, "orders", [b"slow", b"quick", b"quick"])
+        handler.wait_done(2, timeout=4)
+        assert consumer.statistics.retried == 3
+    assert handler.bodies == [b"quick"] * 2
+    vhost.wait_for_messages("orders", 1)
+
+
+def test_redelivered_and_attempt_are_told_apart(any_vhost: VirtualHost) -> None:
+    """A message that comes again because its consumer went away is redelivered, and still at its first attempt."""
+    with Gate() as gate:
+        first = Handler(then=gate)
+        with Consumer(any_vhost.url, ORDERS, first) as consumer:
+            publish(any_vhost, "orders", numbered(3))
+            first.wait_begun(1)
+            wait_until(lambda: consumer.statistics.delivered == 3, timeout=10, what="delivered")
+            consumer.stop()
+            wait_until(lambda: consumer.statistics.handed_back == 2, timeout=10, what="handed back")
+            gate.open()
+    second = Handler()
+    with Consumer(any_vhost.url, ORDERS, second):
+        second.wait_done(2)
+    assert second.bodies == [b"1", b"2"]
+    assert second.redelivered == [True, True]
+    assert second.attempts == [1, 1]
+
+
+def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHost) -> None:
+    """The broker's own counts and limits do not matter: reconnects cost no attempts, failures do."""
+    handler = Handler(then=raises(ValueError("never")))
+    with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(6, delays=(0.01,))) as consumer:
+        for round_ in range(1, 4):
+            publish(any_vhost, "orders", numbered(1))
+            wait_until(lambda round_=round_: consumer.statistics.dead_lettered == round_, timeout=10, what="dead")
+    assert handler.attempts == [1, 2, 3, 4, 5, 6] * 3
+
+
+# Dead letters
+
+
+def test_a_dead_letter_is_the_message_byte_for_byte(any_vhost: VirtualHost) -> None:
+    """Every property and foreign header as it came; what RabbitMQ would act upon moves to headers of ours."""
+    message = Message(
+        b"\x00\xff body",
+        headers={"CC": ["audit"], "nested": {"a": [1, 2.5, None, {"b": b"\xff"}]}, "share": 0.1, "when": None},
+        content_type="text/x",
+        content_encoding="y",
+        correlation_id="c",
+        reply_to="r",
+        priority=9,
+        expiration=60,
+        type="t",
+        user_id="guest",
+        app_id="a",
+    )
+    seen = Handler(then=raises(DeadLetter("look at it")))
+    audit = Queue("audit", dead_letter=None)
+    with Consumer(any_vhost.url, ORDERS, seen, topology=[audit]) as consumer:
+        send(any_vhost, "orders", [message])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
+    [original] = seen.begun
+    with Consumer(any_vhost.url, "orders.dead") as dead, dead.get(timeout=10) as [letter]:
+        assert letter.body == original.body == message.body
+        before, after = split_properties(original.properties), split_properties(letter.properties)
+        assert after.keys() == before.keys() - {"user_id", "expiration"}
+        assert {name: after[name] for name in after if name != "headers"} == {
+            name: before[name] for name in after if name != "headers"
+        }
+        headers = letter.headers
+        assert {name: value for name, value in headers.items() if not name.startswith(PREFIX)} == {
+            name: value for name, value in original.headers.items() if name != "CC"
+        }
+        assert headers[PREFIX + "original-cc"] == ["audit"]
+        assert headers[PREFIX + "original-user-id"] == "guest"
+        assert headers[PREFIX + "original-expiration"] == "60000"
+    any_vhost.wait_for_messages("audit", 1)
+
+
+@pytest.mark.parametrize("kind", ["name", "queue"])
+def test_dead_letters_go_where_they_are_told(vhost: VirtualHost, kind: str) -> None:
+    """To a queue that is declared along, or one that exists."""
+    bin_ = Queue("bin", type="classic", dead_letter=None)
+    target, topology = ("bin", [bin_]) if kind == "name" else (bin_, [])
+    handler = Handler(then=raises(DeadLetter("no")))
+    with Consumer(vhost.url, ORDERS, handler, dead_letter=target, topology=topology) as consumer:
+        publish(vhost, "orders", numbered(2))
+        wait_until(lambda: consumer.statistics.dead_lettered == 2, timeout=10, what="dead-lettered")
+    vhost.wait_for_messages("bin", 2)
+
+
+def test_without_a_dead_letter_queue_the_broker_is_told_to_reject(
+    vhost: VirtualHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said loudly at the start and at each; and where the broker itself dead-letters, that keeps it."""
+    handler = Handler(then=raises(DeadLetter("no")))
+    with Consumer(vhost.url, ORDERS, handler, dead_letter=None) as consumer:
+        assert "no dead-letter queue" in caplog.text
+        publish(vhost, "orders", numbered(2))
+        wait_until(lambda: consumer.statistics.rejected == 2, timeout=10, what="rejected")
+    assert caplog.text.count("rejected: no") == 2
+    assert [
+        dead["properties"]["headers"]["x-first-death-reason"] for dead in dead_letters(vhost, "orders.dead", 2)
+    ] == [
+        "rejected",
+        "rejected",
+    ]
+
+
+def test_dead_letters_are_published_while_handlers_go_on_under_an_alarm(
+    private_broker: Any, private_vhost: VirtualHost
+) -> None:
+    """An alarm blocks the connection of dead letters, not that of deliveries and acks."""
+
+    def fail_odd(delivery: Delivery) -> None:
+        if int(delivery.body) % 2:
+            raise DeadLetter("odd")
+
+    handler = Handler(then=fail_odd)
+    with Consumer(private_vhost.url, ORDERS, handler) as consumer:
+        publish(private_vhost, "orders", [b"1"])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="the connection is opened")
+        with Gate() as gate:
+            handler._then, before = gate, handler._then
+            publish(private_vhost, "orders", numbered(40, first=2))
+            handler.wait_begun(2)
+            private_broker.set_memory_alarm(True)
+            handler._then = before
+        handler.wait_done(20)
+        wait_until(lambda: consumer.statistics.acked >= 20, timeout=10, what="handled ones acked")
+        private_broker.set_memory_alarm(False)
+        wait_until(lambda: consumer.statistics.dead_lettered == 21, timeout=60, what="the odd ones dead-lettered")
+
+
+# Batches
+
+
+class Batches:
+    """A batch handler that keeps what it was given."""
+
+    def __init__(self, answer: Callable[[list[Delivery]], object] = lambda _: None) -> None:
+        self.given: list[list[bytes]] = []
+        self._answer = answer
+        self._changed = threading.Condition()
+
+    def __call__(self, deliveries: list[Delivery]) -> object:
+        with self._changed:
+            self.given.append([delivery.body for delivery in deliveries])
+            self._changed.notify_all()
+        return self._answer(deliveries)
+
+    def wait_for(self, count: int) -> list[list[bytes]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.given) >= count, 30), self.given
+        return self.given
+
+
+def test_a_batch_is_full_or_has_waited_and_none_acks_all(vhost: VirtualHost) -> None:
+    """Full ones at once, the rest when batch_wait is over."""
+    handler = Batches()
+    started = time.monotonic()
+    with Consumer(vhost.url, ORDERS, handler, batch_size=4, batch_wait=1.0) as consumer:
+        publish(vhost, "orders", numbered(10))
+        assert handler.wait_for(2) == [numbered(4), numbered(4, first=4)]
+        assert handler.wait_for(3)[2] == numbered(2, first=8)
+        assert time.monotonic() - started >= 1.0
+        wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="all acked")
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_batch_handler_gives_a_verdict_per_item(vhost: VirtualHost, store: bool) -> None:
+    """Ack, None, RetryLater and DeadLetter in one answer; a retried item comes again alone."""
+
+    def judge(deliveries: list[Delivery]) -> object:
+        if len(deliveries) == 1:
+            assert deliveries[0].attempt == 2
+            return None
+        return [Ack, Ack(), RetryLater(0.05), DeadLetter("bad"), None]
+
+    handler = Batches(judge)
+    options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
+    with Consumer(vhost.url, ORDERS, handler, batch_size=5, batch_wait=10, **options) as consumer:
+        publish(vhost, "orders", numbered(5))
+        wait_until(lambda: consumer.statistics.acked == 5, timeout=10, what="all settled")
+        assert (consumer.statistics.handled, consumer.statistics.dead_lettered) == (4, 1)
+    assert handler.given == [numbered(5), [b"2"]]
+    assert [dead["payload"] for dead in dead_letters(vhost, "orders.dead", 1)] == ["3"]
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: Checker, store: bool) -> None:
+    """Nobody knows the culprit: each item alone, its attempts counted from there; the good ones are handled once."""
+
+    def fail(deliveries: list[Delivery]) -> None:
+        if any(delivery.body == b"3" for delivery in deliveries):
+            raise ValueError("one of them is bad")
+        for delivery in deliveries:
+            checker.effect(delivery.message_id or "")
+            checker.handled(delivery.message_id or "")
+
+    handler = Batches(fail)
+    options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
+    with Consumer(vhost.url, ORDERS, handler, batch_size=5, retry=QUICK, **options) as consumer:
+        publish(vhost, "orders", numbered(5), checker)
+        wait_until(lambda: consumer.statistics.acked == 5, timeout=10, what="all settled")
+    assert handler.given[0] == numbered(5)
+    assert sorted(map(tuple, handler.given[1:])) == sorted([(body,) for body in numbered(5)] + [(b"3",)] * 2)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close(effects_once=True)
+    assert (balance.handled, balance.dead_lettered) == (4, 1)
+
+
+@pytest.mark.parametrize("answer", [[Ack], [Ack] * 9, "ok", 5, {"0": Ack}])
+def test_a_wrong_answer_of_a_batch_handler_fails_the_batch(vhost: VirtualHost, answer: object) -> None:
+    """Then item by item; an answer that stays wrong is dead-lettered with the reason."""
+    handler = Batches(lambda deliveries: answer if len(deliveries) > 1 else None)
+    with Consumer(vhost.url, ORDERS, handler, batch_size=3) as consumer:
+        publish(vhost, "orders", numbered(3))
+        wait_until(lambda: consumer.statistics.acked == 3, timeout=10, what="handled one by one")
+    assert handler.given == [numbered(3), [b"0"], [b"1"], [b"2"]]
+
+
+def test_batches_of_several_workers_and_the_prefetch(vhost: VirtualHost) -> None:
+    """The prefetch holds a batch for each worker; every message is in one batch."""
+    together = threading.Barrier(2)
+    handler = Batches(lambda _: [None] * 10 if together.wait(30) >= 0 else None)
+    with Consumer(vhost.url, ORDERS, handler, batch_size=10, prefetch=20, concurrency=2) as consumer:
+        publish(vhost, "orders", numbered(100))
+        wait_until(lambda: consumer.statistics.acked == 100, timeout=30, what="all acked")
+    assert sorted(int(body) for batch in handler.given for body in batch) == list(range(100))
+    assert {len(batch) for batch in handler.given} == {10}
+
+
+# Metrics
+
+
+def test_the_metrics_of_a_run(vhost: VirtualHost) -> None:
+    """What was delivered, handled, retried, dead-lettered and acked, by how many frames; and nothing outstanding."""
+    registry = CollectorRegistry()
+
+    def fail_nines(delivery: Delivery) -> None:
+        if delivery.body.endswith(b"9"):
+            raise ValueError("no")
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"reliable_mq_{name}", {"consumer": "billing", "queue": "orders"})
+
+    handler = Handler(then=fail_nines)
+    with Consumer(vhost.url, ORDERS, handler, retry=QUICK, name="billing", registry=registry) as consumer:
+        publish(vhost, "orders", numbered(100))
+        wait_until(lambda: consumer.statistics.acked == 100, timeout=20, what="all settled")
+        assert value("consumer_connected") == 1
+        assert value("consumer_unacked") == 0
+        assert value("consumer_deliveries_total") == 100
+        assert value("consumer_handled_total") == 90
+        assert value("consumer_failed_attempts_total") == 30
+        assert value("consumer_retried_total") == 20
+        assert value("consumer_dead_lettered_total") == 10
+        sent, saved = value("consumer_acks_sent_total"), value("consumer_acks_saved_total")
+        assert sent is not None
+        assert saved is not None
+        assert sent + saved == 100
+        assert sent < 50
+        assert value("consumer_handler_seconds_count") == 120
+    assert value("consumer_connected") is None, "a consumer that is closed is registered no more"
+
+
+def test_two_consumers_share_a_queue(vhost: VirtualHost, checker: Checker) -> None:
+    """Each message goes to one of them."""
+    one, other = Handler(account=checker), Handler(account=checker)
+    first = Consumer(vhost.url, ORDERS, one, prefetch=10, name="one")
+    second = Consumer(vhost.url, ORDERS, other, prefetch=10, name="other")
+    with running(first), running(second):
+        wait_until(lambda: first.connected and second.connected, timeout=10, what="both consume")
+        publish(vhost, "orders", numbered(1000), checker)
+        wait_until(lambda: len(one.done) + len(other.done) >= 1000, timeout=30, what="all handled")
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.handled == 1000
+    assert not balance.duplicated
+    assert one.done
+    assert other.done

@@ -1,0 +1,237 @@
+"""Consuming a stream: where it begins, and where it goes on."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+import tenacity
+
+from integration.support.consuming import Gate, Handler, numbered, publish
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
+from reliable_mq.stores import MemoryStore
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+EVENTS = Queue("events", type="stream")
+SOON = tenacity.wait_fixed(0.1)
+
+
+def declare(vhost: VirtualHost) -> None:
+    with Publisher(vhost.url, topology=[EVENTS]) as publisher:
+        publisher.connect()
+
+
+def offsets(handler: Handler) -> list[int]:
+    return [delivery.offset if delivery.offset is not None else -1 for delivery in list(handler.begun)]
+
+
+def test_from_the_first_every_time(any_vhost: VirtualHost) -> None:
+    """A stream keeps what was consumed: a second consumer gets it again, with its offsets."""
+    declare(any_vhost)
+    publish(any_vhost, "events", numbered(50))
+    for _ in range(2):
+        handler = Handler()
+        with Consumer(any_vhost.url, EVENTS, handler, offset="first") as consumer:
+            handler.wait_done(50)
+            wait_until(lambda consumer=consumer: consumer.statistics.acked == 50, timeout=10, what="acked")
+        assert handler.bodies == numbered(50)
+        assert offsets(handler) == list(range(50))
+
+
+@pytest.mark.parametrize("given", ["next", None])
+def test_from_what_comes_next(any_vhost: VirtualHost, given: str | None) -> None:
+    """Which is what RabbitMQ does by default."""
+    declare(any_vhost)
+    publish(any_vhost, "events", numbered(10))
+    handler = Handler()
+    with Consumer(any_vhost.url, EVENTS, handler, offset=given):
+        publish(any_vhost, "events", numbered(5, first=10))
+        handler.wait_done(5)
+    assert handler.bodies == numbered(5, first=10)
+
+
+def test_from_an_offset(any_vhost: VirtualHost) -> None:
+    """Exactly there, in the middle of a chunk."""
+    declare(any_vhost)
+    publish(any_vhost, "events", numbered(100))
+    handler = Handler()
+    with Consumer(any_vhost.url, "events", handler, offset=77):
+        handler.wait_done(23)
+    assert handler.bodies == numbered(23, first=77)
+
+
+def test_from_the_last_chunk(any_vhost: VirtualHost) -> None:
+    """Which ends with the last message."""
+    declare(any_vhost)
+    for number in range(5):
+        publish(any_vhost, "events", [b"%d" % number])
+    handler = Handler()
+    with Consumer(any_vhost.url, EVENTS, handler, offset="last"):
+        handler.wait_bodies([b"4"])
+    assert handler.bodies == [b"4"]
+
+
+def test_from_a_time(any_vhost: VirtualHost) -> None:
+    """Chunk by chunk, whole seconds."""
+    declare(any_vhost)
+    publish(any_vhost, "events", numbered(5))
+    earlier = time.time()
+    wait_until(lambda: time.time() > earlier + 2.1, timeout=5, what="two seconds to pass")
+    publish(any_vhost, "events", numbered(5, first=5))
+    handler = Handler()
+    with Consumer(any_vhost.url, EVENTS, handler, offset=datetime.fromtimestamp(earlier + 2, UTC)):
+        handler.wait_done(5)
+    assert handler.bodies == numbered(5, first=5)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_after_a_loss_it_goes_on_where_it_was(
+    any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int
+) -> None:
+    """Nothing is left out, and it does not begin anew: what was in work comes twice, at most the prefetch."""
+    proxy = fault_proxy(any_vhost.url)
+    declare(any_vhost)
+    publish(any_vhost, "events", numbered(3000))
+    handler = Handler()
+    cuts, prefetch = 5, 40
+    with Consumer(
+        proxy.url, EVENTS, handler, offset="first", prefetch=prefetch, concurrency=concurrency, reconnect_wait=SOON
+    ) as consumer:
+        for cut in range(1, cuts + 1):
+            handler.wait_done(len(handler.done) + rng.randrange(50, 300))
+            proxy.cut()
+            wait_until(lambda cut=cut: consumer.reconnects == cut, timeout=20, what="reconnected")
+        handler.wait_bodies(numbered(3000))
+    assert len(handler.begun) <= 3000 + cuts * (prefetch + concurrency)
+
+
+def test_what_is_unfinished_or_waits_for_its_next_attempt_is_where_it_goes_on(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """One handler is held up and one has failed while those behind them are done: after a loss both come again."""
+    proxy = fault_proxy(vhost.url)
+    declare(vhost)
+
+    def fail_five(delivery: Delivery) -> None:
+        if delivery.body == b"5" and delivery.attempt == 1:
+            raise ValueError("not yet")
+        gate(delivery)
+
+    with Gate(lambda delivery: delivery.body == b"7") as gate:
+        handler = Handler(then=fail_five)
+        policy = RetryPolicy(3, delays=(1.0,))
+        with Consumer(
+            proxy.url, EVENTS, handler, offset="first", concurrency=3, retry=policy, reconnect_wait=SOON
+        ) as consumer:
+            publish(vhost, "events", numbered(20))
+            wait_until(lambda: consumer.statistics.acked == 18, timeout=10, what="all but 5 and 7")
+            proxy.cut()
+            gate.open()
+            handler.wait_bodies([b"5"])
+            wait_until(lambda: consumer.statistics.acked == 18 + 15, timeout=10, what="from 5 on")
+    again = [*zip(offsets(handler), handler.attempts, handler.redelivered, strict=True)][20:]
+    assert sorted(again) == [(5, 2, True), *((offset, 1, True) for offset in range(6, 20))]
+
+
+def test_what_is_given_up_is_not_in_the_way(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is rejected, or dead-lettered where that was asked for; the stream itself keeps it."""
+    proxy = fault_proxy(vhost.url)
+    declare(vhost)
+
+    def refuse_odd(delivery: Delivery) -> None:
+        if int(delivery.body) % 2:
+            raise DeadLetter("odd")
+
+    bin_ = Queue("bin", dead_letter=None)
+    for dead_letter in (None, bin_):
+        handler = Handler(then=refuse_odd)
+        with Consumer(
+            proxy.url, EVENTS, handler, offset="first", dead_letter=dead_letter, reconnect_wait=SOON
+        ) as consumer:
+            publish(vhost, "events", numbered(10))
+            settled = 10 if dead_letter is None else 20
+            wait_until(
+                lambda consumer=consumer, settled=settled: (
+                    consumer.statistics.acked + consumer.statistics.rejected == settled
+                ),
+                timeout=10,
+                what="all settled",
+            )
+            proxy.cut()
+            wait_until(lambda consumer=consumer: consumer.reconnects == 1, timeout=10, what="reconnected")
+            publish(vhost, "events", [b"100"])
+            handler.wait_bodies([b"100"])
+            assert len(handler.begun) == settled + 1
+            vhost_events = offsets(handler)
+            assert vhost_events == sorted(vhost_events)
+        if dead_letter is None:
+            assert "no dead-letter queue" not in caplog.text
+            with vhost.connect() as connection:
+                connection.channel().queue_delete("events")
+            declare(vhost)
+            publish(vhost, "events", numbered(10))
+    vhost.wait_for_messages("bin", 10)
+
+
+def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """It subscribes anew behind what has come: nothing is left out or repeated."""
+    proxy = fault_proxy(any_vhost.url)
+    declare(any_vhost)
+    handler = Handler()
+    with Consumer(proxy.url, EVENTS, handler, offset="first", prefetch=10) as consumer:
+        publish(any_vhost, "events", numbered(1000))
+        for prefetch in (50, 7, 200):
+            handler.wait_done(len(handler.done) + 20)
+            consumer.prefetch = prefetch
+        handler.wait_done(1000)
+        proxy.wait_for(lambda: proxy.seen("basic.consume-ok") == 4)
+        assert consumer.reconnects == 0
+    assert handler.bodies == numbered(1000)
+
+
+def test_a_stopped_stream_consumer_leaves_nothing_behind_and_loses_nothing(vhost: VirtualHost) -> None:
+    """A consumer that is told where the last one was goes on there."""
+    declare(vhost)
+    publish(vhost, "events", numbered(500))
+    first = Handler()
+    with Consumer(vhost.url, EVENTS, first, offset="first", prefetch=20) as consumer:
+        first.wait_done(100)
+        consumer.stop()
+    last = first.done[-1].offset
+    assert last is not None
+    second = Handler()
+    with Consumer(vhost.url, EVENTS, second, offset=last + 1):
+        second.wait_done(500 - last - 1)
+    assert first.bodies + second.bodies == numbered(500)
+
+
+def test_with_a_store_a_stream_takes_effect_once(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """However often it is cut."""
+    proxy = fault_proxy(vhost.url)
+    declare(vhost)
+    handler = Handler()
+    with Consumer(
+        proxy.url, EVENTS, handler, offset="first", prefetch=30, idempotency=MemoryStore(), reconnect_wait=SOON
+    ) as consumer:
+        publish(vhost, "events", numbered(1000))
+        for cut in range(1, 5):
+            handler.wait_done(len(handler.done) + rng.randrange(20, 100))
+            proxy.cut()
+            wait_until(lambda cut=cut: consumer.reconnects == cut, timeout=20, what="reconnected")
+        handler.wait_bodies(numbered(1000))
+    assert handler.bodies == numbered(1000)

@@ -1,0 +1,290 @@
+"""A consumer whose queue, or dead-letter queue, is deleted, changed or missing."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import tenacity
+
+from integration.support.consuming import (
+    Gate,
+    Handler,
+    Running,
+    consumers,
+    dead_letters,
+    numbered,
+    publish,
+    run_to_its_error,
+    running,
+)
+from integration.support.waiting import wait_until
+from reliable_mq import BrokerUnavailable, Consumer, Publisher, Queue, RetryPolicy, TopologyMismatch
+
+if TYPE_CHECKING:
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders")
+SOON = tenacity.wait_fixed(0.1)
+ONCE = RetryPolicy(1)
+
+
+def declare(vhost: VirtualHost, *queues: Queue) -> None:
+    with Publisher(vhost.url, topology=queues) as publisher:
+        publisher.connect()
+
+
+def fail(_delivery: Delivery) -> None:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
+    vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """The cancel from the broker is reported, and the consumer goes on with a new queue of that name."""
+    handler = Handler()
+    orders = Queue("orders", type=kind)
+    with Consumer(vhost.url, orders, handler, reconnect_wait=SOON) as consumer:
+        publish(vhost, "orders", numbered(5))
+        handler.wait_done(5)
+        vhost.delete_queue("orders")
+        wait_until(lambda: consumer.statistics.cancelled == 1 and consumer.connected, timeout=10, what="back")
+        publish(vhost, "orders", numbered(5, first=5))
+        handler.wait_done(10)
+        assert consumer.reconnects == 0
+    assert "was deleted or moved" in caplog.text
+    assert handler.bodies == numbered(10)
+
+
+def test_f24_a_named_queue_that_is_deleted_is_waited_for(vhost: VirtualHost, caplog: pytest.LogCaptureFixture) -> None:
+    """A plain name is not declared: the consumer reports that it is missing, and resumes when somebody made it."""
+    declare(vhost, ORDERS)
+    handler = Handler()
+    with running(Consumer(vhost.url, "orders", handler, reconnect_wait=SOON)) as run:
+        publish(vhost, "orders", numbered(5))
+        handler.wait_done(5)
+        vhost.delete_queue("orders")
+        wait_until(lambda: caplog.text.count("no queue 'orders'") >= 2, timeout=10, what="reported as missing")
+        assert not run.consumer.connected
+        assert not run.returned
+        declare(vhost, ORDERS)
+        publish(vhost, "orders", numbered(5, first=5))
+        handler.wait_done(10)
+
+
+def test_f24_what_runs_while_the_queue_is_deleted_is_finished_first(vhost: VirtualHost) -> None:
+    """Deliveries that wait are dropped (they went with the queue); the handler that runs is not interrupted."""
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(vhost.url, ORDERS, handler) as consumer:
+            publish(vhost, "orders", numbered(10))
+            handler.wait_begun(1)
+            wait_until(lambda: consumer.statistics.delivered == 10, timeout=10, what="delivered")
+            vhost.delete_queue("orders")
+            wait_until(lambda: consumer.statistics.cancelled == 1, timeout=10, what="cancelled")
+            gate.open()
+            wait_until(lambda: consumer.connected, timeout=10, what="subscribed again")
+            publish(vhost, "orders", numbered(1, first=10))
+            handler.wait_done(2)
+    assert handler.bodies == [b"0", b"10"]
+
+
+def test_f24_a_handler_that_does_not_end_does_not_keep_the_consumer_from_subscribing_again(vhost: VirtualHost) -> None:
+    """It is waited for as long as for a stop; then its channel is given up."""
+    with Gate(lambda delivery: delivery.body == b"0") as gate:
+        handler = Handler(then=gate)
+        with Consumer(vhost.url, ORDERS, handler, concurrency=2, stop_timeout=0.3) as consumer:
+            publish(vhost, "orders", numbered(1))
+            handler.wait_begun(1)
+            vhost.delete_queue("orders")
+            wait_until(lambda: consumer.statistics.cancelled == 1 and consumer.connected, timeout=10, what="back")
+            publish(vhost, "orders", numbered(3, first=1))
+            handler.wait_done(3)
+            gate.open()
+            wait_until(lambda: consumer.statistics.stale == 1, timeout=10, what="the late result is dropped")
+
+
+def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None:
+    """Each time, also while the prefetch is being changed, the consumer comes back, with one subscription."""
+    handler = Handler()
+    with Consumer(vhost.url, ORDERS, handler, reconnect_wait=SOON) as consumer:
+        for times in range(1, 9):
+            consumer.prefetch = 100 + times
+            vhost.delete_queue("orders")
+            wait_until(lambda: vhost.queue("orders") is not None, timeout=10, what="declared again")
+            publish(vhost, "orders", numbered(5))
+            handler.wait_done(5 * times)
+        assert [one["queue_name"] for one in consumers(vhost)] == ["orders"]
+
+
+def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """run() raises a TopologyMismatch that names the argument and both values."""
+    proxy = fault_proxy(vhost.url)
+    handler = Handler()
+    run = Running(Consumer(proxy.url, ORDERS, handler, reconnect_wait=SOON)).start()
+    wait_until(lambda: run.consumer.connected, timeout=10, what="consuming")
+    publish(vhost, "orders", numbered(1))
+    handler.wait_done(1)
+    proxy.refuse_connections()
+    proxy.cut()
+    wait_until(lambda: not run.consumer.connected, timeout=10, what="the connection is lost")
+    vhost.delete_queue("orders")
+    declare(vhost, Queue("orders", arguments={"x-delivery-limit": 7}))
+    proxy.accept_connections()
+    error = run.join()
+    assert isinstance(error, TopologyMismatch)
+    assert (error.kind, error.name, error.argument) == ("queue", "orders", "x-delivery-limit")
+    assert (error.declared, error.existing) == ("-1", "7")
+    assert all(part in str(error) for part in ("orders", "x-delivery-limit", "'-1'", "'7'"))
+
+
+@pytest.mark.parametrize("start", ["run", "with", "get", "connect"])
+def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHost, start: str) -> None:
+    """However the consumer is started."""
+    declare(vhost, Queue("orders", type="classic"))
+    consumer = Consumer(vhost.url, ORDERS, None if start == "get" else Handler())
+    begin = {
+        "run": consumer.run,
+        "with": consumer.__enter__,
+        "get": consumer.get(timeout=5).__enter__,
+        "connect": consumer.connect,
+    }
+    with pytest.raises(TopologyMismatch) as caught:
+        begin[start]()
+    assert caught.value.argument == "x-overflow"
+    assert caught.value.argument in str(caught.value)
+
+
+def test_a_named_queue_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:
+    """With what to do about it."""
+    error = run_to_its_error(Consumer(vhost.url, "nowhere", Handler()), TopologyMismatch)
+    assert "create the queue, or give a Queue" in str(error)
+
+
+def test_a_virtual_host_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:
+    """It is no use to try again: run() raises at once."""
+    error = run_to_its_error(Consumer(vhost.broker.url_of("nowhere"), "orders", Handler()), BrokerUnavailable)
+    assert isinstance(error, BrokerUnavailable)
+    assert error.permanent
+
+
+def test_a_broker_that_is_given_up_on_ends_run(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """With reconnect_stop, and only then: at the start, and after a loss."""
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    stop = tenacity.stop_after_attempt(3)
+    run_to_its_error(
+        Consumer(proxy.url, ORDERS, Handler(), reconnect_wait=SOON, reconnect_stop=stop), BrokerUnavailable
+    )
+    proxy.accept_connections()
+    handler = Handler()
+    run = Running(Consumer(proxy.url, ORDERS, handler, reconnect_wait=SOON, reconnect_stop=stop)).start()
+    wait_until(lambda: run.consumer.connected, timeout=10, what="consuming")
+    proxy.refuse_connections()
+    proxy.cut()
+    error = run.join()
+    assert isinstance(error, BrokerUnavailable)
+    assert not error.permanent
+
+
+def test_an_unreachable_broker_is_said_by_connect_and_waited_for_by_with(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """connect() raises at once and leaves nothing running; a with block begins all the same and goes on trying."""
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    handler = Handler()
+    consumer = Consumer(proxy.url, ORDERS, handler, reconnect_wait=SOON)
+    for _ in range(2):
+        with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1"):
+            consumer.connect()
+    with consumer:
+        assert not consumer.connected
+        proxy.accept_connections()
+        wait_until(lambda: consumer.connected, timeout=10, what="connected")
+        publish(vhost, "orders", numbered(3))
+        handler.wait_done(3)
+
+
+def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
+    """After connect() the consumer consumes; run() and with take it from there."""
+    declare(vhost, ORDERS)
+    publish(vhost, "orders", numbered(3))
+    handler = Handler()
+    consumer = Consumer(vhost.url, ORDERS, handler)
+    consumer.connect()
+    consumer.connect()
+    handler.wait_done(3)
+    with running(consumer):
+        publish(vhost, "orders", numbered(3))
+        handler.wait_done(6)
+    assert len(handler.begun) == 6
+
+
+# Row 57
+
+
+def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
+    vhost: VirtualHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A named dead-letter queue that is missing: tried again and again, reported, and the message stays."""
+    caplog.set_level(logging.INFO)
+    orders = Queue("orders", dead_letter=None)
+    handler = Handler(then=fail)
+    with Consumer(vhost.url, orders, handler, retry=ONCE, dead_letter="bin") as consumer:
+        [message_id] = publish(vhost, "orders", [b"poison"])
+        wait_until(lambda: consumer.statistics.republish_failed >= 2, timeout=20, what="tried twice")
+        assert consumer.statistics.acked == 0
+        assert len(handler.begun) == 1, "waiting for the dead-letter queue costs no attempt"
+    assert "dead letter not confirmed" in caplog.text
+    vhost.wait_for_messages("orders", 1)
+    declare(vhost, Queue("bin", dead_letter=None))
+    with Consumer(vhost.url, orders, handler, retry=ONCE, dead_letter="bin") as consumer:
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
+    [dead] = dead_letters(vhost, "bin", 1)
+    assert dead["payload"] == "poison"
+    assert dead["properties"]["message_id"] == message_id
+    assert vhost.live_counts(["orders"])["orders"] == 0
+
+
+def test_f57_a_dead_letter_queue_that_comes_back_gets_what_waited_for_it(vhost: VirtualHost, checker: Checker) -> None:
+    """Deleted under the consumer: neighbours flow, and when it is back, what was given up arrives there."""
+
+    def fail_even(delivery: Delivery) -> None:
+        if int(delivery.body) % 2 == 0:
+            raise ValueError("no")
+
+    handler = Handler(then=fail_even, account=checker)
+    with Consumer(vhost.url, ORDERS, handler, retry=ONCE) as consumer:
+        vhost.delete_queue("orders.dead")
+        publish(vhost, "orders", numbered(20), checker)
+        handler.wait_done(10)
+        wait_until(lambda: consumer.statistics.republish_failed >= 10, timeout=20, what="none confirmed")
+        wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="the others acked")
+        declare(vhost, ORDERS)
+        wait_until(lambda: consumer.statistics.dead_lettered == 10, timeout=20, what="all dead-lettered")
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert (balance.handled, balance.dead_lettered) == (10, 10)
+
+
+def test_f57_a_dead_letter_queue_that_is_full_keeps_the_originals(vhost: VirtualHost) -> None:
+    """Nacks for the dead letters: the originals stay until there is room."""
+    bin_ = Queue("bin", type="classic", max_length=1, dead_letter=None)
+    handler = Handler(then=fail)
+    with Consumer(vhost.url, ORDERS, handler, retry=ONCE, dead_letter=bin_) as consumer:
+        publish(vhost, "orders", numbered(4))
+        wait_until(lambda: consumer.statistics.republish_failed >= 1, timeout=30, what="refused")
+        assert consumer.statistics.dead_lettered < 4
+    counts = vhost.live_counts(["orders", "bin"])
+    assert counts["orders"] + counts["bin"] == 4
+    assert consumer.statistics.acked == counts["bin"]

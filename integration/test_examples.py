@@ -1,0 +1,165 @@
+"""Every file in ``examples/`` runs as it is, as a program of its own, and prints what its docstring says."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.broker import Broker
+from integration.support.certificates import Authority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from integration.support.management import VirtualHost
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+README = ROOT / "README.md"
+# Those with a test of their own below.
+SPECIAL = {"service", "tls", "test_with_faults"}
+DEADLINE = 60.0
+
+_PRINTS = re.compile(r"^Prints[^\n]*::\n\n((?:(?: {4}[^\n]*)?\n)+)", re.MULTILINE)
+
+
+def expected(example: str) -> str:
+    """What the docstring of an example says that it prints."""
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{example}.py").read_text()), clean=True)
+    found = _PRINTS.search(f"{docstring}\n")
+    assert found is not None, f"{example} does not say what it prints"
+    return textwrap.dedent(found[1]).strip("\n") + "\n"
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
+
+
+def run(*command: str, **variables: str) -> str:
+    """Run Python in ``examples/`` to its end, which must be a good one; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=EXAMPLES,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def assert_prints(example: str, printed: str) -> None:
+    """Compare, where ``...`` stands for anything."""
+    wanted = expected(example)
+    assert doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS), f"{wanted}\n!=\n{printed}"
+
+
+@pytest.mark.parametrize("example", sorted({path.stem for path in EXAMPLES.glob("*.py")} - SPECIAL))
+def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> None:
+    """Twice, since nothing of the first run may be in the way of the second."""
+    for _ in range(2):
+        assert_prints(example, run(f"{example}.py", RELIABLE_MQ_URL=vhost.url))
+
+
+def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost) -> None:
+    """The example of a service runs until SIGTERM, and ends with everything settled."""
+    wanted = expected("service").splitlines()
+    printed, status = run_until(
+        ["service.py"], len(wanted) - 1, environment(RELIABLE_MQ_URL=vhost.url, PYTHONUNBUFFERED="1"), EXAMPLES
+    )
+    assert printed == wanted
+    assert status == 0
+    assert vhost.live_counts()["example.service.orders"] == 0
+    assert vhost.live_counts()["example.service.invoices"] == 3
+
+
+def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
+    """The example of a user's own tests with the fault proxy passes under pytest, with nothing of this suite around."""
+    printed = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
+        "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
+    )  # fmt: skip
+    assert_prints("test_with_faults", printed)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    """Environment for a broker with TLS that asks for a client's certificate."""
+    authority = Authority(tmp_path, "ca")
+    own, client = authority.issue("broker", "localhost", "127.0.0.1"), authority.issue("client")
+    conf = """
+        listeners.ssl.default = 5671
+        ssl_options.cacertfile = /tls/ca.pem
+        ssl_options.certfile = /tls/broker.crt
+        ssl_options.keyfile = /tls/broker.key
+        ssl_options.verify = verify_peer
+        ssl_options.fail_if_no_peer_cert = true
+    """
+    files = {
+        "/tls/ca.pem": authority.file.read_bytes(),
+        "/tls/broker.crt": own.cert_file.read_bytes(),
+        "/tls/broker.key": own.key_file.read_bytes(),
+    }
+    with Broker(conf=textwrap.dedent(conf), files=files) as broker:
+        yield {
+            "RELIABLE_MQ_URL": f"amqps://guest:guest@localhost:{broker.tls_port}/",
+            "RELIABLE_MQ_CA_FILE": str(authority.file),
+            "RELIABLE_MQ_CERT_FILE": str(client.cert_file),
+            "RELIABLE_MQ_KEY_FILE": str(client.key_file),
+        }
+
+
+def test_the_example_of_tls_prints_what_it_says(tls: Mapping[str, str]) -> None:
+    """Against a broker with certificates of its own authority."""
+    assert_prints("tls", run("tls.py", **tls))
+
+
+def test_the_first_program_of_the_readme_runs(vhost: VirtualHost, tmp_path: Path) -> None:
+    """The README's first program publishes and handles until it is stopped, and leaves nothing behind."""
+    program = re.search(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert program is not None
+    url = '"amqp://guest:guest@localhost/"'
+    assert program[1].count(url) == 1, "the URL stands in one place, for a reader to change"
+    (tmp_path / "first.py").write_text(program[1].replace(url, repr(vhost.url)))
+    printed, status = run_until(["first.py"], 2, environment(PYTHONUNBUFFERED="1"), tmp_path)
+    assert printed == ["handling order 1, attempt 1", "handling order 2, attempt 1"]
+    assert status == 0
+    assert vhost.live_counts() == {"orders": 0, "orders.dead": 0}
+
+
+def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
+    """Run Python until it has printed so many lines, then send SIGTERM; return all it printed, and its exit status."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=directory,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = threading.Timer(DEADLINE, process.kill)
+    deadline.start()
+    try:
+        with process:
+            assert process.stdout is not None
+            printed = [process.stdout.readline().rstrip("\n") for _ in range(lines)]
+            process.send_signal(signal.SIGTERM)
+            printed += process.stdout.read().splitlines()
+            return printed, process.wait(DEADLINE)
+    finally:
+        deadline.cancel()
+        deadline.join()

@@ -1,0 +1,72 @@
+"""Publisher and consumer at work for a long time: memory, threads and descriptors stay where they are.
+
+`make test` looks for seconds, `make soak` for an hour (``RELIABLE_MQ_SOAK_SECONDS``).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.seeds import soaking
+from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
+
+if TYPE_CHECKING:
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600" if soaking() else "15"))
+ROUND = 2000  # messages between two looks at a failure and a reconnect
+MOST_GROWTH = 16 * 1024 * 1024  # bytes of RSS: what the allocator keeps, independent of the time that passes
+
+
+def rss() -> int:
+    """Resident memory of this process, in bytes."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(SECONDS * 1.5 + 120)
+def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """Thousands of messages a second, one in a hundred failing once, and a reconnect every round leave no trace."""
+    proxy = fault_proxy(vhost.url)
+    orders = Queue("orders")
+    handled = 0
+
+    def handle(delivery: Delivery) -> None:
+        nonlocal handled
+        if delivery.body.startswith(b"fail") and delivery.attempt == 1:
+            raise ValueError("once")
+        handled += 1
+
+    with (
+        Publisher(proxy.url, topology=[orders]) as publisher,
+        Consumer(proxy.url, orders, handle, retry=RetryPolicy(3, delays=(0.01,))) as consumer,
+    ):
+
+        def work() -> None:
+            bodies = (b"fail" if number % 100 == 0 else b"x" * 500 for number in range(ROUND))
+            report = publisher.publish_many(map(Message, bodies), routing_key="orders")
+            report.raise_for_failures()
+            proxy.cut()
+
+        for _ in range(3):
+            work()
+        before, ends, rounds = rss(), time.monotonic() + SECONDS, 0
+        while time.monotonic() < ends:
+            work()
+            rounds += 1
+        proxy.wait_for(lambda: handled >= (rounds + 3) * ROUND, 60, what="every message to be handled")
+        grown = rss() - before
+        print(f"{rounds * ROUND} messages, {publisher.statistics.in_doubt} in doubt, {consumer.reconnects} reconnects")
+        assert grown < MOST_GROWTH, f"{grown} bytes more after {rounds} rounds"

@@ -1,0 +1,38 @@
+"""A publisher whose wall clock jumps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from integration.support.programs import environment, faketime
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
+
+
+def test_f45_wall_clock_jumps_by_an_hour(vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path) -> None:
+    """No deadline, wait or heartbeat looks at the wall clock: a jump of an hour either way changes nothing."""
+    proxy = fault_proxy(vhost.url)
+    offset_file = tmp_path / "offset"
+    offset_file.write_text("+0")
+    controls = {"hold": proxy.hold_confirms, "release": proxy.release_confirms, "cut": proxy.cut}
+    with subprocess.Popen(
+        [sys.executable, "-m", "integration.programs.jumping_clock", proxy.url, str(offset_file)],
+        env=environment() | faketime(offset_file),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        while (line := program.stdout.readline().strip()) in controls:
+            controls[line]()
+            program.stdin.write("done\n")
+            program.stdin.flush()
+    assert (line, program.returncode) == ("end", 0)
+    assert proxy.connections == 3, "the first one, and one after each cut"

@@ -1,0 +1,220 @@
+"""A publisher whose connection dies, hangs or crawls: the rows of the fault matrix about the network and the broker."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.publishing import Load, book, submit
+from integration.support.waiting import wait_until
+from reliable_mq import Publisher, PublishUnconfirmed, Queue
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+
+ORDERS = Queue("orders", dead_letter=None)
+QUICK = {"confirm_timeout": 1.5, "connect_timeout": 3.0, "heartbeat": 5}
+
+
+def wait_for_confirms(load: Load, count: int) -> None:
+    wait_until(lambda: load.confirmed >= count, timeout=60, what=f"{count} confirms")
+
+
+def test_f01_broker_is_killed_while_messages_are_outstanding(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+) -> None:
+    """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
+    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+        with Load(checker, publisher, "orders") as load:
+            wait_for_confirms(load, rng.randrange(500, 8000))
+            private_broker.kill()
+            private_broker.start()
+            wait_for_confirms(load, load.confirmed + 100)
+        assert load.errors == []
+        assert publisher.statistics.in_doubt > 0
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
+def test_f02_broker_is_restarted_gracefully(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+) -> None:
+    """A graceful restart of the broker costs no message and fails none."""
+    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+        with Load(checker, publisher, "orders") as load:
+            wait_for_confirms(load, rng.randrange(500, 8000))
+            private_broker.restart()
+            wait_for_confirms(load, load.confirmed + 100)
+        assert load.errors == []
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
+def test_f03_connection_is_reset_after_frame_n(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """Wherever a reset falls, in the handshake or among publishes, everything is confirmed in the end."""
+    proxy = fault_proxy(vhost.url)
+    frames = [*range(1, 12), *(rng.randrange(12, 600) for _ in range(6))]
+    for frame in frames:
+        proxy.cut_after(frame, rng.choice(["to_broker", "to_client"]))
+        with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+            confirmations = [submit(checker, publisher, "orders") for _ in range(200)]
+            assert [error for one in confirmations if (error := book(checker, one))] == [], f"cut after frame {frame}"
+        proxy.heal()
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f04_connection_is_reset_between_publish_and_ack(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """When acks are lost with the connection, the messages are published again: duplicates, marked, and none lost."""
+    count = rng.randrange(20, 300)
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        confirmations = [submit(checker, publisher, "orders") for _ in range(count)]
+        vhost.wait_for_messages("orders", count)
+        proxy.wait_for(lambda: proxy.held_confirms > 0)
+        proxy.release_confirms(rng.randrange(proxy.held_confirms))
+        proxy.cut()
+        proxy.heal()
+        assert [book(checker, one) for one in confirmations] == [None] * count
+        again = sum(one.result().possible_duplicate for one in confirmations)
+        assert 0 < again == publisher.statistics.republished
+    marked = [message for message in vhost.peek("orders") if message["properties"].get("headers")]
+    assert len(marked) == again
+    checker.drain(vhost, ["orders"])
+    assert len(checker.close().duplicated) == again
+
+
+def test_f05_connection_is_reset_in_the_middle_of_a_body(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """A message of which half a body was sent is published again whole."""
+    proxy = fault_proxy(vhost.url)
+    body = rng.randbytes(300_000)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        for _ in range(5):
+            proxy.cut_in_body(rng.random(), nth=rng.randrange(1, 6))
+            confirmations = [submit(checker, publisher, "orders", body) for _ in range(4)]
+            assert [book(checker, one) for one in confirmations] == [None] * 4
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        for _, _, received in channel.consume("orders", auto_ack=False, inactivity_timeout=1):
+            if received is None:
+                break
+            assert received == body
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+@pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
+def test_f06_f07_connection_is_a_black_hole(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
+) -> None:
+    """A connection on which nothing arrives is noticed within the confirm timeout and replaced; no call hangs."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], **QUICK) as publisher:
+        publisher.connect()
+        proxy.black_hole(direction, new_connections=False)
+        started = time.monotonic()
+        confirmations = [submit(checker, publisher, "orders") for _ in range(50)]
+        assert [book(checker, one, timeout=20) for one in confirmations] == [None] * 50
+        assert time.monotonic() - started < 15
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f06_every_connection_is_a_black_hole(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """While no connection works at all, publishes end with an error at their deadline, and so does the publisher."""
+    proxy = fault_proxy(vhost.url)
+    started = time.monotonic()
+    with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=3, **QUICK) as publisher:
+        publisher.connect()
+        proxy.black_hole()
+        confirmations = [submit(checker, publisher, "orders") for _ in range(50)]
+        errors = [book(checker, one, timeout=20) for one in confirmations]
+        assert {type(error) for error in errors} == {PublishUnconfirmed}
+    assert time.monotonic() - started < 30
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f08_slow_and_jittery_network(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
+) -> None:
+    """200 ms of delay with jitter fail nothing and replace no connection."""
+    proxy = fault_proxy(vhost.url, seed=seed)
+    proxy.delay(0.2, jitter=0.1)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        confirmations = [submit(checker, publisher, "orders") for _ in range(3000)]
+        assert [error for one in confirmations if (error := book(checker, one))] == []
+        assert publisher.statistics.in_doubt == 0
+    assert proxy.connections == 1
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
+    """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], max_outstanding_bytes=20_000, confirm_timeout=10) as publisher:
+        publisher.connect()
+        proxy.throttle(8_000)
+        confirmations = []
+        for _ in range(50):
+            confirmations.append(submit(checker, publisher, "orders", b"x" * 1000))
+            assert publisher.outstanding <= 20
+        assert [error for one in confirmations if (error := book(checker, one))] == []
+        proxy.heal()
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f10_peer_stops_reading_then_resets(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """Publishes stuck behind a full socket are published again on the next connection."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        proxy.stop_reading("to_broker", new_connections=False)
+        confirmations = [submit(checker, publisher, "orders", b"x" * 50_000) for _ in range(500)]
+        wait_until(lambda: publisher.outstanding == 500, timeout=10, what="everything outstanding")
+        proxy.cut()
+        assert [error for one in confirmations if (error := book(checker, one))] == []
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
+def test_f11_broker_is_frozen(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, seconds: int
+) -> None:
+    """A frozen broker leaves outcomes unknown; when it thaws they are resolved, and nothing hangs."""
+    with Publisher(private_vhost.url, topology=[ORDERS], **QUICK) as publisher:
+        with Load(checker, publisher, "orders") as load:
+            wait_for_confirms(load, 500)
+            private_broker.pause()
+            frozen = time.monotonic()
+            wait_until(lambda: time.monotonic() - frozen > seconds, timeout=seconds + 5, what="the time to pass")
+            private_broker.unpause()
+            wait_for_confirms(load, load.confirmed + 100)
+        assert load.errors == []
+    checker.drain(private_vhost, ["orders"])
+    checker.close()

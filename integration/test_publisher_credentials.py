@@ -1,0 +1,128 @@
+"""A publisher whose password or token changes."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+import tenacity
+
+from integration.support.publishing import book, submit
+from integration.support.waiting import wait_until
+from reliable_mq import BrokerUnavailable, Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", dead_letter=None)
+QUICK = tenacity.wait_fixed(0.1)
+
+
+class User:
+    """A user of the broker, with rights in one virtual host, and what a credentials callback knows of it."""
+
+    def __init__(self, vhost: VirtualHost) -> None:
+        self.name = f"user-{uuid.uuid4().hex[:12]}"
+        self.known = ""  # the password that the callback gives
+        self.asked = 0
+        self._vhost = vhost
+
+    def set_password(self, password: str) -> None:
+        """On the broker."""
+        api = self._vhost.broker.management
+        api.call("PUT", "users", self.name, body={"password": password, "tags": ""})
+        everything = {"configure": ".*", "write": ".*", "read": ".*"}
+        api.call("PUT", "permissions", self._vhost.name, self.name, body=everything)
+
+    def delete(self) -> None:
+        self._vhost.broker.management.call("DELETE", "users", self.name)
+
+    def credentials(self) -> tuple[str, str]:
+        """What a publisher asks for its credentials."""
+        self.asked += 1
+        return self.name, self.known
+
+    @property
+    def url(self) -> str:
+        """Without credentials."""
+        return self._vhost.url.replace("guest:guest@", "")
+
+
+@pytest.fixture
+def user(vhost: VirtualHost) -> Iterator[User]:
+    user = User(vhost)
+    user.set_password("first")
+    user.known = "first"
+    yield user
+    user.delete()
+
+
+def test_f52_password_is_rotated(vhost: VirtualHost, checker: Checker, user: User) -> None:
+    """The credentials are asked for at every connect, so a new password is used by the next connection."""
+    with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
+        assert book(checker, submit(checker, publisher, "orders")) is None
+        for password in ("second", "third"):
+            user.set_password(password)
+            user.known = password
+            assert book(checker, submit(checker, publisher, "orders")) is None  # the old connection lives on
+            before = user.asked
+            wait_until(vhost.close_connections, timeout=20, what="the connection to be known and closed")
+            assert book(checker, submit(checker, publisher, "orders")) is None
+            assert user.asked > before
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f52_password_is_rotated_before_the_callback_knows_it(vhost: VirtualHost, checker: Checker, user: User) -> None:
+    """Once it was connected, a refused password is asked for again until the new one is there; nothing is lost."""
+    with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
+        publisher.connect()
+        user.set_password("second")
+        wait_until(vhost.close_connections, timeout=20, what="the connection to be known and closed")
+        before = user.asked
+        confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
+        wait_until(lambda: user.asked >= before + 3, timeout=20, what="three attempts with the old password")
+        assert not any(confirmation.done() for confirmation in confirmations)
+        user.known = "second"
+        assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 10
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f52_first_password_is_wrong_and_updated(user: User) -> None:
+    """A password that was never right is said at once; with the right one the same publisher works."""
+    user.known = "wrong"
+    publisher = Publisher(user.url, credentials=user.credentials, topology=[ORDERS])
+    for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
+        with pytest.raises(BrokerUnavailable, match="403") as caught:
+            call()
+        assert caught.value.permanent
+    user.known = "first"
+    with publisher:
+        assert publisher.publish(Message(b"x"), routing_key="orders").attempts == 1
+
+
+def test_f52_callback_fails_for_a_while(user: User) -> None:
+    """A callback that raises (its vault is down, say) fails the attempt, not the publisher."""
+    failures = 3
+
+    def credentials() -> tuple[str, str]:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ConnectionError("the vault is down")
+        return user.credentials()
+
+    publisher = Publisher(user.url, credentials=credentials, topology=[ORDERS], reconnect_wait=QUICK)
+    with pytest.raises(BrokerUnavailable, match="credentials callback raised ConnectionError") as caught:
+        publisher.connect()
+    assert not caught.value.permanent
+    with publisher:
+        assert publisher.publish(Message(b"x"), routing_key="orders").attempts == 1
+    assert failures == 0

@@ -1,0 +1,183 @@
+"""A publisher over TLS: the broker's certificate is verified, at the first connect and at every later one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import tenacity
+
+from integration.support.broker import Broker
+from integration.support.certificates import DAY, Authority, Certificate
+from integration.support.management import VirtualHost
+from integration.support.publishing import book, submit
+from integration.support.waiting import wait_until
+from reliable_mq import BrokerUnavailable, Message, Publisher, Queue, TLSOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from integration.support.checker import Checker
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", dead_letter=None)
+QUICK = tenacity.wait_fixed(0.1)
+CONF = """
+listeners.ssl.default = 5671
+ssl_options.cacertfile = /tls/ca.pem
+ssl_options.certfile = /tls/broker.crt
+ssl_options.keyfile = /tls/broker.key
+ssl_options.verify = verify_peer
+ssl_options.fail_if_no_peer_cert = false
+ssl_cert_login_from = common_name
+auth_mechanisms.1 = PLAIN
+auth_mechanisms.2 = EXTERNAL
+"""
+
+
+def files(authority: Authority, certificate: Certificate) -> dict[str, bytes]:
+    return {
+        "/tls/ca.pem": authority.file.read_bytes(),
+        "/tls/broker.crt": certificate.cert_file.read_bytes(),
+        "/tls/broker.key": certificate.key_file.read_bytes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "ca")
+
+
+@pytest.fixture(scope="module")
+def good(authority: Authority) -> Certificate:
+    return authority.issue("broker", "localhost", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def tls_broker(authority: Authority, good: Certificate) -> Iterator[Broker]:
+    with Broker(conf=CONF, files=files(authority, good)) as broker:
+        yield broker
+
+
+@pytest.fixture
+def tls_vhost(tls_broker: Broker, authority: Authority, good: Certificate) -> Iterator[VirtualHost]:
+    tls_broker.change_certificate(files(authority, good))
+    vhost = VirtualHost(tls_broker, "tls")
+    vhost.create()
+    yield vhost
+    vhost.delete()
+
+
+@pytest.fixture
+def bad(request: pytest.FixtureRequest, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """A certificate that must be refused."""
+    match request.param:
+        case "expired":
+            return authority.issue("expired", "localhost", "127.0.0.1", ends_in=-DAY)
+        case "of another host":
+            return authority.issue("other", "other.example", "192.0.2.1")
+        case _:
+            name = "ca" if request.param == "of a forged authority" else "other"
+            return Authority(tmp_path_factory.mktemp("other"), name).issue("broker", "localhost", "127.0.0.1")
+
+
+BAD = pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("expired", "certificate has expired"),
+        ("of another host", "mismatch"),
+        ("of an unknown authority", "unable to get local issuer certificate"),
+        ("of a forged authority", "signature failure"),
+    ],
+    indirect=["bad"],
+)
+
+
+def url(vhost: VirtualHost, user: str = "guest:guest@", host: str = "localhost") -> str:
+    return f"amqps://{user}{host}:{vhost.broker.tls_port}/{vhost.name}"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_f53_good_certificate_is_accepted(
+    tls_vhost: VirtualHost, checker: Checker, authority: Authority, host: str
+) -> None:
+    """With the right authority everything works as without TLS, large messages and reconnects included."""
+    with Publisher(
+        url(tls_vhost, host=host), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS], reconnect_wait=QUICK
+    ) as publisher:
+        confirmations = [submit(checker, publisher, "orders", b"x" * size) for size in (0, 1, 100_000, 3_000_000) * 20]
+        assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 80
+        wait_until(tls_vhost.close_connections, timeout=20, what="the connection to be known and closed")
+        assert book(checker, submit(checker, publisher, "orders")) is None
+    checker.drain(tls_vhost, ["orders"])
+    checker.close()
+
+
+def test_f53_certificate_says_who_the_client_is(tls_vhost: VirtualHost, authority: Authority) -> None:
+    """SASL EXTERNAL: no password, the user is the common name of the client's certificate."""
+    own = authority.issue("guest")
+    tls = TLSOptions(ca_file=authority.file, cert_file=own.cert_file, key_file=own.key_file)
+    with Publisher(url(tls_vhost, user="") + "?auth_mechanism=external", tls=tls, topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"x", user_id="guest"), routing_key="orders")
+
+
+def test_f53_certificate_of_nobody_the_broker_knows(tls_vhost: VirtualHost, authority: Authority) -> None:
+    """SASL EXTERNAL with a valid certificate for a user that the broker does not have is refused for good."""
+    own = authority.issue("nobody")
+    tls = TLSOptions(ca_file=authority.file, cert_file=own.cert_file, key_file=own.key_file)
+    publisher = Publisher(url(tls_vhost, user="") + "?auth_mechanism=external", tls=tls)
+    with pytest.raises(BrokerUnavailable, match="403") as caught:
+        publisher.connect()
+    assert caught.value.permanent
+
+
+@BAD
+def test_f53_bad_certificate_is_refused(
+    tls_vhost: VirtualHost, authority: Authority, bad: Certificate, reason: str
+) -> None:
+    """At the first connect a certificate that does not verify is an error at once, and nothing is sent."""
+    tls_vhost.broker.change_certificate(files(authority, bad))
+    publisher = Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS])
+    for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
+        with pytest.raises(BrokerUnavailable, match=reason) as caught:
+            call()
+        assert caught.value.permanent
+    assert tls_vhost.queue("orders") is None
+
+
+@BAD
+def test_f53_certificate_goes_bad_and_is_renewed(
+    tls_vhost: VirtualHost, checker: Checker, authority: Authority, good: Certificate, bad: Certificate, reason: str
+) -> None:
+    """Once it was connected, a certificate that went bad is refused, and asked for again until it is renewed."""
+    with Publisher(
+        url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS], reconnect_wait=QUICK
+    ) as publisher:
+        assert book(checker, submit(checker, publisher, "orders")) is None
+        tls_vhost.broker.change_certificate(files(authority, bad))
+        wait_until(tls_vhost.close_connections, timeout=20, what="the connection to be known and closed")
+        confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
+        with pytest.raises(BrokerUnavailable, match=reason):
+            publisher.connect()
+        assert not any(confirmation.done() for confirmation in confirmations)
+        tls_vhost.broker.change_certificate(files(authority, good))
+        assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 10
+    checker.drain(tls_vhost, ["orders"])
+    checker.close()
+
+
+def test_f53_no_authority_given_means_the_systems(tls_vhost: VirtualHost) -> None:
+    """Without options the system's authorities are asked, which do not know ours: refused, not trusted."""
+    with pytest.raises(BrokerUnavailable, match="verify") as caught:
+        Publisher(url(tls_vhost)).connect()
+    assert caught.value.permanent
+
+
+def test_f53_verification_can_be_switched_off_in_code_alone_and_loudly(
+    tls_vhost: VirtualHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    """verify=False connects to anybody, and says so at every connect."""
+    with Publisher(url(tls_vhost), tls=TLSOptions(verify=False), topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+    assert "TLS verification is off" in caplog.text

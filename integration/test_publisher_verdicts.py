@@ -1,0 +1,343 @@
+"""What the broker says of single messages: nacks, returns, refusals, alarms; and what is refused before it is sent."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.publishing import book, submit
+from integration.support.waiting import wait_until
+from reliable_mq import (
+    Binding,
+    ConfigurationError,
+    Exchange,
+    Message,
+    PublishBlocked,
+    Publisher,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    Queue,
+    RetryPolicy,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq import Confirmation
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+
+ORDERS = Queue("orders", dead_letter=None)
+
+
+@pytest.mark.parametrize("culprits", [[0], [50], [99], [10, 11, 60]])
+def test_f12_channel_is_closed_over_some_of_100_messages(
+    vhost: VirtualHost, checker: Checker, culprits: list[int]
+) -> None:
+    """A 404 fails the messages to the missing exchange alone; all others are confirmed, on the same connection."""
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        confirmations = []
+        for number in range(100):
+            message = Message(b"x")
+            checker.attempted(message.message_id)
+            exchange = "missing" if number in culprits else ""
+            confirmations.append(publisher.submit(message, exchange=exchange, routing_key="orders"))
+        errors = [book(checker, one) for one in confirmations]
+        assert [number for number, error in enumerate(errors) if error] == culprits
+        for number in culprits:
+            error = errors[number]
+            assert isinstance(error, PublishRefused)
+            assert error.reply_code == 404
+            assert "missing" in error.reply_text
+            assert error.message_id == confirmations[number].message_id
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
+def test_f12_a_refused_property_fails_its_message_alone(vhost: VirtualHost) -> None:
+    """A foreign user_id (406) fails its own message and no other."""
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        before = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(20)]
+        foreign = publisher.submit(Message(b"x", user_id="somebody else"), routing_key="orders")
+        after = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(20)]
+        assert isinstance(foreign.exception(), PublishRefused)
+        assert [one.exception() for one in before + after] == [None] * 40
+
+
+@pytest.mark.parametrize("queue_type", ["classic", "quorum"])
+def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Checker, queue_type: str) -> None:
+    """A full queue nacks; after the retries exactly the nacked messages are reported, the others are in the queue.
+
+    A quorum queue notices that it is full with some delay, hence the number.
+    """
+    count = 5000
+    full = Queue(
+        "full",
+        type=queue_type,
+        dead_letter=None,
+        arguments={"x-max-length": 50, "x-overflow": "reject-publish"},
+    )
+    retry = RetryPolicy(max_attempts=2, delays=(0.05,))
+    with Publisher(vhost.url, topology=[full], retry=retry) as publisher:
+        confirmations = [submit(checker, publisher, "full") for _ in range(count)]
+        errors = [book(checker, one) for one in confirmations]
+        nacked = [error for error in errors if error is not None]
+        assert nacked
+        assert {type(error) for error in nacked} == {PublishNacked}
+        assert {error.attempts for error in nacked} == {2}
+        assert publisher.statistics.nacked == len(nacked)
+    checker.drain(vhost, ["full"])
+    balance = checker.close()
+    assert balance.drained == balance.confirmed == count - len(nacked)
+
+
+def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost, checker: Checker) -> None:
+    """A nack is followed by another attempt, which succeeds when the queue has room again; it is no duplicate."""
+    full = Queue(
+        "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
+    )
+    retry = RetryPolicy(max_attempts=100, delays=(0.05,))
+    with Publisher(vhost.url, topology=[full], retry=retry) as publisher:
+        assert book(checker, submit(checker, publisher, "full")) is None
+        waiting = submit(checker, publisher, "full")
+        wait_until(lambda: publisher.statistics.nacks >= 2, timeout=10, what="nacks")
+        checker.drain(vhost, ["full"])
+        assert book(checker, waiting) is None
+        assert waiting.result().attempts >= 3
+        assert not waiting.result().possible_duplicate
+    checker.drain(vhost, ["full"])
+    assert not checker.close().duplicated
+
+
+def test_f16_unroutable_messages_fail_and_others_do_not(vhost: VirtualHost) -> None:
+    """A mandatory message without a queue is reported with the broker's code and text, though the broker acks it."""
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        confirmations = {
+            number: publisher.submit(Message(b"x"), routing_key="nowhere" if number % 3 == 0 else "orders")
+            for number in range(60)
+        }
+        for number, confirmation in confirmations.items():
+            error = confirmation.exception()
+            if number % 3:
+                assert error is None
+            else:
+                assert isinstance(error, PublishReturned)
+                assert (error.reply_code, error.reply_text) == (312, "NO_ROUTE")
+                assert (error.exchange, error.routing_key) == ("", "nowhere")
+
+
+def test_f16_unroutable_among_equal_message_ids(vhost: VirtualHost) -> None:
+    """Of two outstanding messages with the same id, the unroutable one fails, whichever came first."""
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        for keys in (["nowhere", "orders"], ["orders", "nowhere"], ["orders", "nowhere", "orders"]):
+            confirmations = [publisher.submit(Message(b"x", message_id="same"), routing_key=key) for key in keys]
+            failed = [isinstance(one.exception(), PublishReturned) for one in confirmations]
+            assert failed == [key == "nowhere" for key in keys]
+
+
+def test_f16_unroutable_message_is_dropped_where_not_mandatory(vhost: VirtualHost) -> None:
+    """Without mandatory the broker confirms what it drops; that is what was asked for."""
+    with Publisher(vhost.url, topology=[ORDERS], mandatory=False) as publisher:
+        assert publisher.publish(Message(b"x"), routing_key="nowhere").status == "confirmed"
+
+
+def test_f17_unroutable_messages_are_reported_after_a_reconnect(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """Returns work on the second connection as on the first."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+        proxy.cut()
+        with pytest.raises(PublishReturned):
+            publisher.publish(Message(b"x"), routing_key="nowhere")
+        assert proxy.connections == 2
+
+
+def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """A connection lost between return and ack: the message is published again, to a queue that has come up since."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+        proxy.drop_confirms()
+        confirmation = publisher.submit(Message(b"x"), routing_key="late")
+        proxy.wait_for(lambda: proxy.seen("basic.publish") == 1)
+        with vhost.connect() as connection:
+            connection.channel().queue_declare("late", durable=True)
+        proxy.cut()
+        proxy.heal()
+        assert confirmation.result(20).possible_duplicate
+
+
+@pytest.mark.parametrize("alarm", ["memory", "disk"])
+def test_f18_f19_alarm_blocks_publishing(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, alarm: str
+) -> None:
+    """Under an alarm the state shows, publishes fail in time and say whether they were sent, and close works."""
+    set_alarm: Callable[[bool], None] = getattr(private_broker, f"set_{alarm}_alarm")
+    with Publisher(private_vhost.url, topology=[ORDERS], delivery_timeout=4) as publisher:
+        assert book(checker, submit(checker, publisher, "orders")) is None
+        set_alarm(True)
+        first = submit(checker, publisher, "orders")  # the broker blocks a connection when it publishes
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        second = submit(checker, publisher, "orders")
+        started = time.monotonic()
+        assert book(checker, first, timeout=20) is not None
+        error = book(checker, second, timeout=20)
+        assert isinstance(error, PublishBlocked)
+        assert "memory" in error.reason if alarm == "memory" else "disk" in error.reason
+        assert time.monotonic() - started < 10
+        started = time.monotonic()
+        publisher.close(timeout=1)
+        assert time.monotonic() - started < 10
+    set_alarm(False)
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
+def test_f18_publishing_goes_on_when_the_alarm_is_over(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker
+) -> None:
+    """What waits out an alarm is confirmed after it, and is no failure."""
+    with Publisher(private_vhost.url, topology=[ORDERS], confirm_timeout=1) as publisher:
+        publisher.connect()
+        private_broker.set_memory_alarm(True)
+        confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        confirmations += [submit(checker, publisher, "orders") for _ in range(10)]
+        private_broker.set_memory_alarm(False)
+        assert [book(checker, one) for one in confirmations] == [None] * 20
+        assert publisher.blocked is None
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
+def test_f18_blocked_may_be_raised_at_once(private_broker: Broker, private_vhost: VirtualHost) -> None:
+    """With on_blocked="raise" a new message is refused at once while the broker blocks."""
+    with Publisher(private_vhost.url, topology=[ORDERS], on_blocked="raise") as publisher:
+        publisher.connect()
+        private_broker.set_memory_alarm(True)
+        first = publisher.submit(Message(b"x"), routing_key="orders")
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        with pytest.raises(PublishBlocked, match="memory"):
+            publisher.publish(Message(b"x"), routing_key="orders")
+        private_broker.set_memory_alarm(False)
+        first.result(30)
+
+
+def test_f31_oversize_messages_are_refused_before_they_are_sent(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """A body over the limit, or headers over a frame, fail their own publish; the connection lives."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], max_message_bytes=1000) as publisher:
+        with pytest.raises(PublishRefused, match="max_message_bytes"):
+            publisher.publish(Message(b"x" * 1001), routing_key="orders")
+        with pytest.raises(PublishRefused, match="headers"):
+            publisher.publish(Message(b"x", headers={"h": "x" * 200_000}), routing_key="orders")
+        assert proxy.seen("basic.publish") == 0
+        publisher.publish(Message(b"x" * 1000), routing_key="orders")
+        assert proxy.connections == 1
+
+
+@pytest.mark.parametrize("frame_max", [8192, 131072])
+def test_f31_the_largest_headers_that_are_taken_can_be_published_again(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, frame_max: int
+) -> None:
+    """What is refused and what is taken meet at one byte, and what is taken has room for the header of a duplicate."""
+    proxy = fault_proxy(vhost.url)
+
+    def submit_headers(publisher: Publisher, size: int) -> Confirmation:
+        return publisher.submit(Message(b"x" * 20_000, headers={"h": "x" * size}), routing_key="orders")
+
+    with Publisher(f"{proxy.url}?frame_max={frame_max}", topology=[ORDERS]) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        taken, refused = 0, frame_max
+        while refused - taken > 1:
+            size = (taken + refused) // 2
+            try:
+                submit_headers(publisher, size)
+            except PublishRefused:
+                refused = size
+            else:
+                taken = size
+        assert frame_max - 200 < taken < frame_max
+        largest = submit_headers(publisher, taken)
+        proxy.wait_for(lambda: proxy.held_confirms > 0)
+        proxy.cut()
+        proxy.heal()
+        assert largest.result(20).possible_duplicate
+        publisher.flush(20)
+        assert proxy.connections == 2
+
+
+def test_f31_headers_over_a_frame_are_refused_before_the_first_connection_too(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """The size of a frame that the settings allow is known before a broker is."""
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    with Publisher(f"{proxy.url}?frame_max=8192", topology=[ORDERS]) as publisher:
+        with pytest.raises(PublishRefused, match="headers"):
+            publisher.publish(Message(b"x", headers={"h": "x" * 9000}), routing_key="orders")
+        fitting = publisher.submit(Message(b"x", headers={"h": "x" * 8000}), routing_key="orders")
+        proxy.accept_connections()
+        assert fitting.result(20).attempts == 1
+
+
+def test_f31_a_body_over_the_brokers_own_limit_fails_alone(vhost: VirtualHost) -> None:
+    """Where the broker's limit is lower than ours, its 406 fails the one message."""
+    with Publisher(vhost.url, topology=[ORDERS], max_message_bytes=64 * 1024 * 1024) as publisher:
+        small = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(10)]
+        large = publisher.submit(Message(b"x" * (17 * 1024 * 1024)), routing_key="orders")
+        small += [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(10)]
+        assert isinstance(large.exception(60), PublishRefused)
+        assert [one.exception(60) for one in small] == [None] * 20
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: {"message": "text"}, "message"),
+        (lambda: {"message": Message(b"x"), "routing_key": "k" * 256}, "routing_key"),
+        (lambda: {"message": Message(b"x"), "exchange": 7}, "exchange"),
+        (lambda: {"message": Message(b"x"), "timeout": -1}, "timeout"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_sent(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, make: Callable[[], dict[str, object]], field: str
+) -> None:
+    """A wrong argument raises an error that names it, and the broker sees nothing of it."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        with pytest.raises(ConfigurationError, match=field):
+            publisher.publish(**{"routing_key": "orders", **make()})
+        publisher.publish(Message(b"x"), routing_key="orders")
+        assert proxy.seen("basic.publish") == 1
+
+
+def test_topology_is_declared_with_exchanges_and_bindings(vhost: VirtualHost) -> None:
+    """Exchanges, queues and bindings given as topology exist once the publisher is connected."""
+    events = Exchange("events", type="topic")
+    with Publisher(vhost.url, topology=[events, ORDERS, Binding(events, ORDERS, routing_key="order.*")]) as publisher:
+        publisher.publish(Message(b"x"), exchange="events", routing_key="order.created")
+        with pytest.raises(PublishReturned):
+            publisher.publish(Message(b"x"), exchange="events", routing_key="invoice.created")
+
+
+def test_a_channel_is_confirming_and_never_transactional(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """Publishing selects confirms on its channel and sends no method of the tx class."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+        assert proxy.seen("confirm.select") == 1
+        assert proxy.seen("tx.select") == proxy.seen("tx.commit") == proxy.seen("tx.rollback") == 0

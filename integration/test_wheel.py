@@ -1,0 +1,86 @@
+"""The wheel, as a user gets it: it holds what it should and nothing else, and works without the tree it came from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--wheel-dir", str(directory), str(ROOT))
+    (made,) = directory.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel installed, beside the dependencies that are here already."""
+    directory = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--target", str(directory), str(wheel))
+    return directory
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run(site: Path, *command: str) -> str:
+    """Run something outside of the tree, with the installed wheel."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1", "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """No tests, no harness; every module of the tree, the marker for types and the license."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tree = {str(path.relative_to(ROOT)) for path in (ROOT / "reliable_mq").rglob("*.py")}
+    own = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert own == tree | {"reliable_mq/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_metadata_says_what_it_is(wheel: Path) -> None:
+    """The README is the description; the core needs what the README says, everything else is an extra."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    assert fields["Name"] == "reliable-mq"
+    assert fields["Version"] == "0.1.0"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert fields.get_payload() == (ROOT / "README.md").read_text()
+    needed = {name.split()[0] for name in fields.get_all("Requires-Dist", []) if "extra ==" not in name}
+    assert {name.partition("<")[0].partition(">")[0] for name in needed} == {
+        "aio-pika", "aiormq", "pika", "prometheus-client", "tenacity",
+    }  # fmt: skip
+    assert {"all", "cli", "testing"} <= set(fields.get_all("Provides-Extra", []))
+
+
+def test_the_installed_package_knows_its_version(site: Path) -> None:
+    """Broker and dead letters are told it."""
+    code = "import reliable_mq.identity as identity; print(identity.__file__, identity.own_version())"
+    file, version = run(site, sys.executable, "-c", code).split()
+    assert Path(file).is_relative_to(site)
+    assert version == "0.1.0"
+
+
+def test_the_command_is_installed(site: Path) -> None:
+    """Every command that the README names is there."""
+    printed = run(site, str(site / "bin" / "reliable-mq"), "--help")
+    assert all(command in printed for command in ("demo", "doctor", "publish", "consume"))
