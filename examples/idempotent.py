@@ -1,0 +1,53 @@
+"""A message that is delivered twice takes effect once.
+
+A publisher publishes again what was not confirmed, and a broker delivers again what was not acknowledged: duplicates
+are a part of life. With an idempotency store a handler is not called for a message whose ``message_id`` is done.
+`MemoryStore` remembers for this process; a store of your own is a class with three methods (`IdempotencyStore`).
+
+Prints::
+
+    charged for order 1
+    charged for order 2
+    delivered 3 times, handled 2, duplicates 1
+"""
+
+from __future__ import annotations
+
+import os
+
+from reliable_mq import Consumer, Delivery, Message, Publisher, Queue
+from reliable_mq.stores import MemoryStore
+
+URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
+ORDERS = Queue("example.idempotent")
+
+store = MemoryStore(retention=24 * 3600)  # a duplicate that comes later than that takes effect again
+delivered = handled = duplicates = 0
+
+
+def consume_until(last: int) -> None:
+    """Run a consumer until it has handled an order."""
+    global delivered, handled, duplicates  # noqa: PLW0603
+
+    def handle(delivery: Delivery) -> None:
+        order = delivery.json()["order"]
+        print(f"charged for order {order}")
+        if order == last:
+            consumer.stop()
+
+    consumer = Consumer(URL, ORDERS, handle, idempotency=store)
+    consumer.run()
+    delivered += consumer.statistics.delivered
+    handled += consumer.statistics.handled
+    duplicates += consumer.statistics.duplicates
+
+
+first, second = Message.json({"order": 1}), Message.json({"order": 2})
+with Publisher(URL, topology=[ORDERS]) as publisher:
+    publisher.publish(first, routing_key="example.idempotent")
+    consume_until(1)
+    publisher.publish(first, routing_key="example.idempotent")  # the same message, for a second time
+    publisher.publish(second, routing_key="example.idempotent")
+    consume_until(2)
+
+print(f"delivered {delivered} times, handled {handled}, duplicates {duplicates}")

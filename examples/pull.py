@@ -1,0 +1,43 @@
+"""Take what is in a queue and go: for jobs that run by the clock and not for ever.
+
+``get`` gives up to so many deliveries, or waits for the first. Settle each by itself, or let the block do it: at its
+end what is not settled is acked, and where it raises, it goes back to the queue.
+
+Prints::
+
+    took 4 of 4
+    after an exception: 3 are back, redelivered: True
+    the queue is empty: True
+"""
+
+from __future__ import annotations
+
+import os
+
+from reliable_mq import Consumer, Delivery, Message, Publisher, Queue
+
+URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
+ORDERS = Queue("example.pull")
+
+
+def work(_delivery: Delivery) -> None:
+    raise RuntimeError("the job fails here")
+
+
+with Publisher(URL, topology=[ORDERS]) as publisher:
+    publisher.publish_many((Message.json({"order": n}) for n in range(4)), routing_key="example.pull")
+
+with Consumer(URL, ORDERS) as consumer:
+    try:
+        with consumer.get(4, timeout=5) as deliveries:
+            print(f"took {len(deliveries)} of 4")
+            deliveries[0].ack()  # or .retry(delay), .dead_letter(reason), .hand_back()
+            work(deliveries[1])
+    except RuntimeError:
+        pass  # three were not settled, and went back
+
+    with consumer.get(10, timeout=5) as deliveries:
+        print(f"after an exception: {len(deliveries)} are back, redelivered: {deliveries[0].redelivered}")
+
+    with consumer.get(10, timeout=0.5) as deliveries:
+        print(f"the queue is empty: {not deliveries}")
