@@ -125,6 +125,18 @@ def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
     assert ledger.pop_through(100_000) == [1, 100_000]
 
 
+def test_the_settled_front_is_cut_off() -> None:
+    """What was settled from the front on leaves the list once it is half of it, and the rest is found as before."""
+    ledger: Ledger[int] = Ledger()
+    ledger.extend(range(1, module._TIDY_EVERY))
+    for number in range(1, module._TIDY_EVERY * 3 // 4):
+        ledger.pop(number)
+    ledger.extend(range(module._TIDY_EVERY, module._TIDY_EVERY * 5 // 4))
+    assert len(ledger._slots) == len(ledger) == module._TIDY_EVERY // 2
+    assert not ledger._stragglers
+    assert ledger.clear() == list(range(module._TIDY_EVERY * 3 // 4, module._TIDY_EVERY * 5 // 4))
+
+
 def lowest_first(numbers: range, count: int) -> list[int]:
     return list(numbers[:count])
 
