@@ -1,4 +1,7 @@
-"""The README keeps its word: what it names exists, its code compiles, its defaults and lists are those of the code."""
+"""The pages keep their word: what they name exists, their code compiles, their defaults and lists are the code's.
+
+A page is the README, and each README.md below it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+REFERENCE = ROOT / "reliable_mq" / "README.md"
+MATRIX = ROOT / "integration" / "README.md"
+PROXY = ROOT / "reliable_mq" / "testing" / "README.md"
+PAGES = sorted([README, MATRIX, *(ROOT / "reliable_mq").rglob("README.md")])
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -30,13 +37,14 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 _UNITS = {"": 1, " s": 1, " MiB": 1024 * 1024, " attempts": 1}
 
 
-def links() -> list[tuple[str, str]]:
-    return [(text.strip("`"), target) for text, target in _LINK.findall(README)]
+def links(page: Path) -> list[tuple[str, str]]:
+    return [(text.strip("`"), target) for text, target in _LINK.findall(page.read_text())]
 
 
-def inline() -> set[str]:
+def inline(*pages: Path) -> set[str]:
     """All that stands in backticks outside of code blocks."""
-    return set(_INLINE.findall(re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)))
+    texts = (re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL) for page in pages)
+    return {found for text in texts for found in _INLINE.findall(text)}
 
 
 def names_in(path: Path) -> set[str]:
@@ -50,23 +58,38 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
-def section(title: str) -> str:
-    found = re.search(rf"^##+ {title}\n(.*?)(?=^##+ |\Z)", README, re.MULTILINE | re.DOTALL)
+def section(page: Path, title: str) -> str:
+    found = re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None, f"no section {title!r}"
     return found[1]
 
 
-def test_every_link_leads_somewhere() -> None:
-    """Links inside the page meet a heading, the others a file."""
-    headings = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Links inside a page meet a heading, the others a file."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
-    for _text, target in links():
-        assert target[1:] in anchors if target.startswith("#") else (ROOT / target).exists(), target
+    for _text, target in links(page):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_page_can_be_reached() -> None:
+    """Each page is linked from the README."""
+    linked = {(README.parent / target).resolve() for _text, target in links(README)}
+    assert set(PAGES) - {README} <= linked
 
 
 def test_every_test_that_is_named_exists() -> None:
-    """A link to a test file has the name of a test in it as its text."""
-    named = [(text, ROOT / target) for text, target in links() if re.match(r"(tests|integration)/.*\.py$", target)]
+    """A link to a file of tests has the name of a test in it as its text."""
+    named = [
+        (text, (page.parent / target).resolve())
+        for page in PAGES
+        for text, target in links(page)
+        if re.search(r"(^|/)test_\w+\.py$", target) and not target.startswith("examples/")
+    ]
     assert len(named) > 50
     for name, path in named:
         assert name.startswith(("test_", "Test")), f"{name} is no name of a test"
@@ -75,10 +98,10 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
     """The number in the name of a test is its row."""
-    rows = re.findall(r"^\| ([\d, ]+) \| .* \| (.*) \|$", section("The fault matrix"), re.MULTILINE)
+    rows = re.findall(r"^\| ([\d, ]+) \| .* \| (.*) \|$", section(MATRIX, "The fault matrix"), re.MULTILINE)
     told = {int(number) for numbers, _ in rows for number in numbers.split(",")}
     tested: set[int] = set()
-    for path in (ROOT / "integration").glob("test_*.py"):
+    for path in (ROOT / "integration").rglob("test_*.py"):
         for name in names_in(path):
             tested |= {int(number) for number in re.findall(r"(?<![a-z0-9])f(\d\d)(?=_)", name.removeprefix("test_"))}
     assert told == tested
@@ -89,10 +112,10 @@ def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
 
 def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
     """What a reader copies is at least Python, and names what the package has."""
-    blocks = _BLOCK.findall(README)
+    blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]
     assert len(blocks) >= 3
-    for block in blocks:
-        compile(block, "README.md", "exec")
+    for page, block in blocks:
+        compile(block, str(page), "exec")
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 module = importlib.import_module(node.module)
@@ -105,7 +128,7 @@ def test_every_public_name_that_is_named_exists() -> None:
         reliable_mq,
         *map(importlib.import_module, ("reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")),
     ]
-    for text in inline():
+    for text in inline(README, REFERENCE):
         found = re.match(r"(?:\w+=)?(?!None|True|False)([A-Z][a-z]+[A-Za-z]*)\b", text)
         if found is not None:
             assert any(hasattr(place, found[1]) for place in places), text
@@ -114,7 +137,7 @@ def test_every_public_name_that_is_named_exists() -> None:
 @pytest.mark.parametrize("owner", [Publisher, Consumer])
 def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> None:
     """The tables of settings name parameters, and their defaults where these are plain values."""
-    table = section("Settings").partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
+    table = section(REFERENCE, "Settings").partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE)
     assert len(rows) >= 8
     parameters = inspect.signature(owner).parameters
@@ -134,7 +157,7 @@ def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> No
 
 def test_every_metric_is_listed_and_no_other() -> None:
     """The lists of metrics and the families of the code are the same."""
-    listed = {name for name in inline() if name.startswith("reliable_mq_")}
+    listed = {name for name in inline(REFERENCE) if name.startswith("reliable_mq_")}
     families = {
         found.full_name
         for module in (publisher, consumer)
@@ -147,13 +170,13 @@ def test_every_metric_is_listed_and_no_other() -> None:
 
 def test_every_example_is_listed_and_no_other() -> None:
     """The table of examples is the directory."""
-    listed = {target for _text, target in links() if target.startswith("examples/")}
+    listed = {target for _text, target in links(README) if target.startswith("examples/")}
     assert listed == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_every_control_of_the_fault_proxy_exists() -> None:
     """The list of what the proxy can do names its methods."""
-    paragraph = section("Testing your own service under faults").rpartition("```")[2]
+    paragraph = section(PROXY, "Testing your own service under faults").rpartition("```")[2]
     names = {name for name in _INLINE.findall(paragraph) if name.isidentifier()}
     assert len(names) > 15
     assert names <= set(dir(FaultProxy))
@@ -162,7 +185,7 @@ def test_every_control_of_the_fault_proxy_exists() -> None:
 def test_every_header_of_ours_that_is_named_exists() -> None:
     """A header that a reader looks for is written by the code."""
     ours = {value for value in vars(headers).values() if isinstance(value, str)}
-    named = {name for name in inline() if name.startswith(headers.PREFIX)}
+    named = {name for name in inline(*PAGES) if name.startswith(headers.PREFIX)}
     assert named
     assert named <= ours
 
@@ -170,7 +193,7 @@ def test_every_header_of_ours_that_is_named_exists() -> None:
 def test_make_targets_that_are_named_exist() -> None:
     """What a reader is told to type is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README, re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README.read_text(), re.MULTILINE))
     named = {name for pair in named for name in pair if name}
     assert {"demo", "test", "check", "bench", "soak"} <= named <= targets
 
