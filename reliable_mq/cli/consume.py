@@ -10,9 +10,9 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.lines import write_line
 from reliable_mq.cli.terminal import hide_logs_of
 from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.lines import write_line
 from reliable_mq.retry import RetryLater
 from reliable_mq.sync.consumer import Consumer
 

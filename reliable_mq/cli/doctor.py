@@ -14,7 +14,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.channel import StepChannel
 from reliable_mq.cli.checks.broker import examine_alarms, examine_limits, examine_version
 from reliable_mq.cli.checks.finding import Finding, Status, worst
 from reliable_mq.cli.checks.hosts import Entry, examine_host
@@ -26,6 +25,7 @@ from reliable_mq.cli.terminal import hide_logs, output
 from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings
+from reliable_mq.sync.channel import StepChannel
 from reliable_mq.url import parse_url
 
 __all__ = ["doctor"]

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.inputs import Input, lines, size_of, whole_files
-from reliable_mq.cli.lines import read_line
 from reliable_mq.cli.terminal import errors, hide_logs_of
+from reliable_mq.core.lines import read_line
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 from reliable_mq.message import Message
 from reliable_mq.sync.confirmation import Confirmation

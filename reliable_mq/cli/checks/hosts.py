@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
-from reliable_mq.cli.channel import StepChannel
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.core.setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Endpoint
+from reliable_mq.sync.channel import StepChannel
 from reliable_mq.tls import TLSOptions
 
 __all__ = ["Entry", "examine_host", "remaining_validity"]

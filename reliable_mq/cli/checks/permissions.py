@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from reliable_mq.cli.channel import StepChannel
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.core.setup import Consume, DeclareQueue, Step, StepRefused
 from reliable_mq.errors import (
@@ -24,6 +23,7 @@ from reliable_mq.errors import (
 )
 from reliable_mq.message import Message
 from reliable_mq.settings import ConnectionSettings
+from reliable_mq.sync.channel import StepChannel
 from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["examine_permissions"]

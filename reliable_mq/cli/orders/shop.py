@@ -20,7 +20,6 @@ from typing import Final, Self
 
 from tenacity import wait_exponential
 
-from reliable_mq.cli.channel import StepChannel
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.setup import DeleteQueue
 from reliable_mq.errors import PublishUnconfirmed
@@ -28,6 +27,7 @@ from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.stores.memory import MemoryStore
+from reliable_mq.sync.channel import StepChannel
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.cli.lines import read_line, write_line
 from reliable_mq.core.codec import encode_properties, encode_table, join_properties
+from reliable_mq.core.lines import read_line, write_line
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 
@@ -91,6 +91,9 @@ FOREIGN = {
     "a delivery mode that does not exist": join_properties({"delivery_mode": b"\3"}),
     "an id that is no UTF-8": join_properties({"message_id": b"\2\xff\xfe", "delivery_mode": b"\2"}),
     "a retired property": join_properties({"cluster_id": b"\1c"}),
+    "a CC that we would not send": join_properties(
+        {"headers": encode_table({"CC": 1}), "message_id": b"\2id", "delivery_mode": b"\2"}
+    ),
 }
 
 
@@ -99,6 +102,13 @@ def test_what_other_clients_sent_is_carried_too(raw: bytes) -> None:
     line = read_line(write_line(Delivered(b"\xff", raw)))
     assert line.message.body == b"\xff"
     assert encode_properties(line.message) == raw
+
+
+def test_of_properties_that_are_broken_nothing_is_shown_but_all_is_carried() -> None:
+    raw = b"\x80\0\x09text"  # a content type that is cut off
+    line = written(Delivered(b"x", raw))
+    assert line.keys() == {"body", "exchange", "routing_key", "redelivered", "properties_base64"}
+    assert base64.b64decode(line["properties_base64"]) == raw
 
 
 def test_a_line_is_readable() -> None:
