@@ -5,6 +5,8 @@ SETUP := integration/setup.sh
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
+# The tests against real brokers mostly wait for them, so some run side by side: each process with brokers of its own.
+JOBS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images check test test-unit test-integration demo bench soak fmt clean
@@ -37,7 +39,7 @@ test-unit: venv  ## the tests that need no broker (under a minute)
 	$(PYTEST) tests --ignore=tests/core $(ARGS)
 
 test-integration: venv images  ## the tests against real brokers
-	$(PYTEST) integration $(ARGS)
+	$(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
@@ -47,7 +49,7 @@ bench: venv image  ## throughput and CPU per message, ours beside others
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
 soak: venv images  ## the fault matrix on both broker lines with many seeds
-	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) integration $(ARGS)
+	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,7 @@ fixture              scope      what it is
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_face`     test       each face in turn: `Publisher` of the test's module is the sync or the asyncio one
 `connection_face`    test       each face in turn: a `Recorded` connection is the sync or the asyncio one
+`run_async`          test       a function `(coroutine)`: runs it on a loop of asyncio, then uvloop; none of it may stay
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
 ===================  =========  ========================================================================================
 
@@ -39,6 +40,7 @@ from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher
 from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
 from integration.support.checker import Checker
+from integration.support.event_loops import _uvloop, run_async
 from integration.support.management import VirtualHost
 from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
@@ -47,9 +49,9 @@ from reliable_mq.testing.fixtures import fault_proxy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["fault_proxy"]  # a fixture of the package's own, for every test here
+__all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
 
-_ACCOUNTS = pytest.StashKey[list[tuple[str, str]]]()
+_ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
 
 # -- collecting and reporting ------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ _ACCOUNTS = pytest.StashKey[list[tuple[str, str]]]()
 def pytest_configure(config: pytest.Config) -> None:
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[_ACCOUNTS] = []
+    seeds()  # before there are processes that take it over
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -87,12 +89,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    accounts = config.stash[_ACCOUNTS]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    accounts = [
+        f"{report.nodeid.partition('::')[2]}: {value}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+        for name, value in report.user_properties
+        if name == _ACCOUNT
+    ]
     if accounts:
         terminalreporter.section("accounts of the fault matrix")
-        for nodeid, account in accounts:
-            terminalreporter.write_line(f"{nodeid.partition('::')[2]}: {account}")
+        for account in sorted(accounts):
+            terminalreporter.write_line(account)
 
 
 def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
@@ -212,8 +221,7 @@ def private_vhost(private_broker: Broker, new_vhost: Callable[[Broker], VirtualH
 @pytest.fixture
 def checker(request: pytest.FixtureRequest) -> Checker:
     """The account of one test; every line of counts is printed at the end of the run."""
-    accounts = request.config.stash[_ACCOUNTS]
-    return Checker(lambda counts: accounts.append((request.node.nodeid, counts)))
+    return Checker(lambda counts: request.node.user_properties.append((_ACCOUNT, counts)))
 
 
 @pytest.fixture

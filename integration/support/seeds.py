@@ -1,7 +1,8 @@
 """Where the randomness of a fault test comes from, so that a failure can be repeated.
 
 A test that asks for the fixture `seed` gets one number, which stands in the test's name and so in every report of a
-failure. `RELIABLE_MQ_SEED` fixes it; `RELIABLE_MQ_SOAK_SEEDS` runs the test with that many different ones.
+failure. `RELIABLE_MQ_SEED` fixes it; `RELIABLE_MQ_SOAK_SEEDS` runs the test with that many different ones. A run that
+is given none draws one and leaves it in the environment, so that all of its processes name their tests alike.
 """
 
 from __future__ import annotations
@@ -20,6 +21,6 @@ def soaking() -> bool:
 
 def seeds() -> list[int]:
     """The seeds of this run; the first one is the one that a single run takes."""
-    first = int(os.environ[SEED]) if SEED in os.environ else random.SystemRandom().randrange(2**32)
+    first = int(os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32))))
     source = random.Random(first)
     return [first, *(source.randrange(2**32) for _ in range(int(os.environ.get(SOAK, "1")) - 1))]
