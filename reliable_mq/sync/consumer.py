@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from reliable_mq.connection.consuming.workers import Workers
 from reliable_mq.core.consumer_options import AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.recovery import Recovery
@@ -30,7 +31,6 @@ from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.pull import PullSubscription
 from reliable_mq.sync.republisher import Republisher
 from reliable_mq.sync.subscription import Subscription
-from reliable_mq.sync.workers import Workers
 from reliable_mq.topology import OWN, OwnDeadLetter, Queue
 from reliable_mq.url import parse_url
 

@@ -1,283 +1,57 @@
-"""Deliveries on request (``basic.get``), for jobs that take what is there and go.
-
-Each request is answered with a delivery or with "empty"; a whole batch of requests goes out in one write. Deliveries
-are the consuming session's as any others: a retried one is held in the process and comes first with a later request.
-
-Invariants: no more deliveries are unsettled, held ones included, than the prefetch, which the broker itself does not
-apply to ``basic.get``; requests that a lost channel did not answer are made again on the next one, for whoever still
-waits; a call ends with every request of its own answered, unless the broker does not answer; a delivery that was not
-settled when its block is left goes back, or is acked, as the block ended.
-"""
+"""Deliveries on request, for callers on any thread, who take turns."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
-from reliable_mq.core.codec import encode_get
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import describe
-from reliable_mq.core.handling import Failed
-from reliable_mq.errors import ConsumeError, StaleDelivery, UsageError
-from reliable_mq.retry import DeadLetter, RetryLater
+from reliable_mq.connection.consuming.pull import BasePullSubscription, PulledDelivery
 from reliable_mq.sync.subscription import Subscription
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from reliable_mq.core.codec import RawDelivery
     from reliable_mq.core.consumer_options import ConsumerOptions
-    from reliable_mq.core.handling import Result
-    from reliable_mq.core.recovery import Loss, Recovery
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator
-    from reliable_mq.durations import Duration
+    from reliable_mq.core.recovery import Recovery
     from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.sync.io_thread import TimerHandle
 
 __all__ = ["PullSubscription", "PulledDelivery"]
 
-_POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
-_ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
-_REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no basic.get
 
+class PullSubscription(Subscription, BasePullSubscription):
+    """See `BasePullSubscription`."""
 
-class PulledDelivery(Delivery):
-    """A delivery from ``Consumer.get``: settled one by one, or all together when its block is left."""
-
-    __slots__ = ("_settled", "_subscription")
-
-    def __init__(self, delivery: Delivery, subscription: PullSubscription) -> None:
-        super().__init__(
-            delivery.consumer_tag,
-            delivery.delivery_tag,
-            delivery.redelivered,
-            delivery.exchange,
-            delivery.routing_key,
-            delivery.properties,
-            delivery.body,
-        )
-        self.source = delivery.source
-        self.failures = delivery.failures
-        self._settled = False
-        self._subscription = subscription
-
-    def ack(self) -> None:
-        """It is done. Does not wait for the broker.
-
-        Raises:
-            StaleDelivery: its channel is gone; the broker will deliver it again.
-            UsageError: it is settled already.
-        """
-        self._settle(self)
-
-    def retry(self, delay: Duration | None = None) -> None:
-        """Try it again later: a failed attempt, as `RetryLater` raised by a handler. Errors as for `ack`."""
-        self._settle(Failed(self, describe(RetryLater(delay), time.time())))
-
-    def dead_letter(self, reason: str) -> None:
-        """Dead-letter it, as `DeadLetter` raised by a handler. Errors as for `ack`."""
-        self._settle(Failed(self, describe(DeadLetter(reason), time.time())))
-
-    def hand_back(self) -> None:
-        """Return it to the queue, unhandled and no attempt. Errors as for `ack`."""
-        self._settle(None)
-
-    @property
-    def settled(self) -> bool:
-        """Whether it was acked, retried, dead-lettered or handed back."""
-        return self._settled
-
-    def _settle(self, result: Result | None) -> None:
-        if self._settled:
-            raise UsageError(f"{self!r} is settled already")
-        self._settled = True
-        self._subscription.settle(self, result)
-
-
-class PullSubscription(Subscription):
-    """A subscription whose deliveries are asked for; it is its own outlet.
-
-    Callers take turns. The one whose turn it is says how many it wants; the I/O thread asks for them, and says when the
-    round is over: when every request is answered, or none can be made.
-    """
+    _changed: threading.Condition
 
     def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
         super().__init__(options, settings, recovery)
-        self.outlet = self
         self._turn = threading.Lock()
-        self._changed = threading.Condition()  # guards the five below
-        self._arrived: deque[Delivery] = deque()
-        self._unsettled = 0  # given to the user and not settled
-        self._wanted = 0  # by the caller whose turn it is, what has arrived included
-        self._over = False  # the round
-        self._done = False  # nothing will come any more
-        self._owed = 0  # requests that are not answered; I/O thread only, as the rest
-        self._empty = False  # an answer of this round
-        self._channel = 0
-        self._poll = _POLL_FIRST
-        self._poll_timer: TimerHandle | None = None
-
-    # For callers, on any thread
 
     def take(self, most: int, timeout: float) -> list[PulledDelivery]:
         """Take up to ``most`` deliveries: all that are there, or what comes first within ``timeout`` seconds.
 
         The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most.
+
+        Raises:
+            UsageError: that would exceed the prefetch.
         """
         deadline = time.monotonic() + timeout
         if not self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
             return []
         try:
-            return self._take(most, deadline)
+            return self._take(most, max(deadline, time.monotonic()))
         finally:
             self._turn.release()
 
     def _take(self, most: int, deadline: float) -> list[PulledDelivery]:
-        last = max(deadline, time.monotonic()) + _ANSWER
         taken: list[PulledDelivery] = []
         with self._changed:
-            if 0 < self._options.prefetch < self._unsettled + most:
-                raise UsageError(
-                    f"{self._unsettled} deliveries are unsettled; {most} more would exceed "
-                    f"prefetch={self._options.prefetch}"
-                )
-            self._wanted, self._over = most, False
-            self._io.call_soon(self._ask_afresh)
+            self._begin_round(most)
             try:
-                while True:
-                    while self._wanted and self._arrived:
-                        taken.append(PulledDelivery(self._arrived.popleft(), self))
-                        self._wanted -= 1
-                        self._unsettled += 1
-                    now = time.monotonic()
-                    if not self._wanted or self._done or now >= last or (self._over and (taken or now >= deadline)):
-                        return taken
-                    self._changed.wait(min((deadline if self._over else last) - now, threading.TIMEOUT_MAX))
+                while (wait := self._take_arrived(taken, deadline)) is not None:
+                    self._changed.wait(min(wait, threading.TIMEOUT_MAX))
             finally:
-                self._wanted = 0
+                self._end_round()
+        return taken
 
-    def settle(self, delivery: PulledDelivery, result: Result | None) -> None:
-        """The user settled a delivery; None hands it back."""
-        with self._changed:
-            self._unsettled -= 1
-        if result is None:
-            self.hand_back([delivery])
-        else:
-            self.report([result], idle=True)  # counted as stale where it is
-        if delivery.source is not self.session.source:
-            raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
-
-    def leave(self, deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
-        """A block is left: ack what is not settled, or hand it back. Raises StaleDelivery after the last of them."""
-        stale: StaleDelivery | None = None
-        for delivery in deliveries:
-            if not delivery.settled:
-                try:
-                    if ack:
-                        delivery.ack()
-                    else:
-                        delivery.hand_back()
-                except StaleDelivery as error:
-                    stale = error
-        if stale is not None and ack:
-            raise stale
-
-    # On the I/O thread: the outlet
-
-    def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
-        """Deliveries that were asked for, or whose next attempt is due."""
-        with self._changed:
-            self._arrived.extend(item for item in work if isinstance(item, Delivery))
-            self._changed.notify_all()
-
-    def withdraw(self) -> list[Delivery]:
-        """Give back what nobody has taken."""
-        with self._changed:
-            withdrawn = list(self._arrived)
-            self._arrived.clear()
-        return withdrawn
-
-    # On the I/O thread: the connection
-
-    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Ask again what the lost channel did not answer."""
-        self._channel = channel
-        super().ready(generation, channel, frame_max, server)
-        self._ask_afresh()
-
-    def lost(self, generation: int, loss: Loss) -> None:
-        """What was asked is not answered any more. A broker that refuses to answer would do so again and again."""
-        self._owed = 0
-        self._empty = False
-        super().lost(generation, loss)
-        if loss.by_broker and loss.code in _REFUSALS:
-            self.error = ConsumeError(
-                f"the broker does not give from queue {self._options.queue_name!r}: {loss.code} {loss.text}"
-            )
-            self._end()
-
-    def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """A request is answered with a delivery."""
-        self._owed -= 1
-        self._poll = _POLL_FIRST
-        super().got(delivery, message_count)
-
-    def got_empty(self) -> None:
-        """A request is answered: the queue is empty."""
-        self._owed -= 1
-        self._empty = True
-
-    def _subscribe(self, server: ServerInfo) -> SetupGenerator:
-        return self._options.pull_setup(server)
-
-    @property
-    def _subscribed(self) -> bool:
-        return False
-
-    def _pump(self) -> None:
-        """Hand over what came; then ask for what is still wanted, or say that there is no more."""
-        super()._pump()
-        self._ask()
-
-    def _ask(self) -> None:
-        """Ask for what is wanted and neither here nor asked for, as far as the prefetch allows."""
-        if self._owed:
-            return
-        with self._changed:
-            missing = self._wanted - len(self._arrived)
-        if missing > 0 and self.connected and not self._empty:
-            prefetch = self._options.prefetch
-            self._owed = max(min(missing, prefetch - self.session.outstanding) if prefetch else missing, 0)
-            if self._poll > _POLL_FIRST:
-                self._owed = min(self._owed, 1)  # an empty queue is asked once at a time
-        if self._owed:
-            with self._changed:
-                self._over = False
-            self._io.write(encode_get(self._channel, self._options.queue_name) * self._owed)
-            return
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-        if missing > 0 and self._poll_timer is None and self.connected:
-            self._poll_timer = self._io.call_later(self._poll, self._ask_again)
-            self._poll = min(self._poll * 2, _POLL_LONGEST)
-
-    def _ask_again(self) -> None:
-        self._poll_timer = None
-        self._empty = False
-        self._ask()
-
-    def _ask_afresh(self) -> None:
-        """Ask at once, whatever the queue has said before."""
-        if self._poll_timer is not None:
-            self._poll_timer.cancel()
-        self._poll = _POLL_FIRST
-        self._ask_again()
-
-    def _end(self) -> None:
-        super()._end()
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
+    def _new_changes(self) -> threading.Condition:
+        return threading.Condition()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from reliable_mq import Ack, DeadLetter, RetryLater
+from reliable_mq.connection.consuming import workers as module
+from reliable_mq.connection.consuming.workers import Workers
 from reliable_mq.core.claims import Claim, ClaimStatus
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
 from reliable_mq.stores import IdempotencyStore, MemoryStore
-from reliable_mq.sync import workers as module
-from reliable_mq.sync.workers import Workers
 from tests.core.deliveries import delivery
 
 DEADLINE = 10.0

@@ -1,0 +1,499 @@
+"""A consumer's connection: what comes in goes to the consuming session, and what the session decides is carried out.
+
+The same on both faces: it lives on the loop of its connection, an I/O thread's or asyncio's. Deliveries go to an outlet
+(worker threads, tasks, or a user who pulls), results come back from any thread into a queue, and one wake-up serves all
+that came in meanwhile. A face adds its connection and how its callers wait. The phases::
+
+    RUNNING --the broker cancels--> RESUBSCRIBING --what runs has ended, or the channel is lost--> RUNNING
+    RUNNING --stop--> CANCELLING --cancel-ok, or the channel is lost--> STOPPING
+    RESUBSCRIBING, or RUNNING without a channel --stop--> STOPPING
+    STOPPING --what runs has ended--> ENDED
+    any --an error that trying again cannot heal, stop_timeout, a second signal--> ENDED
+
+Invariants:
+
+- the session is touched on the loop alone; no user code runs inside a call of the connection, and nothing blocks;
+- deliveries that wait in the outlet are withdrawn when their channel is lost, or is about to be given up;
+- what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again;
+- a finished delivery is looked at within ``ack_interval``, however long the handler of the next one takes;
+- the subscription ends once, and what was finished until then has been acked.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from reliable_mq.core.consuming import NoticeKind
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.setup import Cancel, SetPrefetch, is_missing
+from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reliable_mq.connection.client import Client, TimerHandle
+    from reliable_mq.core.codec import RawDelivery
+    from reliable_mq.core.consumer_options import ConsumerOptions
+    from reliable_mq.core.consuming import ConsumingSession
+    from reliable_mq.core.deadletters import Republish
+    from reliable_mq.core.handling import Result
+    from reliable_mq.core.recovery import Loss, Recovery
+    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["BaseSubscription", "Connection", "Event", "Outlet", "Republisher"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_GRACE = 5.0  # seconds for the closing handshake
+_LOOKED_AT_TOGETHER = 32  # results, at most
+_SHORTEST_LOOK = 0.02  # seconds between two looks at results while handlers run, at least
+
+_LEVELS = {
+    NoticeKind.RETRIED: logging.INFO,
+    NoticeKind.DEAD_LETTERED: logging.WARNING,
+    NoticeKind.REJECTED: logging.ERROR,
+    NoticeKind.REPUBLISH_FAILED: logging.ERROR,
+    NoticeKind.STORE_FAILED: logging.ERROR,
+    NoticeKind.BATCH_FAILED: logging.WARNING,
+    NoticeKind.DROPPED: logging.ERROR,
+}
+
+
+class Connection(Protocol):
+    """The connection of a face. Only `start`, `call_soon` and `stop` may be called from other threads."""
+
+    def start(self) -> None:
+        """Begin to connect. Does not wait."""
+
+    def call_soon(self, fn: Callable[[], None], /) -> object:
+        """Run `fn` on the loop."""
+
+    def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
+        """Run `fn` on the loop in `delay` seconds."""
+
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Send whole frames on the ready channel; does nothing where none is ready."""
+
+    def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
+        """Carry out steps on the ready channel."""
+
+    def reopen_channel(self) -> None:
+        """Close the channel, and open another one."""
+
+    def stop(self, grace: float, /) -> None:
+        """Begin to close, with `grace` seconds for the handshake."""
+
+
+class Event(Protocol):
+    """What a face's callers wait for."""
+
+    def set(self) -> None:
+        """It has happened."""
+
+    def is_set(self) -> bool:
+        """Whether it has."""
+
+
+class Republisher(Protocol):
+    """Publishes dead letters. Each that is put is answered once, with `BaseSubscription.published`."""
+
+    def put(self, republish: Republish, /) -> None:
+        """Publish one. Called on the loop; must not block."""
+
+
+class Outlet(Protocol):
+    """Where deliveries are handed out. Called on the loop; must not block."""
+
+    def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
+        """These are to be handled."""
+
+    def withdraw(self) -> list[Delivery]:
+        """Give back what nobody has begun with."""
+
+
+class _Phase(enum.Enum):
+    RUNNING = enum.auto()
+    RESUBSCRIBING = enum.auto()  # the broker has cancelled: waiting for what runs, then a new channel
+    CANCELLING = enum.auto()  # stopping, but the broker may still deliver: nothing is sent
+    STOPPING = enum.auto()  # waiting for what runs
+    ENDED = enum.auto()
+
+
+class BaseSubscription:
+    """See the module; a face says how its connection and its events are made.
+
+    Args:
+        options: of the consumer.
+        settings: of the connection.
+        recovery: when to try again.
+
+    Attributes:
+        outlet: hands out; to be set before `start`.
+        republisher: for dead letters; to be set before `start` where the session makes any.
+        session: decides.
+        error: why it ended by itself, if it did.
+        connected: whether it is subscribed.
+        reconnects: connections lost and made again.
+        ended: set when it has ended.
+    """
+
+    outlet: Outlet
+    ended: Event
+    _verdict: Event  # each host had its first attempt, or one has succeeded
+    _io: Connection
+
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+        self.republisher: Republisher | None = None
+        self.session: ConsumingSession = options.new_session()
+        self.error: ReliableMQError | None = None
+        self.connected = False
+        self.reconnects = 0
+        self.ended = self._new_event()
+        self._options = options
+        self._consumer_tag = options.name
+        self._prefetch = options.prefetch  # that the broker was told
+        self._phase = _Phase.RUNNING
+        self._results: deque[Result] = deque()
+        self._reported_at = 0.0  # when the oldest of them was
+        self._published: deque[tuple[Republish, ReliableMQError | None]] = deque()
+        self._handed_back: deque[Delivery] = deque()
+        self._woken = False
+        self._connection_lost = False
+        self._timer: TimerHandle | None = None
+        self._timer_at = 0.0
+        self._patience: TimerHandle | None = None  # with what runs, before the channel or the consumer is given up
+        self._verdict = self._new_event()
+        self._attempts_left = len(settings.endpoints)
+        self._last_error: ReliableMQError | None = None
+        self._look_every = max(options.ack_interval, _SHORTEST_LOOK)
+        self._look_after = self._results_looked_at_together()
+        self._io = self._new_connection(
+            name=options.name, settings=settings, setup=self._set_up, client=self, recovery=recovery
+        )
+
+    def _new_event(self) -> Event:
+        raise NotImplementedError
+
+    def _new_connection(
+        self,
+        *,
+        name: str,
+        settings: ConnectionSettings,
+        setup: Callable[[ServerInfo], SetupGenerator],
+        client: Client,
+        recovery: Recovery,
+    ) -> Connection:
+        raise NotImplementedError
+
+    # For callers, on any thread
+
+    def start(self) -> None:
+        """Start connecting. Does not wait."""
+        self._io.start()
+
+    def verdict(self, waited: float) -> ReliableMQError | None:
+        """Say why it is not subscribed, after ``waited`` seconds for the first attempt on every host; None if it is."""
+        if self.connected:
+            return None
+        return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
+
+    def report(self, results: Sequence[Result], *, idle: bool) -> None:
+        """These were handed out, and this is what became of them."""
+        if not self._results:
+            self._reported_at = time.monotonic()
+        self._results.extend(results)
+        if idle or len(self._results) >= self._look_after or not isinstance(results[0], Delivery):
+            self._wake()
+
+    def hand_back(self, deliveries: Iterable[Delivery]) -> None:
+        """These were handed out, and go back to the broker unhandled."""
+        self._handed_back.extend(deliveries)
+        self._wake()
+
+    def published(self, republish: Republish, error: ReliableMQError | None) -> None:
+        """A dead letter is confirmed, or it is known that it is not."""
+        self._published.append((republish, error))
+        self._wake()
+
+    def prefetch_changed(self) -> None:
+        """Subscribe anew with the prefetch that the options have now. Does not wait; what was delivered stays."""
+        self._io.call_soon(self._change_prefetch)
+
+    def stop(self) -> None:
+        """Begin to stop and return at once: nothing new is handed out, what is being handled is waited for."""
+        self._io.call_soon(self._begin_to_stop)
+
+    def stop_now(self) -> None:
+        """Stop without waiting for what is being handled."""
+        self._io.call_soon(self._end)
+
+    # On the loop: what the connection reports
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
+        """A channel is set up, and subscribed unless the consumer is stopping."""
+        self.reconnects += self._connection_lost
+        self._connection_lost = False
+        self.session.opened(generation, channel)
+        if self._phase is _Phase.RESUBSCRIBING:
+            self._phase = _Phase.RUNNING
+            self._be_patient_no_more()
+        if self._phase is _Phase.RUNNING:
+            logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
+            self.connected = True
+            self._verdict.set()
+            if self._prefetch != self._options.prefetch:  # it was changed meanwhile
+                self._change_prefetch()
+        self._pump()
+
+    def lost(self, generation: int, loss: Loss) -> None:
+        """The channel is gone; the broker delivers again what was not acked."""
+        self.connected = False
+        self._connection_lost |= loss.scope == "connection"
+        self.session.lost(generation)
+        self._withdraw()
+        self._pump()
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None:
+        """An attempt failed. A queue with other arguments ends the consumer even where a lost one is waited for."""
+        self._last_error = error
+        self._attempts_left -= 1
+        if self._phase in _STOPPING:
+            return  # what runs is waited for all the same
+        if not will_retry or (isinstance(error, TopologyMismatch) and not is_missing(error)):
+            self.error = error
+            self._end()
+        elif self._attempts_left <= 0:
+            self._verdict.set()
+
+    def blocked(self, reason: str) -> None:
+        """Of no concern to a connection that publishes nothing."""
+
+    def unblocked(self) -> None:
+        """Of no concern."""
+
+    def cancelled(self, consumer_tag: str) -> None:
+        """The broker ended the subscription: the queue is gone, or its leader."""
+        if consumer_tag != self._consumer_tag or self._phase is not _Phase.RUNNING:
+            return
+        logger.warning(
+            "the broker cancelled consumer %r: queue %r was deleted or moved; subscribing again",
+            consumer_tag,
+            self._options.queue_name,
+        )
+        self._phase = _Phase.RESUBSCRIBING
+        self.connected = False
+        self.session.drain()
+        self._withdraw()
+        self._patience = self._io.call_later(self._options.stop_timeout, self._resubscribe)
+        self._pump()
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        """``basic.deliver``, as many as one read held."""
+        self.session.delivered(cast("list[Delivery]", deliveries), time.monotonic())
+
+    def got(self, delivery: RawDelivery, message_count: int) -> None:
+        """``basic.get-ok``."""
+        self.session.delivered([cast("Delivery", delivery)], time.monotonic())
+
+    def got_empty(self) -> None:
+        """``basic.get-empty``."""
+
+    def acked(self, tag: int, multiple: bool) -> None:
+        """Never: nothing is published on this channel."""
+
+    def nacked(self, tag: int, multiple: bool) -> None:
+        """Never: nothing is published on this channel."""
+
+    def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
+        """Never: nothing is published on this channel."""
+
+    def read_finished(self) -> None:
+        """All that was read at once has been reported."""
+        self._pump()
+
+    def write_drained(self) -> None:
+        """Nothing waits for that: acks are few."""
+
+    # On the loop: the work
+
+    def _set_up(self, server: ServerInfo) -> SetupGenerator:
+        return _nothing() if self._phase in _STOPPING else self._subscribe(server)
+
+    @property
+    def _subscribed(self) -> bool:
+        return self.connected
+
+    def _subscribe(self, server: ServerInfo) -> SetupGenerator:
+        position = self.session.position
+        self._prefetch = self._options.prefetch
+        return self._options.setup(server, self._consumer_tag, None if position is None else position.following)
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._io.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Take in results, hand out work, publish dead letters, write acks, and see to the next wake-up."""
+        self._woken = False
+        session = self.session
+        now = time.monotonic()
+        self._take_in(now)
+        session.tick(now)
+        work = session.take_work() or session.take_batches()
+        if work:
+            self.outlet.put(work)
+        for republish in session.take_republishes():
+            if self.republisher is not None:
+                self.republisher.put(republish)
+        if self._phase is not _Phase.CANCELLING:
+            self._send(now)
+        for notice in session.take_notices():
+            logger.log(_LEVELS[notice.kind], "%s %s: %s", notice.delivery, notice.kind.value, notice.text)
+        if session.drained:
+            if self._phase is _Phase.RESUBSCRIBING:
+                self._resubscribe()
+            elif self._phase is _Phase.STOPPING:
+                self._end()
+        self._schedule(now)
+
+    def _take_in(self, now: float) -> None:
+        """Tell the session what has happened on other threads."""
+        session = self.session
+        if self._results:
+            since = self._reported_at
+            results = [self._results.popleft() for _ in range(len(self._results))]
+            session.finished(results, now, since=min(since, now))
+        while self._published:
+            session.published(*self._published.popleft(), now)
+        if self._handed_back:
+            back = self._handed_back
+            session.withdrawn([back.popleft() for _ in range(len(back))])
+
+    def _send(self, now: float) -> None:
+        output = self.session.take_output(now)
+        if output:
+            self._io.write(output)
+
+    def _schedule(self, now: float) -> None:
+        at = self.session.deadline
+        if self._look_after > 1 and self.session.running:
+            look = now + self._look_every
+            at = look if at is None else min(at, look)
+        if at is None or (self._timer is not None and self._timer_at <= at):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._io.call_later(max(at - now, 0.0), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _withdraw(self) -> None:
+        """Take back what nobody has begun with, unless it would never come again."""
+        if not self.session.automatic:
+            self.session.withdrawn(self.outlet.withdraw())
+
+    def _resubscribe(self) -> None:
+        if self._phase is _Phase.RESUBSCRIBING:
+            self._io.reopen_channel()
+
+    def _results_looked_at_together(self) -> int:
+        quick = self._options.ack_interval < _SHORTEST_LOOK
+        return 1 if quick else min(self.session.ack_every, _LOOKED_AT_TOGETHER)
+
+    def _change_prefetch(self) -> None:
+        self._prefetch = self._options.prefetch
+        self.session.set_prefetch(self._prefetch)
+        self._look_after = self._results_looked_at_together()
+        if self._subscribed:
+            before, self._consumer_tag = self._consumer_tag, _next_tag(self._consumer_tag)
+            steps = self._subscribe_anew(before, self._consumer_tag, self._prefetch)
+            self._io.run(steps, self._subscribed_anew)
+
+    def _subscribe_anew(self, before: str, consumer_tag: str, prefetch: int) -> StepGenerator:
+        yield Cancel(before)
+        yield SetPrefetch(prefetch)
+        position = self.session.position
+        yield self._options.consume(consumer_tag, None if position is None else position.upcoming)
+
+    def _subscribed_anew(self, outcome: object) -> None:
+        if isinstance(outcome, Exception):
+            logger.warning("the prefetch takes effect with the next channel: %s", outcome)
+
+    def _begin_to_stop(self) -> None:
+        if self._phase in _STOPPING:
+            return
+        if self._subscribed:
+            self._phase = _Phase.CANCELLING
+            self._io.run(_cancel(self._consumer_tag), self._unsubscribed)
+        else:
+            self._phase = _Phase.STOPPING
+        self.connected = False
+        self.session.stop()
+        self._withdraw()
+        logger.info("consumer %r stops; %d deliveries are being handled", self._options.name, self.session.running)
+        self._be_patient_no_more()
+        self._patience = self._io.call_later(self._options.stop_timeout, self._give_up_waiting)
+        self._pump()
+
+    def _unsubscribed(self, _outcome: object) -> None:
+        if self._phase is _Phase.CANCELLING:
+            self._phase = _Phase.STOPPING
+            self._pump()
+
+    def _give_up_waiting(self) -> None:
+        if self._phase is not _Phase.ENDED:
+            logger.warning(
+                "consumer %r: %d deliveries are still being handled after %g s; %s",
+                self._options.name,
+                self.session.running,
+                self._options.stop_timeout,
+                "they are lost" if self.session.automatic else "the broker will deliver them again",
+            )
+            self._end()
+
+    def _be_patient_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _end(self) -> None:
+        if self._phase is _Phase.ENDED:
+            return
+        self._phase = _Phase.ENDED
+        self.connected = False
+        self._be_patient_no_more()
+        self.session.stop()
+        self.session.withdrawn(self.outlet.withdraw())
+        now = time.monotonic()
+        self._take_in(now)
+        self._send(now)
+        self._io.stop(CLOSE_GRACE)
+        self._verdict.set()
+        self.ended.set()
+
+
+_STOPPING = frozenset({_Phase.CANCELLING, _Phase.STOPPING, _Phase.ENDED})
+
+
+def _nothing() -> SetupGenerator:
+    yield from ()
+
+
+def _cancel(consumer_tag: str) -> StepGenerator:
+    yield Cancel(consumer_tag)
+
+
+def _next_tag(consumer_tag: str) -> str:
+    name, _, number = consumer_tag.rpartition("#")
+    return f"{name}#{int(number) + 1}" if name and number.isdecimal() else f"{consumer_tag}#2"
