@@ -1,0 +1,58 @@
+"""RabbitMQ as a source and a sink of Apache Spark: ``format("rabbitmq")``, batch and streaming, at least once.
+
+``register(spark)`` makes the format known to a session. Where this package is installed as a wheel, Spark finds it by
+itself, through the top-level module ``pyspark_reliable_mq``. See the README beside this file for options, columns and
+guarantees.
+
+Invariant: nothing of PySpark is imported before its version is known to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["register"]
+
+_LEAST: Final = (4, 2)  # read limits of sources in Python
+
+
+def register(spark: SparkSession) -> None:
+    """Make ``format("rabbitmq")`` known to a session. A second call does no harm.
+
+    Args:
+        spark: a classic session, or one of Spark Connect.
+
+    Raises:
+        UsageError: PySpark is older than 4.2, whose sources in Python cannot limit what they read.
+    """
+    check_version()
+    from reliable_mq.spark.datasource import RabbitMQDataSource  # noqa: PLC0415
+
+    spark.dataSource.register(RabbitMQDataSource)
+
+
+def check_version() -> None:
+    """Check the version of PySpark before anything of it is imported.
+
+    Raises:
+        UsageError: it is not installed, or too old.
+    """
+    try:
+        version = importlib.metadata.version("pyspark")
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            version = importlib.metadata.version("pyspark-client")
+        except importlib.metadata.PackageNotFoundError:
+            return  # a Spark distribution on PYTHONPATH has no metadata: its own imports tell
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _LEAST:
+        raise UsageError(
+            f"PySpark {version} is too old for format('rabbitmq'): 4.2 or newer is needed, whose sources can limit "
+            "what a batch reads; pip install 'reliable-mq[spark]'"
+        )

@@ -1,0 +1,290 @@
+"""The columns that are read and those that can be written, and how a delivery becomes a row, through Arrow.
+
+Invariants: a delivery always becomes a row, whatever is wrong with its properties: what cannot be decoded is null, and
+the row is there with its body; the Arrow types are those that Spark derives from the schema, to the letter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from reliable_mq.core.codec import CodecError, Properties
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.core.codec import RawDelivery
+    from reliable_mq.spark.options import WriteOptions
+
+__all__ = ["READ_SCHEMA", "WRITTEN", "check_read_schema", "check_written_schema", "record_batch"]
+
+_HEADERS: Final = MapType(StringType(), StringType())
+
+#: What is read, in this order.
+READ_SCHEMA: Final = StructType(
+    [
+        StructField("body", BinaryType()),
+        StructField("queue", StringType()),
+        StructField("offset", LongType()),
+        StructField("exchange", StringType()),
+        StructField("routing_key", StringType()),
+        StructField("redelivered", BooleanType()),
+        StructField("delivery_count", LongType()),
+        StructField("headers", _HEADERS),
+        StructField("message_id", StringType()),
+        StructField("correlation_id", StringType()),
+        StructField("content_type", StringType()),
+        StructField("content_encoding", StringType()),
+        StructField("reply_to", StringType()),
+        StructField("type", StringType()),
+        StructField("app_id", StringType()),
+        StructField("user_id", StringType()),
+        StructField("priority", IntegerType()),
+        StructField("expiration", DoubleType()),
+        StructField("timestamp", TimestampType()),
+        StructField("persistent", BooleanType()),
+    ]
+)
+
+_WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
+
+#: What can be written, with the types that are taken. Only ``body`` must be there.
+WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
+    "body": (BinaryType, StringType),
+    "exchange": (StringType,),
+    "routing_key": (StringType,),
+    "headers": (MapType,),
+    "message_id": (StringType,),
+    "correlation_id": (StringType,),
+    "content_type": (StringType,),
+    "content_encoding": (StringType,),
+    "reply_to": (StringType,),
+    "type": (StringType,),
+    "app_id": (StringType,),
+    "user_id": (StringType,),
+    "priority": _WHOLE,
+    "expiration": (DoubleType, FloatType, *_WHOLE),
+    "timestamp": (TimestampType,),
+    "persistent": (BooleanType,),
+}
+
+_ARROW: Final[Mapping[str, Any]] = {
+    "binary": pa.binary(),
+    "string": pa.string(),
+    "bigint": pa.int64(),
+    "int": pa.int32(),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "map<string,string>": pa.map_(pa.string(), pa.string()),
+}
+_TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in READ_SCHEMA}
+_LATEST: Final = 253_402_300_799  # the last second of the year 9999
+
+
+def check_read_schema(schema: StructType) -> tuple[str, ...]:
+    """Check the schema that a query gave with ``.schema(...)``, or ours; gives the names of its columns in order.
+
+    Raises:
+        ConfigurationError: it has a column that is not read, or has it in another type.
+    """
+    for field in schema:
+        if field.name not in READ_SCHEMA.fieldNames():
+            raise ConfigurationError(
+                f"the schema has a column {field.name!r}, and RabbitMQ has {', '.join(READ_SCHEMA.fieldNames())}"
+            )
+        ours = READ_SCHEMA[field.name].dataType
+        if field.dataType.simpleString() != ours.simpleString():
+            raise ConfigurationError(
+                f"column {field.name!r} of the schema is {field.dataType.simpleString()}, and RabbitMQ gives "
+                f"{ours.simpleString()}: read it so, and cast it"
+            )
+    return tuple(schema.fieldNames())
+
+
+def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:
+    """Check what is to be written, on the driver, before anything is sent; gives the names of its columns in order.
+
+    Raises:
+        ConfigurationError: a column is missing, unknown, given beside its option, or has a type that is not taken; the
+            text names the column and what to do.
+    """
+    names = tuple(schema.fieldNames())
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"a column is there twice: {', '.join(names)}")
+    for field in schema:
+        accepted = WRITTEN.get(field.name)
+        if accepted is None:
+            raise ConfigurationError(
+                f"column {field.name!r} cannot be written to RabbitMQ: select what is meant "
+                f"(known: {', '.join(WRITTEN)}), and put the rest into body or headers"
+            )
+        if not isinstance(field.dataType, accepted):
+            wanted = " or ".join(dict.fromkeys(kind().simpleString() for kind in accepted if kind is not MapType))
+            raise ConfigurationError(
+                f"column {field.name!r} is {field.dataType.simpleString()}, and must be "
+                f"{wanted or _HEADERS.simpleString()}: cast it"
+            )
+        if isinstance(field.dataType, MapType) and field.dataType.simpleString() != _HEADERS.simpleString():
+            raise ConfigurationError(
+                f"column {field.name!r} is {field.dataType.simpleString()}, and must be {_HEADERS.simpleString()}"
+            )
+    if "body" not in names:
+        raise ConfigurationError(
+            "column 'body' is missing: it is what the message carries, binary or string; e.g. "
+            "df.select(to_json(struct('*')).alias('body'))"
+        )
+    if "routing_key" not in names and options.routing_key is None and "exchange" not in names and not options.exchange:
+        raise ConfigurationError(
+            "where the rows are to go is not said: give the option routingKey (with the default exchange, the name of "
+            "a queue) or a column 'routing_key', and exchange where it is not the default one"
+        )
+    return names
+
+
+def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
+    """Make rows of deliveries.
+
+    Args:
+        deliveries: of one queue or stream.
+        queue: its name.
+        names: of the columns wanted, in their order.
+    """
+    decoded = [_decoded(delivery.properties) for delivery in deliveries]
+    arrays = []
+    for name in names:
+        kind = _TYPES[name]
+        if name == "queue":
+            arrays.append(pa.repeat(pa.scalar(queue, kind), len(deliveries)))
+        elif name in _PLAIN:
+            arrays.append(pa.array([getattr(delivery, name) for delivery in deliveries], kind))
+        else:
+            read = _READERS[name]
+            arrays.append(pa.array([_value(read, each) for each in decoded], kind))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(name, _TYPES[name]) for name in names]))
+
+
+_PLAIN: Final = frozenset({"body", "exchange", "routing_key", "redelivered"})
+
+
+def _decoded(raw: bytes) -> Properties:
+    return Properties(raw)
+
+
+def _value(read: Callable[[Properties], Any], properties: Properties) -> Any:
+    try:
+        return read(properties)
+    except CodecError:
+        return None
+
+
+def _text(name: str) -> Callable[[Properties], str | None]:
+    def read(properties: Properties) -> str | None:
+        value = getattr(properties, name)
+        return None if value is None else _clean(value)
+
+    return read
+
+
+def _clean(text: str) -> str:
+    """Make text of what came as bytes that are not UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _headers(properties: Properties) -> list[tuple[str, str | None]]:
+    return [(_clean(name), _as_text(value)) for name, value in properties.headers.items()]
+
+
+def _as_text(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _clean(value)
+    plain = _as_json(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _as_json(value: object) -> object:
+    """Give what JSON can say of a header: an aware time in ISO 8601, bytes as the text they are, if they are."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _clean(value)
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {_clean(str(name)): _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return str(value)
+
+
+def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
+    def read(properties: Properties) -> int | None:
+        value = properties.headers_beginning(header).get(header)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    return read
+
+
+def _expiration(properties: Properties) -> float | None:
+    text = properties.expiration
+    return int(text) / 1000 if text is not None and text.isdecimal() else None
+
+
+def _timestamp(properties: Properties) -> datetime | None:
+    """Give the time; a number that is too large for seconds was meant as milliseconds."""
+    value = properties.timestamp
+    if isinstance(value, int):
+        return datetime.fromtimestamp(value / 1000, UTC) if 0 <= value <= _LATEST * 1000 else None
+    return value
+
+
+def _persistent(properties: Properties) -> bool:
+    return properties.delivery_mode == 2
+
+
+_READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
+    **{
+        name: _text(name)
+        for name in (
+            "message_id",
+            "correlation_id",
+            "content_type",
+            "content_encoding",
+            "reply_to",
+            "type",
+            "app_id",
+            "user_id",
+        )
+    },
+    "offset": _number_in_headers("x-stream-offset"),
+    "delivery_count": _number_in_headers("x-delivery-count"),
+    "headers": _headers,
+    "priority": lambda properties: properties.priority,
+    "expiration": _expiration,
+    "timestamp": _timestamp,
+    "persistent": _persistent,
+}

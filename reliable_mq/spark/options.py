@@ -1,0 +1,277 @@
+"""The options of ``format("rabbitmq")``: checked as a whole, strictly, before anything is connected.
+
+What is not understood is an error that names the option and what is accepted, never a default. Names are compared
+without case, as Spark does.
+
+Invariant: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.url import parse_url
+
+__all__ = ["QueueOptions", "StartingPositions", "StreamOptions", "WriteOptions", "read_options", "write_options"]
+
+_COMMON: Final = ("url", "maxMessagesPerTrigger", "maxBytesPerTrigger", "minPartitions", "prefetch")
+_QUEUE: Final = ("queue",)
+_STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets", "failOnDataLoss")
+_WRITE: Final = ("url", "exchange", "routingKey")
+# Spark hands these to a sink beside the options that are its own.
+_SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
+_ASYNC_PROGRESS: Final = "asyncprogresstrackingenabled"
+
+_LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
+_LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
+_DEFAULT_BYTES: Final = 32 * 2**20
+_DEFAULT_PREFETCH: Final = 2000
+_WHOLE: Final = re.compile(r"[0-9]{1,18}")
+
+#: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
+StartingPositions = str | Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """How queues are read.
+
+    Attributes:
+        url: of the broker.
+        queues: their names; each exists, and none is a stream.
+        max_messages: rows of a batch at most.
+        max_bytes: bytes of the bodies of a batch at most; and twice that is what the reader holds in memory.
+        prefetch: deliveries of a queue that may be unacked, those of the batch that is being processed included.
+        min_partitions: tasks that a batch is split into, where it has as many rows.
+    """
+
+    url: str = field(repr=False)
+    queues: tuple[str, ...]
+    max_messages: int
+    max_bytes: int = _DEFAULT_BYTES
+    prefetch: int = _DEFAULT_PREFETCH
+    min_partitions: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How streams are read.
+
+    Attributes:
+        url: of the broker.
+        streams: names of stream queues, or of super streams.
+        starting_offsets: where a new query, or a batch, begins.
+        starting_timestamp: milliseconds since 1970, in place of ``starting_offsets``.
+        ending_offsets: where a batch ends; ``latest`` where it is not given.
+        max_messages: rows of a micro-batch at most; None for no limit.
+        max_bytes: bytes of the bodies of a micro-batch at most; None for no limit.
+        min_partitions: tasks that a batch is split into at least; None for one per stream.
+        fail_on_data_loss: whether to fail where offsets that were to be read are gone.
+        prefetch: deliveries that a task may have in its memory.
+    """
+
+    url: str = field(repr=False)
+    streams: tuple[str, ...]
+    starting_offsets: StartingPositions
+    starting_timestamp: int | None = None
+    ending_offsets: StartingPositions = "latest"
+    max_messages: int | None = None
+    max_bytes: int | None = None
+    min_partitions: int | None = None
+    fail_on_data_loss: bool = True
+    prefetch: int = _DEFAULT_PREFETCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """Where rows go.
+
+    Attributes:
+        url: of the broker.
+        exchange: for all rows, in place of the column of that name; None where it is not given.
+        routing_key: likewise.
+    """
+
+    url: str = field(repr=False)
+    exchange: str | None = None
+    routing_key: str | None = None
+
+
+def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions:
+    """Check the options of a source.
+
+    Args:
+        given: from Spark; names in any case.
+        streaming: whether it is for ``readStream``.
+
+    Raises:
+        ConfigurationError: one is wrong, unknown, or does not go with another; the text names it.
+    """
+    options = _Options(given)
+    queue, stream = options.text("queue"), options.text("stream")
+    if (queue is None) == (stream is None):
+        _refuse(
+            "give one of the options queue and stream: "
+            + ("neither is there" if queue is None else "both are there, and a query reads either queues or streams")
+        )
+    url = options.url()
+    if queue is not None:
+        options.check_known((*_COMMON, *_QUEUE), others=_STREAM, why="an option of stream mode, and queue is given")
+        prefetch = options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH
+        return QueueOptions(
+            url=url,
+            queues=_names("queue", queue),
+            max_messages=options.whole("maxMessagesPerTrigger", 1) or _LARGEST_PREFETCH,
+            max_bytes=options.whole("maxBytesPerTrigger", 1, _LARGEST_BYTES) or _DEFAULT_BYTES,
+            prefetch=prefetch,
+            min_partitions=options.whole("minPartitions", 1),
+        )
+    options.check_known((*_COMMON, *_STREAM))
+    starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0)
+    if starting is not None and timestamp is not None:
+        _refuse("startingOffsets and startingTimestamp are both given: leave one of them out")
+    ending = options.positions("endingOffsets")
+    if ending is not None and streaming:
+        _refuse("endingOffsets is for batch reads: a streaming query has no end")
+    if ending == "earliest":
+        _refuse("endingOffsets must be 'latest' or JSON with an offset by stream, not 'earliest'")
+    if starting == "latest" and not streaming:
+        _refuse("startingOffsets must not be 'latest' in a batch read, which would be empty")
+    return StreamOptions(
+        url=url,
+        streams=_names("stream", stream or ""),
+        starting_offsets=starting if starting is not None else "latest" if streaming else "earliest",
+        starting_timestamp=timestamp,
+        ending_offsets="latest" if ending is None else ending,
+        max_messages=options.whole("maxMessagesPerTrigger", 1),
+        max_bytes=options.whole("maxBytesPerTrigger", 1),
+        min_partitions=options.whole("minPartitions", 1),
+        fail_on_data_loss=options.truth("failOnDataLoss", default=True),
+        prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
+    )
+
+
+def write_options(given: Mapping[str, str]) -> WriteOptions:
+    """Check the options of a sink.
+
+    Raises:
+        ConfigurationError: one is wrong or unknown; the text names it.
+    """
+    options = _Options(given)
+    if options.truth("asyncProgressTrackingEnabled", default=False):
+        _refuse(
+            "asyncProgressTrackingEnabled is on: Spark would record a batch as done before its offsets are durable; "
+            "leave it out"
+        )
+    options.check_known((*_WRITE, "asyncProgressTrackingEnabled"), allowed=_SPARKS_OWN)
+    return WriteOptions(
+        url=options.url(),
+        exchange=options.text("exchange", empty=True),
+        routing_key=options.text("routingKey", empty=True),
+    )
+
+
+class _Options:
+    """What was given, by lower-case name."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = {name.lower(): value for name, value in given.items()}
+
+    def check_known(
+        self,
+        known: tuple[str, ...],
+        *,
+        others: tuple[str, ...] = (),
+        why: str = "",
+        allowed: frozenset[str] = frozenset(),
+    ) -> None:
+        """Refuse what is none of ``known``; say ``why`` of what is one of ``others``."""
+        by_name = {name.lower(): name for name in known}
+        for name in self._given:
+            if name in by_name or name in allowed:
+                continue
+            for other in others:
+                if name == other.lower():
+                    _refuse(f"{other} is {why}")
+            if name == "path":
+                _refuse("a path is given to load() or start(): RabbitMQ has none; name the queue in an option")
+            near = difflib.get_close_matches(name, by_name, n=1)
+            hint = f"; did you mean {by_name[near[0]]}?" if near else ""
+            _refuse(f"unknown option {name[:40]!r}{hint} (known: {', '.join(known)})")
+
+    def url(self) -> str:
+        """Give the URL, once it is known to be one."""
+        url = self._given.get("url", "")
+        if not url:
+            _refuse("the option url is missing: give the broker's, e.g. amqp://user:password@host/")
+        parse_url(url)
+        return url
+
+    def text(self, name: str, *, empty: bool = False) -> str | None:
+        """Give a text; the empty one only where it means something."""
+        value = self._given.get(name.lower())
+        if value is not None and not value.strip() and not empty:
+            _refuse(f"{name} is empty")
+        return value
+
+    def whole(self, name: str, least: int, most: int | None = None) -> int | None:
+        """Give a whole number."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return None
+        if not _WHOLE.fullmatch(text) or int(text) < least or (most is not None and int(text) > most):
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            _refuse(f"{name} must be a whole number {limits}, not {text[:40]!r}")
+        return int(text)
+
+    def truth(self, name: str, *, default: bool) -> bool:
+        """Give a truth value."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return default
+        if text.lower() not in ("true", "false"):
+            _refuse(f"{name} must be true or false, not {text[:40]!r}")
+        return text.lower() == "true"
+
+    def positions(self, name: str) -> StartingPositions | None:
+        """Give ``earliest``, ``latest`` or a position by stream."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return None
+        if text.lower() in ("earliest", "latest"):
+            return text.lower()
+        wanted = f'{name} must be \'earliest\', \'latest\' or JSON like {{"stream": 1200, "other": "latest"}}'
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            _refuse(f"{wanted}, not {text[:40]!r}")
+        if not isinstance(parsed, dict) or not parsed:
+            _refuse(f"{wanted}, not {text[:40]!r}")
+        for stream, position in parsed.items():
+            if position not in ("earliest", "latest") and (
+                not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < 2**63
+            ):
+                _refuse(f"{wanted}; for {stream!r} it is {position!r}")
+        return parsed
+
+
+def _names(option: str, text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        _refuse(f"{option} has an empty name in its list: {text!r}")
+    if len(set(names)) < len(names):
+        _refuse(f"{option} names one twice: {text!r}")
+    for name in names:
+        if len(name.encode()) > 255:
+            _refuse(f"{option} has a name of more than 255 bytes: {name[:40]!r}...")
+    return names
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ConfigurationError(text)
