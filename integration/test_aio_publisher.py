@@ -7,7 +7,6 @@ asyncio's loop and on uvloop, and fails where a task is left on the loop or asyn
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import uvloop
 
+from integration.support.waiting import until
 from reliable_mq import (
     BrokerUnavailable,
     Message,
@@ -34,7 +33,7 @@ from reliable_mq import (
 from reliable_mq.aio.publisher import AsyncPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator
     from random import Random
 
     from integration.support.broker import Broker
@@ -47,44 +46,8 @@ pytestmark = pytest.mark.usefixtures("baseline")
 ORDERS = Queue("orders", dead_letter=None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _uvloop() -> None:
-    """The first loop of a process opens descriptors that stay: not to be counted as left by a test."""
-    uvloop.new_event_loop().close()
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Run a coroutine on a fresh loop; nothing may be left on it, and nothing may be complained of."""
-
-    def run(main: Coroutine[Any, Any, None]) -> None:
-        complaints: list[object] = []
-        left: list[str] = []
-
-        async def watched() -> None:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-            await asyncio.wait_for(main, 100)
-            left.extend(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task())
-            gc.collect()
-
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(watched())
-            gc.collect()
-        assert left == []
-        assert complaints == []
-
-    return run
-
-
-async def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Wait for a condition that other tasks bring about."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # what other threads bring about has no event
-            await asyncio.sleep(0.005)
-
-
 def test_f50_10_000_callers_at_once_all_settle_within_the_window(
-    vhost: VirtualHost, checker: Checker, run: Any
+    vhost: VirtualHost, checker: Checker, run_async: Any
 ) -> None:
     """Each of 10 000 concurrent callers gets its receipt, and no more than the window is ever outstanding."""
     most = 0
@@ -104,14 +67,14 @@ def test_f50_10_000_callers_at_once_all_settle_within_the_window(
             await asyncio.gather(*(one() for _ in range(10_000)))
             assert publisher.outstanding == 0
 
-    run(main())
+    run_async(main())
     assert most <= 500
     checker.drain(vhost, ["orders"])
     assert checker.close().confirmed == 10_000
 
 
 def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """A task cancelled while it awaits a confirm leaves each other publish its own outcome, and its own to come."""
     proxy = fault_proxy(vhost.url)
@@ -133,12 +96,12 @@ def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
             await publisher.publish(Message(b"routable"), routing_key="orders")
             assert publisher.outstanding == 0
 
-    run(main())
+    run_async(main())
     vhost.wait_for_messages("orders", 2)
 
 
 def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
-    vhost: VirtualHost, checker: Checker, rng: Random, run: Any
+    vhost: VirtualHost, checker: Checker, rng: Random, run_async: Any
 ) -> None:
     """Of 3000 tasks in a small window a third is cancelled at random; the others get what is theirs."""
 
@@ -175,13 +138,13 @@ def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
             with suppress(PublishError):  # of those that were cancelled and could not be routed
                 await publisher.close()
 
-    run(main())
+    run_async(main())
     checker.drain(vhost, ["orders"])
     checker.close()
 
 
 def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     proxy = fault_proxy(vhost.url)
 
@@ -204,7 +167,7 @@ def test_f49_who_is_cancelled_while_it_waits_for_room_has_sent_nothing(
             with pytest.raises(asyncio.CancelledError):
                 await waiting[1]
 
-    run(main())
+    run_async(main())
     vhost.wait_for_messages("orders", 7)
 
 
@@ -284,7 +247,7 @@ def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhos
     vhost.wait_for_messages("orders", 4)
 
 
-def test_f54_one_dead_host_of_several(vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any) -> None:
+def test_f54_one_dead_host_of_several(vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any) -> None:
     """The next host is tried at once, at the first connect and after a loss."""
     proxy = fault_proxy(vhost.url)
     host, _, path = vhost.url.rpartition("@")[2].partition("/")
@@ -298,66 +261,11 @@ def test_f54_one_dead_host_of_several(vhost: VirtualHost, fault_proxy: FaultProx
             await publisher.publish(Message(b"x"), routing_key="orders")
             assert time.monotonic() - started < 5
 
-    run(main())
-
-
-def test_bug_1_nothing_hangs_when_a_connection_with_a_full_socket_is_reset(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, run: Any
-) -> None:
-    """aio-pika: 18 of 18 publishes without a timeout hung for ever."""
-    proxy = fault_proxy(vhost.url)
-
-    async def main() -> None:
-        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
-            await publisher.connect()
-            proxy.stop_reading("to_broker", new_connections=False)
-            messages = [Message(b"x" * 1_000_000) for _ in range(18)]
-            for message in messages:
-                checker.attempted(message.message_id)
-            tasks = [asyncio.create_task(publisher.publish(one, routing_key="orders")) for one in messages]
-            await until(lambda: publisher.outstanding == 18)
-            proxy.cut()
-            for receipt in await asyncio.gather(*tasks):
-                checker.confirmed(receipt.message_id)
-
-    run(main())
-    checker.drain(vhost, ["orders"])
-    checker.close()
-
-
-def test_bug_12_messages_are_persistent(vhost: VirtualHost, run: Any) -> None:
-    """aio-pika: the default delivery mode is not persistent."""
-
-    async def main() -> None:
-        async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
-            await publisher.publish(Message(b"x"), routing_key="orders")
-
-    run(main())
-    assert [message["properties"]["delivery_mode"] for message in vhost.peek("orders")] == [2]
-
-
-def test_bug_13_a_channel_that_is_closed_under_load_costs_no_connection(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
-) -> None:
-    """aio-pika: a close-ok that finds the write queue full is dropped; using its number again ends the connection."""
-    proxy = fault_proxy(vhost.url)
-
-    async def main() -> None:
-        async with AsyncPublisher(proxy.url, topology=[ORDERS]) as publisher:
-            for _ in range(5):
-                confirmations = [await publisher.submit(Message(b"x" * 1000), routing_key="orders") for _ in range(50)]
-                refused = await publisher.submit(Message(b"x"), exchange="missing", routing_key="orders")
-                confirmations += [await publisher.submit(Message(b"x" * 1000), routing_key="orders") for _ in range(50)]
-                await publisher.flush(20)
-                assert refused.exception() is not None
-                assert [one.exception() for one in confirmations] == [None] * 100
-
-    run(main())
-    assert proxy.connections == 1
+    run_async(main())
 
 
 def test_a_loop_that_stands_still_is_reported_and_keeps_its_connection(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run: Any
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
     """Code that blocks the loop for longer than half a heartbeat is told so; here the connection outlives it."""
     proxy = fault_proxy(vhost.url)
@@ -370,12 +278,12 @@ def test_a_loop_that_stands_still_is_reported_and_keeps_its_connection(
             await publisher.publish(Message(b"x"), routing_key="orders")
 
     with caplog.at_level(logging.WARNING):
-        run(main())
+        run_async(main())
     assert proxy.connections == 1
 
 
 def test_a_confirmation_is_light_awaitable_and_says_what_it_knows(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """It can be awaited by several tasks and again; result and exception never wait; callbacks run on the loop."""
     proxy = fault_proxy(vhost.url)
@@ -409,7 +317,7 @@ def test_a_confirmation_is_light_awaitable_and_says_what_it_knows(
             await until(lambda: len(threads) == 2)
             assert set(threads) == {threading.get_ident()}
 
-    run(main())
+    run_async(main())
 
 
 def test_it_belongs_to_one_loop(vhost: VirtualHost) -> None:
@@ -435,7 +343,7 @@ def test_it_belongs_to_one_loop(vhost: VirtualHost) -> None:
     asyncio.run(main())
 
 
-def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost, run: Any) -> None:
+def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost, run_async: Any) -> None:
     async def some() -> AsyncIterator[Message]:
         for _ in range(3000):
             yield Message(b"x")
@@ -451,11 +359,11 @@ def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost,
             with pytest.raises(PublishError, match="3 messages"):
                 report.raise_for_failures()
 
-    run(main())
+    run_async(main())
 
 
 def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
-    private_broker: Broker, private_vhost: VirtualHost, run: Any
+    private_broker: Broker, private_vhost: VirtualHost, run_async: Any
 ) -> None:
     """What is outstanding is reported as unconfirmed; a close that is cancelled is taken up again."""
 
@@ -478,13 +386,13 @@ def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
         await publisher.close()
 
     try:
-        run(main())
+        run_async(main())
     finally:
         private_broker.start()
 
 
 def test_many_first_calls_at_once_share_one_connection_or_one_error(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run: Any
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     proxy = fault_proxy(vhost.url)
 
@@ -504,7 +412,7 @@ def test_many_first_calls_at_once_share_one_connection_or_one_error(
                 pytest.fail("it was entered")
         await wrong.close()
 
-    run(main())
+    run_async(main())
     assert proxy.connections == 1
 
 

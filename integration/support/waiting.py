@@ -1,7 +1,8 @@
-"""Waiting for a condition, with a deadline. The one place in the harness where a thread pauses between two looks."""
+"""Waiting for a condition, with a deadline. The one place in the harness that pauses between two looks."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
@@ -34,3 +35,10 @@ def wait_until(
         if time.monotonic() >= deadline:
             raise TimeoutError(f"not within {timeout:g} s: {what if isinstance(what, str) else what()}")
         Event().wait(interval)
+
+
+async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait on an event loop for a condition that other tasks, threads or the broker bring about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # what other threads bring about has no event
+            await asyncio.sleep(0.005)
