@@ -412,10 +412,10 @@ class BaseSubscription:
         return 1 if quick else min(self.session.ack_every, _LOOKED_AT_TOGETHER)
 
     def _change_prefetch(self) -> None:
-        self._prefetch = self._options.prefetch
-        self.session.set_prefetch(self._prefetch)
+        self.session.set_prefetch(self._options.prefetch)
         self._look_after = self._results_looked_at_together()
-        if self._subscribed:
+        if self._subscribed:  # else `ready` sees what the broker was told last
+            self._prefetch = self._options.prefetch
             before, self._consumer_tag = self._consumer_tag, _next_tag(self._consumer_tag)
             steps = self._subscribe_anew(before, self._consumer_tag, self._prefetch)
             self._io.run(steps, self._subscribed_anew)
