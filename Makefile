@@ -35,8 +35,8 @@ test: test-unit test-integration  ## all tests: without a broker, then against r
 
 # The core is covered by its own tests, every branch of it; what else runs its lines does not count.
 test-unit: venv  ## the tests that need no broker (under a minute)
-	$(PYTEST) tests/core --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
-	$(PYTEST) tests --ignore=tests/core $(ARGS)
+	$(PYTEST) tests/core -n auto --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
+	$(PYTEST) tests --ignore=tests/core -n auto $(ARGS)
 
 test-integration: venv images  ## the tests against real brokers
 	$(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)

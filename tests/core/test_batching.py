@@ -68,7 +68,19 @@ def test_what_is_no_verdict_is_never_an_ack(item: object) -> None:
     assert isinstance(verdict, UsageError)
 
 
-@pytest.mark.parametrize("answer", [[], [Ack, Ack, Ack], "ok", b"ok", True, 3, iter([Ack, Ack]), {Ack}], ids=repr)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([], id="too few"),
+        pytest.param([Ack, Ack, Ack], id="too many"),
+        pytest.param("ok", id="str"),
+        pytest.param(b"ok", id="bytes"),
+        pytest.param(True, id="bool"),
+        pytest.param(3, id="int"),
+        pytest.param(iter([Ack, Ack]), id="iterator"),
+        pytest.param({Ack}, id="set"),
+    ],
+)
 def test_an_answer_of_another_shape_is_an_error(answer: Any) -> None:
     with pytest.raises(UsageError):
         verdicts(answer, 2)
