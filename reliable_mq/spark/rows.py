@@ -1,0 +1,160 @@
+"""From the rows of a DataFrame to messages, in one pass over each Arrow batch.
+
+Invariant: a row that cannot be a message is an error of that row, and says which one it is; the rows before it have
+been given.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import pyarrow as pa
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.message import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from reliable_mq.spark.message_ids import MessageIds
+    from reliable_mq.spark.options import WriteOptions
+
+__all__ = ["Outgoing", "RowPlan", "UnsendableRow"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class UnsendableRow(Exception):
+    """A row cannot be a message. Never reaches a user: the sink says of which partition it is.
+
+    Attributes:
+        number: of the row in its partition, from 0.
+        message_id: of its message, where it has one.
+        reason: what is wrong.
+    """
+
+    def __init__(self, number: int, message_id: str | None, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+        self.message_id = message_id
+        self.reason = reason
+
+
+class Outgoing(NamedTuple):
+    """A message and where to publish it to."""
+
+    message: Message
+    exchange: str
+    routing_key: str
+
+
+class RowPlan:
+    """Which column is what. Made on the driver, used on executors: it can be pickled.
+
+    Args:
+        options: ``exchange`` and ``routing_key`` come before the columns of these names.
+        names: of the columns, in their order; checked by `reliable_mq.spark.columns.check_written_schema`.
+    """
+
+    def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
+        self._positions = {name: position for position, name in enumerate(names)}
+        if options.exchange is not None:
+            self._positions.pop("exchange", None)
+        if options.routing_key is not None:
+            self._positions.pop("routing_key", None)
+        self._exchange = options.exchange or ""
+        self._routing_key = options.routing_key or ""
+        self._routed = "exchange" in self._positions or "routing_key" in self._positions
+        self._properties = tuple(
+            sorted(self._positions.keys() - {"body", "exchange", "routing_key", "message_id"})  # whatever their order
+        )
+
+    @property
+    def constant(self) -> tuple[str, ...]:
+        """What is the same for every row and belongs to its content: see `MessageIds`."""
+        return self._exchange, self._routing_key, *self._properties
+
+    def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
+        """Give the messages of a batch, in order.
+
+        Args:
+            batch: with the columns that the plan was made for.
+            ids: for the rows whose ``message_id`` is null or missing.
+            first: the number of the batch's first row in its partition.
+
+        Raises:
+            UnsendableRow: a row cannot be a message.
+        """
+        names = self._properties
+        columns = [self._values(batch, name) for name in names]
+        rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True) if columns else repeat(())
+        numbered = zip(
+            self._values(batch, "body"),
+            self._values(batch, "exchange", self._exchange),
+            self._values(batch, "routing_key", self._routing_key),
+            self._values(batch, "message_id"),
+            rows,
+            strict=False,
+        )
+        for number, (body, exchange, routing_key, message_id, values) in enumerate(numbered, first):
+            try:
+                if message_id is None and body is not None:
+                    message_id = ids.of(body, (exchange, routing_key, *values) if self._routed else values)  # noqa: PLW2901
+                properties = _properties(names, values) if values else {}
+                message = Message(body, message_id=message_id, **properties)
+            except (ConfigurationError, UnicodeError) as error:
+                if body is None:
+                    reason = "column body is null: leave such rows out, or give them an empty one"
+                    raise UnsendableRow(number, message_id, reason) from error
+                raise UnsendableRow(number, message_id, str(error)) from error
+            yield Outgoing(message, exchange or "", routing_key or "")
+
+    def _values(self, batch: pa.RecordBatch, name: str, otherwise: object = None) -> Iterable[Any]:
+        position = self._positions.get(name)
+        return repeat(otherwise) if position is None else _CONVERTERS.get(name, _plain)(batch.column(position))
+
+
+def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
+    properties = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    if "headers" in properties:
+        properties["headers"] = dict(properties["headers"])
+    if "timestamp" in properties:
+        properties["timestamp"] = _EPOCH + timedelta(seconds=properties["timestamp"] // 1_000_000)
+    return properties
+
+
+def _plain(column: pa.Array) -> list[Any]:
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _binary(column: pa.Array) -> list[Any]:
+    """Text as its bytes in UTF-8, which Arrow has at hand."""
+    if pa.types.is_string(column.type):
+        column = column.cast(pa.binary())
+    elif pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return _plain(column)
+
+
+def _microseconds(column: pa.Array) -> list[Any]:
+    """Numbers: what a zone is called differs between sessions, and an id must not."""
+    return _plain(column.cast(pa.timestamp("us", "UTC")).cast(pa.int64()))
+
+
+def _entries(column: pa.Array) -> list[Any]:
+    """The entries of maps, in one order: Spark promises none."""
+    return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
+
+
+def _name(entry: tuple[str, str | None]) -> str:
+    return entry[0]
+
+
+_CONVERTERS: Final[dict[str, Callable[[pa.Array], list[Any]]]] = {
+    "body": _binary,
+    "timestamp": _microseconds,
+    "headers": _entries,
+}
