@@ -1073,4 +1073,4 @@ def test_fixture_closes_its_proxies_when_the_test_ends(pytester: pytest.Pytester
                     socket.create_connection(("127.0.0.1", port))
         """
     )
-    pytester.runpytest_inprocess().assert_outcomes(passed=2)
+    pytester.runpytest_inprocess("-p", "no:asyncio").assert_outcomes(passed=2)
