@@ -8,9 +8,10 @@ what is no longer its own.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-__all__ = ["Claim", "ClaimStatus"]
+__all__ = ["Claim", "ClaimStatus", "Hold"]
 
 
 class ClaimStatus(enum.Enum):
@@ -22,6 +23,8 @@ class ClaimStatus(enum.Enum):
     """Another holder has it, and its lease has not ended."""
     DONE = "done"
     """The work was completed before, and the store still knows."""
+    UNREADABLE = "unreadable"
+    """A newer version of this package wrote what the store has of the key: nothing is to be done now."""
 
 
 class Claim(NamedTuple):
@@ -38,3 +41,23 @@ class Claim(NamedTuple):
     status: ClaimStatus
     token: int = 0
     attempts: int = 0
+
+
+class Hold:
+    """What a delivery that is being handled holds of the store.
+
+    Args:
+        claim: its claim.
+        transaction: the store's method of that name, where it has one.
+
+    Attributes:
+        claim, transaction: as given.
+        completed: whether the store has the claim as done already, by a transaction that the handler has committed.
+    """
+
+    __slots__ = ("claim", "completed", "transaction")
+
+    def __init__(self, claim: Claim, transaction: Callable[..., Any] | None) -> None:
+        self.claim = claim
+        self.transaction = transaction
+        self.completed = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
@@ -213,12 +213,20 @@ class ConsumerOptions:
             position=StreamPosition() if self.is_stream else None,
         )
 
-    def new_claiming(self) -> Claiming | None:
-        """Say how deliveries are claimed; None where there is no store."""
+    def new_claiming(self, transaction: Callable[..., Any] | None = None) -> Claiming | None:
+        """Say how deliveries are claimed; None where there is no store.
+
+        Args:
+            transaction: the store's method of that name, where it has one.
+        """
         if not self._idempotency:
             return None
         return Claiming(
-            namespace=self.queue_name, key=self._key, lease=self._lease, max_attempts=self._retry.max_attempts
+            namespace=self.queue_name,
+            key=self._key,
+            lease=self._lease,
+            max_attempts=self._retry.max_attempts,
+            transaction=transaction,
         )
 
     def setup(self, server: ServerInfo, consumer_tag: str, following: int | None) -> SetupGenerator:

@@ -11,14 +11,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.codec import CodecError, Properties, RawDelivery
-from reliable_mq.errors import ConsumeError
+from reliable_mq.errors import ConsumeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
 
     from reliable_mq.core.attempts import Failures
-    from reliable_mq.core.claims import Claim
+    from reliable_mq.core.claims import Claim, Hold
 
 __all__ = ["Delivery", "Source"]
 
@@ -59,10 +59,11 @@ class Delivery(RawDelivery):
         failures: its attempts that failed so far, if any did.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
         flaw: what is wrong with its properties, once they were found broken.
+        hold: what it holds of the idempotency store while its handler runs; None without a store.
         store_failures: how often the idempotency store failed for it.
     """
 
-    __slots__ = ("_decoded", "claim", "failures", "flaw", "source", "store_failures")
+    __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "store_failures")
 
     source: Source
 
@@ -87,6 +88,7 @@ class Delivery(RawDelivery):
         self.failures: Failures | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None
+        self.hold: Hold | None = None
         self.store_failures = 0
         self._decoded: Properties | None = None
 
@@ -99,6 +101,28 @@ class Delivery(RawDelivery):
     def attempt(self) -> int:
         """Which attempt at this message this is: 1 on the first."""
         return 1 if self.failures is None else self.failures.count + 1
+
+    def transaction(self) -> Any:
+        """Begin a transaction of the idempotency store, in which the message becomes done (an inbox).
+
+        What the handler writes in it and the record that the message is done are committed together, when its block
+        ends, or not at all. Where another holder has taken over meanwhile, nothing is committed::
+
+            with delivery.transaction() as session:    # async with, of an AsyncSQLAlchemyStore
+                session.add(Order(...))
+
+        Returns:
+            The context manager that ``SQLAlchemyStore.transaction`` gives for this delivery; for several at once, in a
+            batch handler, call that.
+
+        Raises:
+            UsageError: the consumer has no idempotency store, or one without transactions.
+        """
+        if self.hold is None:
+            raise UsageError(f"{self!r} has no transaction: its consumer has no idempotency store")
+        if self.hold.transaction is None:
+            raise UsageError(f"{self!r} has no transaction: the idempotency store has none, as SQLAlchemyStore has")
+        return self.hold.transaction(self)
 
     def json(self) -> Any:
         """Parse the body as JSON.

@@ -7,8 +7,10 @@ decided here, once, for both faces; carrying a step out may block or await, as t
 Without a store: call the handler. With one::
 
     claim --done--> duplicate        --in progress--> wait, no attempt        --store failed--> wait, no attempt
+          --unreadable--> as where the store failed
           --new--> call the handler --not now--> release --> not begun
                                     --raised--> release (failed) --> failed
+                                    --returned, done by its own transaction--> handled
                                     --returned--> complete --taken--> handled
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
@@ -31,7 +33,7 @@ from typing import Any, Final, TypeAlias
 
 from reliable_mq.core.attempts import Failures
 from reliable_mq.core.batching import verdicts
-from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.claims import Claim, ClaimStatus, Hold
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import Failure, describe, printable
 
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
+_UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
 
 
 class What(enum.Enum):
@@ -69,6 +72,8 @@ class What(enum.Enum):
     """The store did not answer, or refused the token."""
     NOT_BEGUN = "not begun"
     """The shell did not call the handler; the claim was given up."""
+    CANCELLED = "cancelled"
+    """The handler's task was cancelled; the claim was given up."""
 
 
 class NotBegun(Exception):
@@ -152,18 +157,26 @@ class Claiming:
         key: gives the key of a delivery, None where it has none; by default its ``message_id``.
         lease: seconds after which a claim that nobody settled may be taken over.
         max_attempts: after how many failed attempts the handler is not called any more.
+        transaction: the store's method of that name, for the handler; None where it has none.
     """
 
-    __slots__ = ("_prefix", "key", "lease", "max_attempts")
+    __slots__ = ("_prefix", "key", "lease", "max_attempts", "transaction")
 
     def __init__(
-        self, *, namespace: str, key: Callable[[Delivery], str | None] | None, lease: float, max_attempts: int
+        self,
+        *,
+        namespace: str,
+        key: Callable[[Delivery], str | None] | None,
+        lease: float,
+        max_attempts: int,
+        transaction: Callable[..., Any] | None = None,
     ) -> None:
         # Escaped, so that no key of one namespace can be read as one of another.
         self._prefix = namespace.replace("%", "%25").replace("|", "%7C") + "|"
         self.key = key
         self.lease = lease
         self.max_attempts = max_attempts
+        self.transaction = transaction
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Answer what to claim for a delivery; None where it has no key."""
@@ -202,7 +215,12 @@ def handling(
         some = [result for result in failed if result.alone is counts]
         detail = yield from _release([claims[result.delivery] for result in some], failed=counts)
         results.extend(replace(result, detail=detail) if detail else result for result in some)
-    yield from _complete([*owed, *((delivery, claims[delivery]) for delivery in handled)], results)
+    for delivery in handled:
+        if delivery.hold is not None and delivery.hold.completed:
+            results.append(delivery)
+        else:
+            owed.append((delivery, claims[delivery]))
+    yield from _complete(owed, results)
     return results
 
 
@@ -268,12 +286,15 @@ def _claim(
     for delivery, claim in zip(keys, answer, strict=True):
         if claim.status is ClaimStatus.NEW:
             new[delivery] = claim
+            delivery.hold = Hold(claim, claiming.transaction)
             if claim.attempts:
                 failures = delivery.failures = delivery.failures or Failures()
                 failures.count = max(failures.count, claim.attempts)
                 delivery.redelivered = True
                 if failures.count >= claiming.max_attempts:
                     exhausted.append(delivery)
+        elif claim.status is ClaimStatus.UNREADABLE:
+            results.append(Outcome(delivery, What.STORE_FAILED, _UNREADABLE))
         else:
             what = What.DUPLICATE if claim.status is ClaimStatus.DONE else What.IN_PROGRESS
             results.append(Outcome(delivery, what))

@@ -146,6 +146,10 @@ class Consumer:
     ) -> None:
         if idempotency is not None and not isinstance(idempotency, IdempotencyStore):
             raise ConfigurationError(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
+        if inspect.iscoroutinefunction(getattr(idempotency, "claim_many", None)):
+            raise ConfigurationError(
+                f"idempotency is a store for AsyncConsumer, which nothing here would await: {idempotency!r}"
+            )
         if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
             raise ConfigurationError("handler is a coroutine function, which nothing here would await")
         self._options = ConsumerOptions(
@@ -405,7 +409,7 @@ class Consumer:
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
-                claiming=self._options.new_claiming(),
+                claiming=self._options.new_claiming(getattr(self._store, "transaction", None)),
                 sink=subscription,
             )
             self._workers.start()

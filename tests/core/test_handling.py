@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater
+from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater, UsageError
 from reliable_mq.core.claims import Claim, ClaimStatus
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import (
@@ -49,11 +49,16 @@ class Runner:
         batch: bool = False,
         max_attempts: int = 3,
         key: Callable[[Delivery], str | None] | None = None,
+        transaction: Callable[..., Any] | None = None,
     ) -> None:
         self.handler = handler
         self.store = MemoryStore()
         self.batch = batch
-        self.claiming = Claiming(namespace="q", key=key, lease=HOUR, max_attempts=max_attempts) if store else None
+        self.claiming = None
+        if store:
+            self.claiming = Claiming(
+                namespace="q", key=key, lease=HOUR, max_attempts=max_attempts, transaction=transaction
+            )
         self.steps: list[Step] = []
         self.broken: set[type] = set()
         self.answers: dict[type, list[Any]] = {}
@@ -178,6 +183,51 @@ def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
     item = delivery()
     assert only(runner(item)) == Outcome(item, What.IN_PROGRESS)
     assert (runner.kinds, item.attempt) == ([ClaimKeys], 1)
+
+
+def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_not() -> None:
+    runner = Runner()
+    newer, known = delivery(1, message_id="newer"), delivery(2, message_id="known")
+    real = runner.store.claim_many(["q|known"], HOUR)
+    runner.answers = {ClaimKeys: [Claim("q|newer", ClaimStatus.UNREADABLE), *real]}
+    outcome, handled = runner(newer, known)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.delivery, outcome.what) == (newer, What.STORE_FAILED)
+    assert "newer version" in outcome.detail
+    assert handled is known
+
+
+def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again() -> None:
+    """Of two deliveries, one whose handler does so: the store is asked for the other alone."""
+    begun: list[Delivery] = []
+
+    def handler(item: Delivery) -> None:
+        assert item.hold is not None
+        if item.message_id == "m1":
+            item.transaction()
+            item.hold.completed = True
+
+    runner = Runner(handler, transaction=begun.append)
+    items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
+    assert runner(*items) == items
+    assert begun == items[:1]
+    last = runner.steps[-1]
+    assert isinstance(last, Complete)
+    assert [made.key for made in last.claims] == ["q|m2"]
+
+
+def test_a_transaction_needs_a_store_that_has_some() -> None:
+    with pytest.raises(UsageError, match="no idempotency store"):
+        delivery().transaction()
+    with pytest.raises(UsageError, match="SQLAlchemyStore"):
+        raise_of(Runner(lambda item: item.transaction())(delivery()))
+
+
+def raise_of(results: list[Result]) -> None:
+    result = only(results)
+    assert isinstance(result, Failed)
+    assert result.failure.exception_type == "reliable_mq.errors.UsageError"
+    raise UsageError(result.failure.exception_message)
 
 
 def test_a_failed_attempt_is_released_counted_and_told() -> None:
