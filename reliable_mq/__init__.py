@@ -38,11 +38,13 @@ from reliable_mq.topology import Binding, Exchange, Queue
 
 if TYPE_CHECKING:
     from reliable_mq.aio.confirmation import AsyncConfirmation
+    from reliable_mq.aio.consumer import AsyncConsumer
     from reliable_mq.aio.publisher import AsyncPublisher
 
 __all__ = [
     "Ack",
     "AsyncConfirmation",
+    "AsyncConsumer",
     "AsyncPublisher",
     "Binding",
     "BrokerUnavailable",
@@ -79,6 +81,7 @@ __all__ = [
 # Loading the asyncio face with its driver takes a tenth of the time that all the rest takes.
 _ON_DEMAND = {
     "AsyncConfirmation": "reliable_mq.aio.confirmation",
+    "AsyncConsumer": "reliable_mq.aio.consumer",
     "AsyncPublisher": "reliable_mq.aio.publisher",
 }
 

@@ -4,13 +4,14 @@ What to do when is `connection.connector`'s, the same as on the sync face; this 
 
 Invariants:
 
-- everything is called on the loop that ``start`` was called on;
+- everything but `call_soon` is called on the loop that this was made on;
 - once ``close`` has returned, no task, no timer and no socket of this is left, whatever the broker does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class AsyncConnector:
         recovery: Recovery,
     ) -> None:
         self._loop = EventLoop(self._on_error, self._on_cancelled)
+        self._thread = threading.get_ident()
         self._ended = asyncio.Event()
         self._connector = Connector(
             self._loop,
@@ -76,6 +78,13 @@ class AsyncConnector:
     def start(self) -> None:
         """Begin to connect, soon."""
         self._loop.call_soon(self._connector.begin)
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop, later than now; an exception costs the connection. Thread-safe."""
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon(fn)
+        elif not self._loop.asyncio.is_closed():
+            self._loop.asyncio.call_soon(self._loop.guard, fn)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
         """Run `fn` in `delay` seconds; an exception costs the connection."""

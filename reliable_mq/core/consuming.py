@@ -13,6 +13,7 @@ The way of a delivery::
     running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
     running --failed, attempts left--> held --its delay is over--> work
     running --claimed elsewhere, the store failed--> held, no attempt --> work
+    running --its handler was cancelled--> basic.nack, back to the queue, no attempt; from the second time on, held
     running --its batch failed--> work, alone, no attempt
     running --failed, none left, or the handler says so--> dead letter
     dead letter --published and confirmed--> finished
@@ -88,6 +89,7 @@ class NoticeKind(enum.Enum):
     REPUBLISH_FAILED = "dead letter not confirmed"
     STORE_FAILED = "idempotency store failed"
     BATCH_FAILED = "and its batch failed, each is tried by itself"
+    CANCELLED = "not handled, and no attempt"
     DROPPED = "failed, and acknowledged automatically"
 
 
@@ -175,6 +177,7 @@ class ConsumingSession:
             What.EXHAUSTED: self._exhausted,
             What.UNIDENTIFIED: self._unidentified,
             What.STORE_FAILED: self._store_failed,
+            What.CANCELLED: self._cancelled,
         }
 
     # What happened
@@ -410,6 +413,9 @@ class ConsumingSession:
             if isinstance(result, Failed):
                 self.statistics.failed += 1
                 self._note(NoticeKind.DROPPED, result)
+            elif isinstance(result, Outcome) and result.what is What.CANCELLED:
+                self.statistics.failed += 1
+                self._notices.append(Notice(NoticeKind.DROPPED, result.delivery, result.detail))
             else:
                 self.statistics.handled += 1
 
@@ -470,6 +476,16 @@ class ConsumingSession:
         self._notices.append(Notice(NoticeKind.STORE_FAILED, outcome.delivery, outcome.detail))
         outcome.delivery.store_failures += 1
         self._hold(outcome.delivery, now + self._backoff(outcome.delivery.store_failures))
+
+    def _cancelled(self, outcome: Outcome, now: float) -> None:
+        """It goes back, and is no attempt. One that has come back is held first, or it might go round at once."""
+        delivery = outcome.delivery
+        self._notices.append(Notice(NoticeKind.CANCELLED, delivery, outcome.detail))
+        if delivery.redelivered or self.position is not None:
+            delivery.redelivered = True
+            self._hold(delivery, now + self._claim_wait)
+        else:
+            self._hand_back([delivery])
 
     # Where deliveries go
 

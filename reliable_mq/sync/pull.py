@@ -49,6 +49,9 @@ class PullSubscription(Subscription, BasePullSubscription):
             try:
                 while (wait := self._take_arrived(taken, deadline)) is not None:
                     self._changed.wait(min(wait, threading.TIMEOUT_MAX))
+            except BaseException:
+                self._give_back(taken)
+                raise
             finally:
                 self._end_round()
         return taken

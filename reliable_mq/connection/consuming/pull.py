@@ -169,6 +169,11 @@ class BasePullSubscription(BaseSubscription):
             return None
         return (deadline if self._over else last) - now
 
+    def _give_back(self, taken: list[PulledDelivery]) -> None:
+        """The caller was interrupted before it had them: they come first again."""
+        self._arrived.extendleft(reversed(taken))
+        self._unsettled -= len(taken)
+
     def _end_round(self) -> None:
         self._wanted = 0
 

@@ -61,6 +61,7 @@ _LEVELS = {
     NoticeKind.REPUBLISH_FAILED: logging.ERROR,
     NoticeKind.STORE_FAILED: logging.ERROR,
     NoticeKind.BATCH_FAILED: logging.WARNING,
+    NoticeKind.CANCELLED: logging.WARNING,
     NoticeKind.DROPPED: logging.ERROR,
 }
 
@@ -225,6 +226,10 @@ class BaseSubscription:
     def prefetch_changed(self) -> None:
         """Subscribe anew with the prefetch that the options have now. Does not wait; what was delivered stays."""
         self._io.call_soon(self._change_prefetch)
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
+        """Run ``fn`` on the loop in ``delay`` seconds. On the loop only."""
+        return self._io.call_later(delay, fn)
 
     def stop(self) -> None:
         """Begin to stop and return at once: nothing new is handed out, what is being handled is waited for."""

@@ -7,6 +7,7 @@ handler runs; deliveries are begun in the order in which they were put.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
@@ -14,11 +15,13 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reliable_mq.connection.consuming.groups import Groups, Work
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
-from reliable_mq.core.handling import ClaimKeys, Complete, Failed, NotBegun, Outcome, Release, What, handling
+from reliable_mq.core.handling import ClaimKeys, Complete, Failed, NotBegun, Release, handling
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,14 +29,9 @@ if TYPE_CHECKING:
     from reliable_mq.core.handling import Claiming, Handling, Result, Step
     from reliable_mq.stores import IdempotencyStore
 
-__all__ = ["ResultSink", "Workers"]
+__all__ = ["ResultSink", "Workers", "all_failed"]
 
 logger = logging.getLogger(__name__)
-
-_CLAIMED_TOGETHER = 16  # deliveries for which one worker asks the store at once, at most
-_GROUP_SECONDS = 0.05  # after which handlers that have not begun are put off: the lease of their claims is running
-
-Work = Delivery | list[Delivery]
 
 
 class ResultSink(Protocol):
@@ -206,10 +204,10 @@ class _Worker:
         deliveries = [item] if isinstance(item, Delivery) else item
         started = time.perf_counter()
         try:
-            answer = self._handler(item)
+            answer = call(self._handler, item)
             found = verdicts(answer, len(deliveries)) if self._batch else None
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
-            return _all_failed(deliveries, error)
+            return all_failed(deliveries, error)
         finally:
             self.seconds.observe(time.perf_counter() - started)
         if found is None:
@@ -221,11 +219,7 @@ class _Worker:
 
 
 class _ClaimingWorker(_Worker):
-    """Carries out the steps of `handling` with a store.
-
-    Where handlers are quick, it claims several deliveries at once; those whose turn does not come soon are put back,
-    unclaimed, so that no lease runs while another handler takes its time.
-    """
+    """Carries out the steps of `handling` with a store."""
 
     def __init__(
         self,
@@ -241,40 +235,19 @@ class _ClaimingWorker(_Worker):
         super().__init__(handler, batch, waiting, sink)
         self._store = store
         self._claiming = claiming
-        self._share = share  # of what waits that it may take at once
-        self._together = 1  # deliveries to take at once, as long as their handlers are quick
-        self._calls = 0  # of the handler, since deliveries were taken
-        self._epoch = 0  # in which they were
-        self._end = 0.0  # until when they may begin
+        self._groups = Groups(waiting, share)
 
     def _handle(self, item: Work) -> Sequence[Result]:
-        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.monotonic() + _GROUP_SECONDS
-        deliveries = self._with_neighbours(item) if isinstance(item, Delivery) else item
+        deliveries = self._groups.take(item)
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
             logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
-            return _all_failed(deliveries, error)
-        left = [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.NOT_BEGUN]
-        self._together = 1 if left else min(2 * self._together, _CLAIMED_TOGETHER)
-        if not left:
-            return results
-        if not self._waiting.put_back(left, self._epoch):
+            return all_failed(deliveries, error)
+        begun, left = self._groups.end(results)
+        if left:
             self._sink.hand_back(left)
-        return [one for one in results if not (isinstance(one, Outcome) and one.what is What.NOT_BEGUN)]
-
-    def _with_neighbours(self, first: Delivery) -> list[Delivery]:
-        """Take a fair share of what waits along with ``first``, so that one question to the store serves them all."""
-        deliveries = [first]
-        items = self._waiting.items
-        together = min(self._together, int(len(items) * self._share) + 1)
-        while len(deliveries) < together:
-            try:
-                item = items.popleft()
-            except IndexError:
-                break
-            deliveries += [item] if isinstance(item, Delivery) else item
-        return deliveries
+        return begun
 
     def _run(self, steps: Handling) -> list[Result]:
         try:
@@ -297,16 +270,29 @@ class _ClaimingWorker(_Worker):
             return self._store.complete_many(step.claims)
         if isinstance(step, Release):
             return self._store.release_many(step.claims, failed=step.failed)
-        self._calls += 1
-        if self._calls > 1 and (self._epoch != self._waiting.epoch or time.monotonic() > self._end):
+        if not self._groups.may_begin():
             raise NotBegun
         started = time.perf_counter()
         try:
-            return self._handler(step.argument)
+            return call(self._handler, step.argument)
         finally:
             self.seconds.observe(time.perf_counter() - started)
 
 
-def _all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
+def call(handler: Callable[[Any], object], argument: Work) -> object:
+    """Call a plain handler.
+
+    Raises:
+        UsageError: it returned a coroutine, which has done nothing yet, and nothing here would await.
+    """
+    answer = handler(argument)
+    if answer is not None and inspect.iscoroutine(answer):
+        answer.close()
+        raise UsageError("the handler returned a coroutine; define it with async def, and give it to an AsyncConsumer")
+    return answer
+
+
+def all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
+    """Say of each of these that its handler, or that of its batch, raised ``error``."""
     failure = describe(error, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

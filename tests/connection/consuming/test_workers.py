@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import Ack, DeadLetter, RetryLater
-from reliable_mq.connection.consuming import workers as module
+from reliable_mq.connection.consuming import groups
 from reliable_mq.connection.consuming.workers import Workers
 from reliable_mq.core.claims import Claim, ClaimStatus
 from reliable_mq.core.delivery import Delivery
@@ -279,7 +279,7 @@ def test_a_worker_takes_no_more_than_its_share() -> None:
 
 def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease would run out; it is put back in front, in its order, and no attempt is counted."""
-    monkeypatch.setattr(module, "_GROUP_SECONDS", 0.0)
+    monkeypatch.setattr(groups, "_GROUP_SECONDS", 0.0)
     store = Watched()
     work = items(12)
     seen: list[Delivery] = []

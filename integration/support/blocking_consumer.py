@@ -1,0 +1,131 @@
+"""`AsyncConsumer` called as one calls `Consumer`: on an event loop in a thread, so that one test is for both.
+
+It adds nothing: each call is the call of the same name and arguments, waited for. A test's handler may block, so it is
+called on a thread of its own, which a coroutine handler waits for: what the consumer sees is a coroutine that awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from integration.support.blocking import Loop
+from reliable_mq.aio.consumer import AsyncConsumer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from reliable_mq.connection.consuming.pull import PulledDelivery
+
+_FOR_EVER = 100_000.0  # seconds
+
+
+class BlockingConsumer:
+    """See the module.
+
+    Attributes:
+        plain: whether handlers are given as they are, for `AsyncConsumer` to call on threads.
+    """
+
+    plain = False
+
+    def __init__(self, url: Any, queue: Any, handler: Callable[[Any], object] | None = None, **arguments: Any) -> None:
+        given = handler if handler is None or self.plain else in_a_coroutine(handler)
+        self.consumer = AsyncConsumer(url, queue, given, **arguments)
+        self._loop: Loop | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.consumer, name)
+
+    @property
+    def prefetch(self) -> int:
+        return self.consumer.prefetch
+
+    @prefetch.setter
+    def prefetch(self, prefetch: int) -> None:
+        self.consumer.prefetch = prefetch
+
+    def run(self) -> None:
+        try:
+            self._call(self.consumer.run, _FOR_EVER)
+        finally:
+            self._stop()
+
+    def connect(self) -> None:
+        self._call(self.consumer.connect)
+
+    def close(self) -> None:
+        try:
+            self._call(self.consumer.close)
+        finally:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        self._call(self.consumer.__aenter__)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._call(lambda: self.consumer.__aexit__(*exc_info))  # type: ignore[arg-type]
+        finally:
+            self._stop()
+
+    @contextmanager
+    def get(self, *arguments: Any, **keywords: Any) -> Iterator[list[PulledDelivery]]:
+        block = self.consumer.get(*arguments, **keywords)
+        deliveries = self._call(block.__aenter__)
+        try:
+            yield deliveries
+        except BaseException as error:
+            if not self._call(partial(block.__aexit__, type(error), error, error.__traceback__)):
+                raise
+        else:
+            self._call(partial(block.__aexit__, None, None, None))
+
+    def _call(self, call: Callable[[], Coroutine[Any, Any, Any]], deadline: float | None = None) -> Any:
+        if self._loop is None:
+            self._loop = Loop()
+        try:
+            return self._loop.call(call(), *(() if deadline is None else (deadline,)))
+        finally:
+            if self.consumer._subscription is None:  # there is nothing that runs
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            loop.stop()
+
+
+class PlainBlockingConsumer(BlockingConsumer):
+    """With plain handlers, in the consumer's own threads."""
+
+    plain = True
+
+
+def in_a_coroutine(handler: Callable[[Any], object]) -> Callable[[Any], Coroutine[Any, Any, object]]:
+    """A coroutine function that calls `handler` on a thread and waits for what it returns or raises."""
+
+    async def handle(argument: object) -> object:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[object] = loop.create_future()
+
+        def tell(set_outcome: Callable[[Any], None], outcome: object) -> None:
+            if not ended.done():  # else it was cancelled
+                set_outcome(outcome)
+
+        def call() -> None:
+            try:
+                told = partial(tell, ended.set_result, handler(argument))
+            except BaseException as error:
+                told = partial(tell, ended.set_exception, error)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(told)
+
+        threading.Thread(target=call, name="handler", daemon=True).start()
+        return await ended
+
+    return handle

@@ -1,0 +1,310 @@
+"""The tasks that run coroutine handlers.
+
+There is one task per handler that may run at a time, not one per delivery: it takes what waits, one after the other.
+Tasks are started when there is work for them.
+
+Invariants: a delivery is taken by one task, and has exactly one result or is handed back; what no handler has begun
+with can be withdrawn; an exception, whatever it is, ends no other delivery; deliveries are begun in the order in which
+they were put; a handler that is cancelled has not failed; handlers that never wait for anything leave the loop to
+others after `_SLICE` seconds; after `stop` no task is left, unless a handler does not let itself be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.aio.store_calls import StoreCalls
+from reliable_mq.connection.consuming.groups import Groups
+from reliable_mq.connection.consuming.workers import all_failed
+from reliable_mq.core.batching import verdicts
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.failure import describe
+from reliable_mq.core.handling import Call, Failed, NotBegun, Outcome, What, handling
+from reliable_mq.core.statistics import Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reliable_mq.connection.consuming.groups import Work
+    from reliable_mq.connection.consuming.workers import ResultSink
+    from reliable_mq.core.handling import Claiming, Handling, Result
+
+__all__ = ["HandlerTasks"]
+
+logger = logging.getLogger(__name__)
+
+_SLICE = 0.005  # seconds that one task may keep the loop, from one handler to the next
+_CANCEL_GRACE = 5.0  # seconds for a handler that is cancelled to end
+_CANCELLED = "its handler was cancelled"
+
+
+class HandlerTasks:
+    """See the module. Made on the loop that it is to run on, and used there.
+
+    Args:
+        name: of the tasks.
+        count: how many, at most.
+        handler: the user's, a coroutine function.
+        batch: whether it takes a list of deliveries.
+        store: where to claim, with ``claiming``; None for no claims.
+        claiming: how to claim.
+        sink: where to report.
+
+    Attributes:
+        items: what no task has taken yet.
+        epoch: grows when that is withdrawn.
+        handler_seconds: the time that handlers took, per call, waiting included.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        count: int,
+        handler: Callable[[Any], Any],
+        batch: bool,
+        store: Any,
+        claiming: Claiming | None,
+        sink: ResultSink,
+    ) -> None:
+        self.items: deque[Work] = deque()
+        self.epoch = 0
+        self.handler_seconds = Histogram()
+        self._name = name
+        self._count = count
+        self._handler = handler
+        self._batch = batch
+        self._claiming = claiming
+        self._store = None if store is None or claiming is None else StoreCalls(store, f"{name}-store", count)
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+        self._numbers = itertools.count(1)
+
+    def put(self, work: Iterable[Work]) -> None:
+        """Hand out deliveries, or batches."""
+        self.items.extend(work)
+        self._fill()
+
+    def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
+        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        if epoch != self.epoch:
+            return False
+        self.items.extendleft(reversed(deliveries))
+        self._fill()
+        return True
+
+    def withdraw(self) -> list[Delivery]:
+        """Take back what no handler has begun with; what a task holds of it is handed back to the sink instead."""
+        self.epoch += 1
+        withdrawn: list[Delivery] = []
+        for item in self.items:
+            withdrawn += [item] if isinstance(item, Delivery) else item
+        self.items.clear()
+        return withdrawn
+
+    def cancel(self) -> None:
+        """Cancel the handlers that run: their deliveries go back."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self, patience: float) -> bool:
+        """End the tasks, each after what it runs; after ``patience`` seconds, cancel what it runs.
+
+        Returns:
+            Whether all have ended: a handler may refuse to be cancelled.
+        """
+        self._closed = True
+        for idle in self._idle:
+            _wake(idle)
+        if self._tasks and patience > 0:
+            await asyncio.wait(self._tasks, timeout=patience)
+        if self._tasks:
+            self.cancel()
+            await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
+        if self._store is not None:
+            self._store.abandon()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
+        return not self._tasks
+
+    def abort(self) -> None:
+        """Cancel all, and do not wait for it."""
+        self._closed = True
+        self.cancel()
+        if self._store is not None:
+            self._store.abandon()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a handler on one of these tasks."""
+        return asyncio.current_task() in self._tasks
+
+    def _fill(self) -> None:
+        """See to it that as many tasks are at work as there is work for."""
+        missing = len(self.items)
+        while missing and self._idle:
+            _wake(self._idle.popleft())
+            missing -= 1
+        while missing and len(self._tasks) < self._count and not self._closed:
+            task = self._loop.create_task(self._run(), name=f"{self._name}-handler-{next(self._numbers)}")
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+            missing -= 1
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self.items and not self._closed:  # somebody cancelled it: others take over
+            self._loop.call_soon(self._fill)
+
+    # -- one task --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a coroutine runs in a task")
+        groups = Groups(self, 1 / self._count)
+        items, report = self.items, self._sink.report
+        handle = self._handle if self._store is None else self._handle_claimed
+        resumed = time.perf_counter()
+        try:
+            while True:
+                if not items:
+                    if self._closed:
+                        return
+                    await self._wait()
+                    resumed = time.perf_counter()
+                    continue
+                results = await handle(items.popleft(), task, groups)
+                if results:
+                    report(results, idle=not items)
+                if task.cancelling():
+                    return
+                if time.perf_counter() - resumed > _SLICE:
+                    await asyncio.sleep(0)
+                    resumed = time.perf_counter()
+        except (asyncio.CancelledError, GeneratorExit):  # while it held nothing
+            return
+
+    async def _wait(self) -> None:
+        idle = self._loop.create_future()
+        self._idle.append(idle)
+        try:
+            await idle
+        except asyncio.CancelledError:
+            if idle in self._idle:
+                self._idle.remove(idle)
+            raise
+
+    async def _handle(self, item: Work, _task: asyncio.Task[None], _groups: Groups) -> Sequence[Result]:
+        """Call the handler without a store: what `handling` does step by step, at once."""
+        started = time.perf_counter()
+        try:
+            answer = await self._handler(item)
+            found = verdicts(answer, len(item)) if self._batch and isinstance(item, list) else None
+        except asyncio.CancelledError:
+            return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
+        except KeyboardInterrupt as error:
+            return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
+        except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
+            self._sink.report(all_failed(_deliveries(item), error), idle=True)
+            raise
+        except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
+            return all_failed(_deliveries(item), error)
+        finally:
+            self.handler_seconds.observe(time.perf_counter() - started)
+        deliveries = _deliveries(item)
+        if found is None:
+            return deliveries
+        return [
+            delivery if verdict is None else Failed(delivery, describe(verdict, time.time()))
+            for delivery, verdict in zip(deliveries, found, strict=True)
+        ]
+
+    async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: Groups) -> Sequence[Result]:
+        """Carry out the steps of `handling` with a store."""
+        deliveries = groups.take(item)
+        steps = handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time)
+        cancelled: list[Delivery] = []
+        try:
+            results = await self._carry_out(task, steps, groups, cancelled)
+        except GeneratorExit as error:
+            self._sink.report(all_failed(deliveries, error), idle=True)
+            raise
+        except Exception as error:
+            logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
+            return all_failed(deliveries, error)
+        finally:
+            steps.close()
+        begun, left = groups.end([one for one in results if not _of(one, cancelled)])
+        if left:
+            self._sink.hand_back(left)
+        return [*begun, *(Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in cancelled)]
+
+    async def _carry_out(
+        self, task: asyncio.Task[None], steps: Handling, groups: Groups, cancelled: list[Delivery]
+    ) -> list[Result]:
+        """Carry out steps to their end. Note in ``cancelled`` whose handler was."""
+        store = self._store
+        if store is None:
+            raise RuntimeError("there is no store")
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer: object
+                    if not isinstance(step, Call):
+                        answer = await store.ask(step)
+                    elif cancelled or task.cancelling() or not groups.may_begin():
+                        raise NotBegun  # noqa: TRY301
+                    else:
+                        answer = await self._call(step.argument)
+                except asyncio.CancelledError:
+                    if isinstance(step, Call):
+                        cancelled += _deliveries(step.argument)
+                    step = steps.throw(NotBegun())
+                except BaseException as error:  # noqa: BLE001  # the generator decides what it means
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as stop:
+            results: list[Result] = stop.value
+            return results
+
+    async def _call(self, argument: Work) -> object:
+        started = time.perf_counter()
+        try:
+            return await self._handler(argument)
+        except KeyboardInterrupt as error:
+            raise asyncio.CancelledError(self._interrupted(error)) from error
+        finally:
+            self.handler_seconds.observe(time.perf_counter() - started)
+
+    def _interrupted(self, error: KeyboardInterrupt) -> str:
+        """Hand on to the program what interrupted it here: it is not for the handler."""
+        self._loop.call_soon(_raise, error)
+        return _CANCELLED
+
+
+def _deliveries(item: Work) -> list[Delivery]:
+    return [item] if isinstance(item, Delivery) else item
+
+
+def _of(result: Result, deliveries: list[Delivery]) -> bool:
+    return isinstance(result, Outcome) and result.what is What.NOT_BEGUN and result.delivery in deliveries
+
+
+def _wake(idle: asyncio.Future[None]) -> None:
+    if not idle.done():
+        idle.set_result(None)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,74 @@
+"""The consuming session where the task of a handler was cancelled: no attempt, and the delivery is not lost."""
+
+from __future__ import annotations
+
+from random import Random
+
+from reliable_mq import RetryPolicy
+from reliable_mq.core.acks import AckBatcher
+from reliable_mq.core.codec import encode_nack
+from reliable_mq.core.consuming import ConsumingSession, NoticeKind
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Outcome, What
+from reliable_mq.core.positions import StreamPosition
+from tests.core.deliveries import delivery
+from tests.core.sessions import CHANNEL, attempt_again, deliver, items, kinds, make
+
+
+def cancelled(*deliveries: Delivery) -> list[Outcome]:
+    return [Outcome(one, What.CANCELLED, "its handler was cancelled") for one in deliveries]
+
+
+def test_a_delivery_whose_handler_was_cancelled_goes_back_and_is_no_attempt() -> None:
+    session = make(max_attempts=1)
+    first, second = deliver(session, items(2))
+    session.finished(cancelled(first), 0.0)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, requeue=True)
+    assert kinds(session) == [NoticeKind.CANCELLED]
+    assert (session.statistics.failed, session.statistics.handed_back, session.running) == (0, 1, 1)
+    assert second.attempt == 1
+
+
+def test_one_that_has_come_back_before_is_held_so_that_it_does_not_go_round_at_once() -> None:
+    session = make(max_attempts=1)
+    [item] = deliver(session, [delivery(1, redelivered=True)])
+    session.finished(cancelled(item), 0.0)
+    assert session.take_output(0.0) == b""
+    assert attempt_again(session, 0.9) == []
+    assert attempt_again(session, 1.0) == [item]
+    assert item.attempt == 1
+
+
+def test_while_stopping_it_goes_back_at_once() -> None:
+    session = make()
+    [item] = deliver(session, [delivery(1, redelivered=True)])
+    session.stop()
+    session.finished(cancelled(item), 0.0)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, requeue=True)
+    assert session.drained
+
+
+def test_of_a_stream_it_is_held_since_nothing_can_go_back() -> None:
+    session = ConsumingSession(
+        queue="events",
+        retry=RetryPolicy(3, delays=(1,)),
+        random=Random(1),
+        dead_letters=None,
+        broker_dead_letters=False,
+        acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
+        position=StreamPosition(),
+    )
+    session.opened(1, CHANNEL)
+    [item] = deliver(session, [delivery(1, headers={"x-stream-offset": 10})])
+    session.finished(cancelled(item), 0.0)
+    assert session.take_output(0.0) == b""
+    assert attempt_again(session, 1.0) == [item]
+    assert item.redelivered
+
+
+def test_with_automatic_acks_it_is_lost_and_that_is_said() -> None:
+    session = make(automatic=True)
+    [item] = deliver(session, items(1))
+    session.finished(cancelled(item), 0.0)
+    assert (session.statistics.failed, session.statistics.handled) == (1, 0)
+    assert kinds(session) == [NoticeKind.DROPPED]
