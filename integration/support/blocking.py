@@ -23,13 +23,18 @@ _DEADLINE = 100.0  # seconds, beyond which a call hangs
 
 
 class Loop:
-    """An event loop in a thread. Whatever asyncio complains of is collected: nothing is to be left when it ends."""
+    """An event loop in a thread. Whatever asyncio complains of is collected: nothing is to be left when it ends.
 
-    def __init__(self) -> None:
+    Args:
+        factory: makes the loop; None for asyncio's.
+    """
+
+    def __init__(self, factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         self.complaints: list[dict[str, Any]] = []
         self.left: set[str] = set()
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="event loop", daemon=True)
+        self._factory = factory
+        self._thread = threading.Thread(target=self._run, name="event loop", daemon=True)
         self._thread.start()
         self._started.wait(10)
 
@@ -52,6 +57,10 @@ class Loop:
         assert not self._thread.is_alive(), "the event loop hangs"
         assert not self.left, f"tasks are left: {self.left}"
         assert not self.complaints, self.complaints
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self._factory) as runner:
+            runner.run(self._main())
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -94,6 +103,8 @@ class BlockingConfirmation:
 
 class BlockingPublisher:
     """See the module."""
+
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 
     def __init__(self, url: Any, **arguments: Any) -> None:
         self.publisher = AsyncPublisher(url, **arguments)
@@ -151,7 +162,7 @@ class BlockingPublisher:
 
     def _call(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         if self._loop is None:
-            self._loop = Loop()
+            self._loop = Loop(self.loop_factory)
         try:
             return self._loop.call(call())
         finally:

@@ -1,0 +1,419 @@
+"""A broker on loopback that does what a test tells it: an AMQP server of threads, sockets and a codec not ours (pamqp).
+
+It opens connections and channels, declares and subscribes by itself; what a publish or an acknowledgement is answered
+with, and when, is the test's to say: by calls on a `Channel` or a `Connection`, or by a `script` that is called with
+every publish. Times are bounded: a wait that is over fails the test.
+
+Invariants: what `published` and `settlements` hold is in the order in which it was read; a script runs on the thread of
+its connection; after `stop` no thread and no socket is left.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from pamqp import commands, frame, header
+from pamqp.body import ContentBody
+from pamqp.heartbeat import Heartbeat
+
+from reliable_mq.core.headers import POSSIBLE_DUPLICATE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Channel", "Connection", "Published", "ScriptedBroker", "Settlement"]
+
+_PATIENCE = 10.0  # seconds, at most, that a test waits for what must come
+_HEAD = struct.Struct(">BHI")
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
+_PROPERTIES = {
+    "product": "RabbitMQ",
+    "version": "4.3.6",
+    "platform": "a script",
+    "capabilities": {
+        "publisher_confirms": True,
+        "basic.nack": True,
+        "consumer_cancel_notify": True,
+        "connection.blocked": True,
+        "authentication_failure_close": True,
+        "per_consumer_qos": True,
+    },
+}
+
+
+class Published(NamedTuple):
+    """A message as it was read, and where it came from."""
+
+    channel: Channel
+    number: int  # on its channel, from 1
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    properties: commands.Basic.Properties
+    body: bytes
+    largest_frame: int  # bytes
+
+    @property
+    def message_id(self) -> str:
+        return self.properties.message_id or ""
+
+    @property
+    def possible_duplicate(self) -> bool:
+        return bool((self.properties.headers or {}).get(POSSIBLE_DUPLICATE))
+
+
+class Settlement(NamedTuple):
+    """How a consumer settled deliveries."""
+
+    channel: Channel
+    verdict: str  # ack, nack or reject
+    tag: int
+    multiple: bool
+    requeue: bool
+
+
+class Channel:
+    """A channel that the client has opened; calls send what a broker would."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.connection = connection
+        self.number = number
+        self.open = True
+        self.confirming = False
+        self.published = 0
+        self.delivered = 0
+        self.prefetch = 0
+        self.consumers: dict[str, str] = {}  # queue by tag
+        self.content: list[Any] = []  # a publish that is not complete
+
+    def send(self, *methods: Any) -> None:
+        self.connection.send(*methods, channel=self.number)
+
+    def ack(self, tag: int, *, multiple: bool = False) -> None:
+        self.send(commands.Basic.Ack(tag, multiple))
+
+    def nack(self, tag: int, *, multiple: bool = False) -> None:
+        self.send(commands.Basic.Nack(tag, multiple))
+
+    def return_(self, published: Published, code: int = 312, text: str = "NO_ROUTE") -> None:
+        method = commands.Basic.Return(code, text, published.exchange, published.routing_key)
+        self.send(method, *content(published.properties, published.body))
+
+    def close(self, code: int, text: str) -> None:
+        self.open = False
+        self.send(commands.Channel.Close(code, text, 60, 40))
+
+    def deliver(self, body: bytes, *, redelivered: bool = False, queue: str | None = None, **properties: Any) -> int:
+        """Deliver to the consumer of the queue, or to the only one; return the delivery tag."""
+        [tag] = [tag for tag, consumed in self.consumers.items() if queue in {None, consumed}]
+        self.delivered += 1
+        method = commands.Basic.Deliver(tag, self.delivered, redelivered, "", self.consumers[tag])
+        self.send(method, *content(commands.Basic.Properties(**properties), body))
+        return self.delivered
+
+    def cancel(self) -> None:
+        """Cancel every consumer, as where its queue is deleted."""
+        for tag in list(self.consumers):
+            del self.consumers[tag]
+            self.send(commands.Basic.Cancel(tag, nowait=True))
+
+
+class Connection(threading.Thread):
+    """One client, from the protocol header to the end."""
+
+    def __init__(self, broker: ScriptedBroker, client: socket.socket) -> None:
+        super().__init__(name="scripted broker", daemon=True)
+        self.broker = broker
+        self.channels: dict[int, Channel] = {}
+        self.live = True
+        self.closed_in_good_order = False
+        self.fragment: int | None = None  # write so many bytes at a time
+        self._client = client
+        self._writing = threading.Lock()
+
+    # What a script does
+
+    def send(self, *methods: Any, channel: int = 0) -> None:
+        """Send methods and content, in one piece."""
+        self.send_bytes(b"".join(frame.marshal(method, channel) for method in methods))
+
+    def send_bytes(self, data: bytes) -> None:
+        with self._writing, suppress(OSError):
+            if not self.live:
+                return
+            for start in range(0, len(data), self.fragment or len(data) or 1):
+                self._client.sendall(data[start : start + (self.fragment or len(data))])
+
+    def cut(self) -> None:
+        """Reset the connection; nothing is sent on it any more."""
+        self.live = False
+        with suppress(OSError):
+            self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._client.shutdown(socket.SHUT_RD)  # wakes the thread, which closes it
+
+    def close(self, code: int, text: str) -> None:
+        self.send(commands.Connection.Close(code, text, 0, 0))
+
+    def block(self, reason: str) -> None:
+        self.send(commands.Connection.Blocked(reason))
+
+    def unblock(self) -> None:
+        self.send(commands.Connection.Unblocked())
+
+    # What it does by itself
+
+    def run(self) -> None:
+        try:
+            if self.broker.greeting is not None:
+                self.send_bytes(self.broker.greeting)
+            elif self._read(8).startswith(b"AMQP"):
+                self.send(commands.Connection.Start(0, 9, _PROPERTIES, "PLAIN", "en_US"))
+            while True:
+                head = self._read(_HEAD.size)
+                _kind, number, size = _HEAD.unpack(head)
+                raw = head + self._read(size + 1)
+                if not self.broker.silent:
+                    _, _, value = frame.unmarshal(raw)
+                    self._take(number, value, len(raw))
+        except OSError:
+            pass
+        except Exception as error:  # of a script, too: handed to the test
+            self.broker.failures.append(error)
+        finally:
+            self.live = False
+            self._client.close()
+            self.broker.tell()
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self._client.recv(count - len(data))
+            if not more:
+                raise ConnectionResetError
+            data += more
+        return data
+
+    def _take(self, number: int, value: Any, size: int) -> None:
+        broker = self.broker
+        if isinstance(value, Heartbeat):
+            return
+        name: str = value.name
+        broker.seen.append(name)
+        refusal = broker.refusals.get(name)
+        if refusal is not None:
+            if number:
+                self.channels[number].close(*refusal)
+            else:
+                self.close(*refusal)
+            return
+        if number == 0:
+            self._take_of_connection(value)
+        elif isinstance(value, commands.Channel.Open):
+            self.channels[number] = Channel(self, number)
+            self.send(commands.Channel.OpenOk(), channel=number)
+        elif isinstance(value, commands.Channel.CloseOk):
+            self.channels.pop(number, None)
+        elif number in self.channels and self.channels[number].open:
+            self._take_of_channel(self.channels[number], value, size)
+        broker.tell()
+
+    def _take_of_connection(self, value: Any) -> None:
+        match value:
+            case commands.Connection.StartOk():
+                self.send(commands.Connection.Tune(2047, self.broker.frame_max, self.broker.heartbeat))
+            case commands.Connection.Open():
+                self.send(commands.Connection.OpenOk())
+            case commands.Connection.Close():
+                self.closed_in_good_order = True
+                self.send(commands.Connection.CloseOk())
+
+    def _take_of_channel(self, channel: Channel, value: Any, size: int) -> None:
+        match value:
+            case commands.Basic.Publish():
+                channel.content = [value, size]
+            case header.ContentHeader():
+                channel.content += [value, b""]
+                channel.content[1] = max(channel.content[1], size)
+                self._complete(channel)
+            case ContentBody():
+                channel.content[3] += value.value
+                channel.content[1] = max(channel.content[1], size)
+                self._complete(channel)
+            case commands.Basic.Ack():
+                self.broker.settle(Settlement(channel, "ack", value.delivery_tag, value.multiple, False))
+            case commands.Basic.Nack():
+                self.broker.settle(Settlement(channel, "nack", value.delivery_tag, value.multiple, value.requeue))
+            case commands.Basic.Reject():
+                self.broker.settle(Settlement(channel, "reject", value.delivery_tag, False, value.requeue))
+            case commands.Confirm.Select():
+                channel.confirming = True
+                channel.send(commands.Confirm.SelectOk())
+            case commands.Basic.Qos():
+                channel.prefetch = value.prefetch_count
+                channel.send(commands.Basic.QosOk())
+            case commands.Basic.Consume():
+                channel.send(commands.Basic.ConsumeOk(value.consumer_tag))
+                channel.consumers[value.consumer_tag] = value.queue
+            case commands.Basic.Cancel():
+                channel.consumers.pop(value.consumer_tag, None)
+                channel.send(commands.Basic.CancelOk(value.consumer_tag))
+            case commands.Queue.Declare():
+                channel.send(commands.Queue.DeclareOk(value.queue, 0, 0))
+            case commands.Queue.Bind():
+                channel.send(commands.Queue.BindOk())
+            case commands.Exchange.Declare():
+                channel.send(commands.Exchange.DeclareOk())
+            case commands.Channel.Close():
+                channel.open = False
+                channel.send(commands.Channel.CloseOk())
+                del self.channels[channel.number]
+            case _:
+                raise AssertionError(f"the scripted broker has no answer to {value}")
+
+    def _complete(self, channel: Channel) -> None:
+        method, largest, head, body = channel.content
+        if len(body) < head.body_size:
+            return
+        channel.published += 1
+        published = Published(
+            channel,
+            channel.published,
+            method.exchange,
+            method.routing_key,
+            method.mandatory,
+            head.properties,
+            body,
+            largest,
+        )
+        self.broker.published.append(published)
+        if self.broker.script is not None:
+            self.broker.script(published)
+
+
+class ScriptedBroker:
+    """See the module.
+
+    Attributes:
+        script: called with every publish, on the thread of its connection; None for silence.
+        refusals: code and text of the exception that a method of that name ends its channel or connection with.
+        greeting: sent to a new client in place of what AMQP has.
+        silent: whatever a client sends is read and not answered.
+        frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
+        seen: the names of all methods read, in order.
+        published, settlements: what was read.
+        connections: all there have been.
+        failures: what scripts raised; the first is raised by `stop`.
+    """
+
+    def __init__(self) -> None:
+        self.script: Callable[[Published], None] | None = None
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.greeting: bytes | None = None
+        self.silent = False
+        self.frame_max = 131072
+        self.heartbeat = 60
+        self.seen: list[str] = []
+        self.published: list[Published] = []
+        self.settlements: list[Settlement] = []
+        self.connections: list[Connection] = []
+        self.failures: list[Exception] = []
+        self._changed = threading.Condition()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"amqp://guest:guest@127.0.0.1:{self.port}/"
+        self._thread = threading.Thread(target=self._accept, name="scripted broker", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every connection and stop to listen."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(_PATIENCE)
+        for connection in self.connections:
+            connection.cut()
+            connection.join(_PATIENCE)
+            assert not connection.is_alive()
+        for failure in self.failures:
+            raise failure
+
+    # What a test waits for
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        """Return the first true value of `condition`, which is asked whenever something was read."""
+        deadline = time.monotonic() + _PATIENCE
+        with self._changed:
+            while True:
+                value = condition()
+                if value:
+                    return value
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"not within {_PATIENCE:g} s: {what}; read: {', '.join(self.seen[-20:])}")
+                self._changed.wait(0.02)
+
+    def wait_published(self, count: int) -> list[Published]:
+        """Wait for so many publishes, in all; return all there are."""
+        self.wait(lambda: len(self.published) >= count, f"{count} publishes")
+        return list(self.published)
+
+    def wait_settled(self, count: int) -> list[Settlement]:
+        """Wait for so many settlements; return all there are."""
+        self.wait(lambda: len(self.settlements) >= count, f"{count} settlements")
+        return list(self.settlements)
+
+    @property
+    def connection(self) -> Connection:
+        """The newest connection that lives, with a channel on it that confirms or consumes."""
+        return self.channel.connection
+
+    @property
+    def channel(self) -> Channel:
+        """The newest channel that confirms or consumes; waits for one."""
+
+        def newest() -> Channel | None:
+            for connection in reversed(self.connections):
+                for channel in reversed(list(connection.channels.values())):
+                    if connection.live and channel.open and (channel.confirming or channel.consumers):
+                        return channel
+            return None
+
+        channel: Channel = self.wait(newest, "a channel that confirms or consumes")
+        return channel
+
+    # For its threads
+
+    def settle(self, settlement: Settlement) -> None:
+        self.settlements.append(settlement)
+
+    def tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(self, client)
+            self.connections.append(connection)
+            connection.start()
+            self.tell()
+
+
+def content(properties: commands.Basic.Properties, body: bytes) -> list[Any]:
+    """The frames of a content behind its method."""
+    head = header.ContentHeader(body_size=len(body), properties=properties)
+    return [head, *([ContentBody(body)] if body else [])]

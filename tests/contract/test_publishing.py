@@ -1,0 +1,648 @@
+"""What a publisher makes of whatever a broker says, on either face: confirms, returns, closes, silence, alarms."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from integration.support.waiting import wait_until
+from reliable_mq import (
+    BrokerUnavailable,
+    Message,
+    PublishBlocked,
+    PublishError,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+    Queue,
+    RetryPolicy,
+    TopologyMismatch,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.contract.scripted_broker import Channel, Published, ScriptedBroker
+
+NewPublisher = "Callable[..., Any]"
+KEY = "orders"
+ONCE = RetryPolicy(max_attempts=1)
+SOON = RetryPolicy(max_attempts=3, delays=(0.01,))
+
+
+def submit(publisher: Any, count: int, **arguments: Any) -> list[Any]:
+    return [publisher.submit(Message(b"%d" % number), **{"routing_key": KEY, **arguments}) for number in range(count)]
+
+
+def errors(confirmations: list[Any]) -> list[PublishError | None]:
+    return [confirmation.exception(10) for confirmation in confirmations]
+
+
+def settled(confirmations: list[Any]) -> list[int]:
+    return [number for number, confirmation in enumerate(confirmations) if confirmation.done()]
+
+
+def wait_settled(confirmations: list[Any], *numbers: int) -> None:
+    """Wait until exactly these are settled."""
+    wait_until(lambda: settled(confirmations) == list(numbers), timeout=10, what=lambda: f"{settled(confirmations)}")
+
+
+def acking(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+# -- confirms ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_publish_succeeds_with_its_ack_and_not_before(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher() as publisher:
+        [confirmation] = submit(publisher, 1)
+        [published] = broker.wait_published(1)
+        assert not confirmation.done()
+        assert publisher.outstanding == 1
+        assert (published.body, published.routing_key, published.mandatory) == (b"0", KEY, True)
+        assert published.properties.delivery_mode == 2
+        published.channel.ack(1)
+        receipt = confirmation.result(10)
+        assert (receipt.message_id, receipt.attempts) == (published.message_id, 1)
+        assert not receipt.possible_duplicate
+        assert publisher.outstanding == 0
+
+
+def test_confirms_settle_what_they_name_in_any_order(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 10)
+        channel = broker.wait_published(10)[-1].channel
+        channel.ack(7)
+        wait_settled(confirmations, 6)
+        channel.ack(2)
+        wait_settled(confirmations, 1, 6)
+        channel.ack(5, multiple=True)
+        wait_settled(confirmations, 0, 1, 2, 3, 4, 6)
+        channel.ack(10)
+        wait_settled(confirmations, 0, 1, 2, 3, 4, 6, 9)
+        channel.ack(0, multiple=True)  # whatever is outstanding
+        assert errors(confirmations) == [None] * 10
+
+
+def test_a_nack_of_several_fails_exactly_those(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(retry=ONCE) as publisher:
+        confirmations = submit(publisher, 8)
+        channel = broker.wait_published(8)[-1].channel
+        channel.ack(2)
+        channel.nack(4, multiple=True)
+        channel.ack(5)
+        channel.nack(6)
+        channel.ack(8, multiple=True)
+        nacked = [isinstance(error, PublishNacked) for error in errors(confirmations)]
+        assert nacked == [True, False, True, True, False, True, False, False]
+        assert publisher.statistics.nacked == 4
+
+
+def test_what_is_nacked_is_tried_again_under_its_id_and_is_no_duplicate(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher(retry=SOON) as publisher:
+        given_up, taken = submit(publisher, 2)
+        channel = broker.wait_published(2)[-1].channel
+        channel.nack(2, multiple=True)
+        broker.wait_published(4)
+        channel.ack(3) if broker.published[2].body == b"1" else channel.ack(4)
+        channel.nack(4) if broker.published[2].body == b"1" else channel.nack(3)
+        channel.nack(broker.wait_published(5)[-1].number)
+        error = given_up.exception(10)
+        assert isinstance(error, PublishNacked)
+        assert error.attempts == 3
+        assert taken.result(10).attempts == 2
+        assert not any(published.possible_duplicate for published in broker.published)
+        assert {published.message_id for published in broker.published} == {given_up.message_id, taken.message_id}
+
+
+def test_confirms_that_fit_nothing_change_nothing(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """Repeated, of a number that was never published, beyond the last with multiple, contradicting an earlier one."""
+    with new_publisher(retry=ONCE) as publisher:
+        first, second, third = submit(publisher, 3)
+        channel = broker.wait_published(3)[-1].channel
+        channel.ack(2)
+        channel.nack(2)
+        channel.ack(2)
+        channel.ack(99)
+        channel.nack(99, multiple=True)
+        channel.ack(1)
+        assert errors([first, second]) == [None, None]
+        assert not third.done()
+        channel.nack(3)
+        assert isinstance(third.exception(10), PublishNacked)
+        assert len(broker.connections) == 1
+
+
+# -- returns -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_return_before_the_ack_fails_that_message_and_no_other(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 5)
+        published = broker.wait_published(5)
+        channel = published[0].channel
+        channel.return_(published[1], 313, "NO_CONSUMERS")
+        channel.return_(published[3])
+        wait_settled(confirmations)
+        channel.ack(5, multiple=True)
+        found = errors(confirmations)
+        assert [type(error) for error in found if error] == [PublishReturned] * 2
+        assert (found[1].reply_code, found[1].reply_text) == (313, "NO_CONSUMERS")
+        assert (found[3].reply_code, found[3].reply_text) == (312, "NO_ROUTE")
+        assert [error is None for error in found] == [True, False, True, False, True]
+
+
+def test_a_return_counts_where_a_nack_follows_it_too(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(retry=SOON) as publisher:
+        [confirmation] = submit(publisher, 1)
+        [published] = broker.wait_published(1)
+        published.channel.return_(published)
+        published.channel.nack(1)
+        assert isinstance(confirmation.exception(10), PublishReturned)
+
+
+def test_a_return_whose_ack_never_came_is_forgotten_with_its_channel(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        [confirmation] = submit(publisher, 1)
+        [published] = broker.wait_published(1)
+        published.channel.return_(published)
+        published.channel.connection.cut()
+        again = broker.wait_published(2)[1]
+        again.channel.ack(1)
+        assert confirmation.result(10).possible_duplicate
+
+
+def test_a_return_of_nothing_that_is_outstanding_changes_nothing(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        [first] = submit(publisher, 1)
+        [published] = broker.wait_published(1)
+        published.channel.ack(1)
+        assert first.exception(10) is None
+        [second] = submit(publisher, 1)
+        broker.wait_published(2)
+        published.channel.return_(published)
+        published.channel.ack(2)
+        assert second.exception(10) is None
+
+
+def test_no_two_messages_with_one_id_are_outstanding_at_once(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """Returns name an id and no number: with one at a time, each gets its own."""
+    with new_publisher() as publisher:
+        same = [
+            publisher.submit(Message(b"%d" % n, message_id="same"), routing_key="nowhere" if n == 1 else KEY)
+            for n in range(3)
+        ]
+        other = publisher.submit(Message(b"other"), routing_key=KEY)
+        published = broker.wait_published(2)
+        assert [one.body for one in published] == [b"0", b"other"]
+        published[0].channel.ack(2, multiple=True)
+        second = broker.wait_published(3)[2]
+        assert second.body == b"1"
+        second.channel.return_(second)
+        second.channel.ack(3)
+        third = broker.wait_published(4)[3]
+        third.channel.ack(4)
+        assert [isinstance(error, PublishReturned) for error in errors([*same, other])] == [False, True, False, False]
+
+
+# -- channels and connections that end ---------------------------------------------------------------------------------
+
+
+def closing_over(bad: set[bytes], closes: list[int]) -> Callable[[Published], None]:
+    """Like a broker: the channel closes over a message that cannot be, whatever else is outstanding on it."""
+
+    def script(published: Published) -> None:
+        if published.body in bad:
+            closes.append(published.number)
+            published.channel.close(404, "NOT_FOUND - no exchange 'missing'")
+        else:
+            published.channel.ack(published.number)
+
+    return script
+
+
+@pytest.mark.parametrize("culprits", [[0], [63], [31, 32], [5, 6, 60]])
+def test_the_culprit_of_a_channel_close_fails_alone(
+    broker: ScriptedBroker, new_publisher: NewPublisher, culprits: list[int]
+) -> None:
+    """The broker names none: what was outstanding comes again in narrowing groups, on channels of one connection."""
+    closes: list[int] = []
+    broker.script = closing_over({b"%d" % culprit for culprit in culprits}, closes)
+    with new_publisher() as publisher:
+        found = errors(submit(publisher, 64))
+        assert [number for number, error in enumerate(found) if error] == culprits
+        assert {type(error) for error in found if error} == {PublishRefused}
+        assert {error.reply_code for error in found if error} == {404}
+        assert publisher.publish(Message(b"fine"), routing_key=KEY).attempts == 1
+    assert len(broker.connections) == 1
+    assert len(closes) <= 8 * len(culprits)
+
+
+def test_an_ack_for_a_channel_that_is_closed_confirms_nothing_on_the_next(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 2)
+        old = broker.wait_published(2)[-1].channel
+        old.close(406, "PRECONDITION_FAILED - of something else")
+        first = broker.wait_published(3)[2]  # the first half of the suspects
+        assert first.channel is not old
+        old.ack(1)
+        old.ack(2, multiple=True)
+        first.channel.ack(1)
+        second = broker.wait_published(4)[3]
+        wait_settled(confirmations, 0)
+        second.channel.ack(second.number)
+        assert errors(confirmations) == [None, None]
+        assert len(broker.connections) == 1
+
+
+def test_what_a_lost_connection_leaves_is_published_again_in_order_and_marked(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 10)
+        channel = broker.wait_published(10)[-1].channel
+        channel.ack(3, multiple=True)
+        channel.ack(8)
+        wait_settled(confirmations, 0, 1, 2, 7)
+        channel.connection.cut()
+        again = broker.wait_published(16)[10:]
+        assert [published.body for published in again] == [b"3", b"4", b"5", b"6", b"8", b"9"]
+        assert all(published.possible_duplicate for published in again)
+        assert [published.number for published in again] == [1, 2, 3, 4, 5, 6]
+        ids = {published.body: published.message_id for published in broker.published[:10]}
+        assert all(ids[published.body] == published.message_id for published in again)
+        again[0].channel.ack(6, multiple=True)
+        assert errors(confirmations) == [None] * 10
+        assert [one.result(0).possible_duplicate for one in confirmations].count(True) == 6
+        assert publisher.statistics.republished == 6
+
+
+@pytest.mark.parametrize("how", ["reset", "320", "garbage"])
+def test_a_connection_that_ends_anyhow_is_replaced(
+    broker: ScriptedBroker, new_publisher: NewPublisher, how: str
+) -> None:
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 5)
+        channel = broker.wait_published(5)[-1].channel
+        match how:
+            case "reset":
+                channel.connection.cut()
+            case "320":
+                channel.connection.close(320, "CONNECTION_FORCED - broker forced connection closure")
+            case _:
+                channel.connection.send_bytes(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        again = broker.wait_published(10)[5:]
+        assert [published.body for published in again] == [b"0", b"1", b"2", b"3", b"4"]
+        again[0].channel.ack(5, multiple=True)
+        assert errors(confirmations) == [None] * 5
+        assert len(broker.connections) == 2
+
+
+def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """Each connection lives for three publishes, of which one is acked."""
+
+    def script(published: Published) -> None:
+        if published.number == 3:
+            published.channel.ack(1)
+            published.channel.connection.cut()
+
+    broker.script = script
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 20)
+        wait_until(lambda: len(settled(confirmations)) >= 18, timeout=10, what="18 confirms")
+        broker.script = acking
+        broker.connection.cut()
+        assert errors(confirmations) == [None] * 20
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_ends_a_publish_and_a_late_ack_gives_its_place_back(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher(max_outstanding=1) as publisher:
+        began = time.monotonic()
+        with pytest.raises(PublishUnconfirmed) as caught:
+            publisher.publish(Message(b"x"), routing_key=KEY, timeout=0.2)
+        assert 0.15 < time.monotonic() - began < 5
+        assert caught.value.sent
+        assert caught.value.may_have_arrived
+        [published] = broker.wait_published(1)
+        with pytest.raises(PublishUnconfirmed, match="window"):
+            publisher.submit(Message(b"y"), routing_key=KEY, timeout=0.1)
+        published.channel.ack(1)
+        broker.script = acking
+        publisher.publish(Message(b"z"), routing_key=KEY)
+        assert [one.body for one in broker.published] == [b"x", b"z"]
+
+
+def test_a_channel_that_confirms_nothing_in_time_is_replaced(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher(confirm_timeout=0.3) as publisher:
+        confirmations = submit(publisher, 3)
+        broker.wait_published(3)
+        broker.script = acking
+        assert errors(confirmations) == [None] * 3
+        assert [one.result(0).attempts for one in confirmations] == [2, 2, 2]
+        assert len(broker.connections) == 2
+        assert not broker.connections[0].closed_in_good_order
+
+
+def test_confirms_that_trickle_in_keep_the_channel(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(confirm_timeout=0.4) as publisher:
+        confirmations = submit(publisher, 8)
+        channel = broker.wait_published(8)[-1].channel
+        for number in range(1, 9):
+            began = time.monotonic()
+            wait_until(lambda since=began: time.monotonic() - since > 0.15, timeout=5, what="time to pass")
+            channel.ack(number)
+        assert errors(confirmations) == [None] * 8
+        assert len(broker.connections) == 1
+
+
+def test_a_full_window_keeps_the_next_message_back(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(max_outstanding=3) as publisher:
+        confirmations = submit(publisher, 3)
+        channel = broker.wait_published(3)[-1].channel
+        with pytest.raises(PublishUnconfirmed, match="window") as caught:
+            publisher.submit(Message(b"x"), routing_key=KEY, timeout=0.1)
+        assert not caught.value.sent
+        channel.ack(2)
+        [fourth] = submit(publisher, 1)
+        broker.wait_published(4)
+        channel.ack(4, multiple=True)
+        assert errors([*confirmations, fourth]) == [None] * 4
+        assert len(broker.published) == 4
+
+
+def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(max_outstanding_bytes=1000) as publisher:
+        first = publisher.submit(Message(b"x" * 600), routing_key=KEY)
+        with pytest.raises(PublishUnconfirmed, match="window"):
+            publisher.submit(Message(b"x" * 600), routing_key=KEY, timeout=0.1)
+        broker.wait_published(1)[0].channel.ack(1)
+        assert first.exception(10) is None
+        alone = publisher.submit(Message(b"x" * 5000), routing_key=KEY)  # larger than the window: by itself
+        broker.wait_published(2)[1].channel.ack(2)
+        assert alone.exception(10) is None
+
+
+# -- alarms ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """And the confirm timeout does not run: what waits out an alarm is confirmed after it."""
+    with new_publisher(confirm_timeout=0.3) as publisher:
+        publisher.connect()
+        connection = broker.connection
+        connection.block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        assert publisher.blocked == "low on memory"
+        confirmations = submit(publisher, 3)
+        with pytest.raises(PublishBlocked, match="low on memory") as caught:
+            publisher.publish(Message(b"x"), routing_key=KEY, timeout=0.5)
+        assert not caught.value.may_have_arrived
+        assert broker.published == []
+        broker.script = acking
+        connection.unblock()
+        assert errors(confirmations) == [None] * 3
+        assert publisher.blocked is None
+        assert len(broker.connections) == 1
+
+
+def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    with new_publisher(on_blocked="raise") as publisher:
+        publisher.connect()
+        broker.connection.block("low on disk")
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        began = time.monotonic()
+        with pytest.raises(PublishBlocked, match="low on disk"):
+            publisher.publish(Message(b"x"), routing_key=KEY)
+        assert time.monotonic() - began < 5
+        broker.connection.unblock()
+        wait_until(lambda: publisher.blocked is None, timeout=10, what="the end of it")
+        publisher.publish(Message(b"x"), routing_key=KEY)
+
+
+def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    with new_publisher() as publisher:
+        publisher.connect()
+        connection = broker.connection
+        connection.block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        [confirmation] = submit(publisher, 1)
+        broker.script = acking
+        connection.cut()
+        assert confirmation.exception(10) is None
+        assert publisher.blocked is None
+
+
+def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    publisher.connect()
+    broker.connection.block("low on memory")
+    wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+    [confirmation] = submit(publisher, 1)
+    began = time.monotonic()
+    with pytest.raises(PublishBlocked):
+        publisher.close(timeout=0.2)
+    assert time.monotonic() - began < 5
+    assert confirmation.done()
+
+
+# -- the beginning and the end -----------------------------------------------------------------------------------------
+
+
+def test_a_queue_that_differs_is_said_at_the_first_call(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    text = "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received 'quorum' but"
+    broker.refusals["Queue.Declare"] = 406, f"{text} current is 'classic'"
+    publisher = new_publisher(topology=[Queue("q")])
+    with pytest.raises(TopologyMismatch, match="x-queue-type"):
+        publisher.publish(Message(b"x"), routing_key="q")
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("refused", "reply"),
+    [("Connection.StartOk", (403, "ACCESS_REFUSED")), ("Connection.Open", (530, "NOT_ALLOWED - no such vhost"))],
+)
+def test_what_the_broker_refuses_for_good_is_raised_and_not_tried_again(
+    broker: ScriptedBroker, new_publisher: NewPublisher, refused: str, reply: tuple[int, str]
+) -> None:
+    broker.refusals[refused] = reply
+    publisher = new_publisher()
+    with pytest.raises(BrokerUnavailable, match=str(reply[0])) as caught:
+        publisher.connect()
+    assert caught.value.permanent
+    publisher.close()
+    assert len(broker.connections) == 1
+
+
+@pytest.mark.parametrize("greeting", [None, b"SSH-2.0-OpenSSH_9.6\r\n" * 20, b""], ids=["silence", "ssh", "nothing"])
+def test_a_peer_that_is_no_broker_is_said_by_connect(
+    broker: ScriptedBroker, new_publisher: NewPublisher, greeting: bytes | None
+) -> None:
+    broker.silent = True
+    broker.greeting = greeting
+    publisher = new_publisher(connect_timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(BrokerUnavailable):
+        publisher.connect()
+    assert time.monotonic() - began < 5
+    publisher.close()
+
+
+def test_closing_waits_for_confirms_and_ends_in_good_order(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    with new_publisher() as publisher:
+        confirmations = submit(publisher, 100)
+    assert all(confirmation.done() for confirmation in confirmations)
+    assert errors(confirmations) == [None] * 100
+    broker.wait(lambda: broker.connections[0].closed_in_good_order, "the closing handshake")
+    with pytest.raises(UsageError, match="closed"):
+        publisher.publish(Message(b"x"), routing_key=KEY)
+
+
+def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    def script(published: Published) -> None:
+        published.channel.return_(published)
+        published.channel.ack(published.number)
+
+    def leave(count: int) -> None:
+        with new_publisher() as publisher:
+            submit(publisher, count)
+
+    broker.script = script
+    with pytest.raises(PublishReturned):
+        leave(1)
+    with pytest.raises(PublishError, match="3 messages"):
+        leave(3)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def test_frames_keep_to_the_size_that_was_agreed_on(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.frame_max = 8192
+    broker.script = acking
+    with new_publisher() as publisher:
+        body = bytes(range(256)) * 400
+        publisher.publish(Message(body), routing_key=KEY)
+        with pytest.raises(PublishRefused, match="headers"):
+            publisher.publish(Message(b"x", headers={"h": "x" * 9000}), routing_key=KEY)
+    [published] = broker.published
+    assert published.body == body
+    assert published.largest_frame == 8192
+
+
+def test_confirms_may_come_in_pieces_and_among_heartbeats(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher(retry=ONCE) as publisher:
+        confirmations = submit(publisher, 6)
+        published = broker.wait_published(6)
+        channel = published[0].channel
+        channel.connection.fragment = 3
+        channel.ack(2, multiple=True)
+        channel.connection.send_bytes(b"\x08\0\0\0\0\0\0\xce")
+        channel.return_(published[2])
+        channel.ack(3)
+        channel.nack(4)
+        channel.connection.fragment = None
+        channel.ack(6, multiple=True)
+        kinds = [type(error) for error in errors(confirmations)]
+        none = type(None)
+        assert kinds == [none, none, PublishReturned, PublishNacked, none, none]
+
+
+# -- whatever comes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_broker_does_each_outcome_is_what_it_said(
+    broker: ScriptedBroker, new_publisher: NewPublisher, seed: int
+) -> None:
+    """Confirmed is what an attempt was acked for without a return, nacked and returned likewise; nothing hangs."""
+    rng = random.Random(seed)
+    acked: set[str] = set()
+    nacked: set[str] = set()
+    returned: set[str] = set()
+    unsettled: dict[Channel, list[Published]] = {}
+
+    def script(published: Published) -> None:
+        channel = published.channel
+        held = unsettled.setdefault(channel, [])
+        chance = rng.random()
+        if chance < 0.01:
+            channel.connection.cut()
+            return
+        if published.exchange == "missing":
+            channel.close(404, "NOT_FOUND")
+            return
+        if published.routing_key == "nowhere":
+            channel.return_(published)
+            returned.add(published.message_id)
+        held.append(published)
+        if chance < 0.3:
+            return  # later, by a multiple
+        if chance < 0.6:
+            one = held.pop(rng.randrange(len(held)))
+            acked.add(one.message_id)
+            channel.ack(one.number)
+        elif chance < 0.65:
+            one = held.pop(rng.randrange(len(held)))
+            nacked.add(one.message_id)
+            channel.nack(one.number)
+        elif chance < 0.95:
+            acked.update(one.message_id for one in held)
+            held.clear()
+            channel.ack(published.number, multiple=True)
+        else:
+            nacked.update(one.message_id for one in held)
+            held.clear()
+            channel.nack(published.number, multiple=True)
+
+    broker.script = script
+    with new_publisher(retry=RetryPolicy(max_attempts=2, delays=(0.005,)), confirm_timeout=0.5) as publisher:
+        confirmations = []
+        for number in range(300):
+            exchange = "missing" if number % 90 == 50 else ""
+            key = "nowhere" if number % 20 == 7 else KEY
+            confirmations.append(publisher.submit(Message(b"x"), exchange=exchange, routing_key=key))
+        for number, confirmation in enumerate(confirmations):
+            error = confirmation.exception(30)
+            one = confirmation.message_id
+            if error is None:
+                assert one in acked
+                assert one not in returned
+            elif isinstance(error, PublishReturned):
+                assert one in returned
+            elif isinstance(error, PublishNacked):
+                assert one in nacked
+            else:
+                assert isinstance(error, PublishRefused)
+                assert number % 90 == 50
+        assert publisher.outstanding == 0
