@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     from reliable_mq.core.codec import RawDelivery
     from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["READ_SCHEMA", "WRITTEN", "check_read_schema", "check_written_schema", "record_batch"]
+__all__ = [
+    "RAW_SCHEMA",
+    "READ_SCHEMA",
+    "WRITTEN",
+    "check_read_schema",
+    "check_written_schema",
+    "decode",
+    "raw_batch",
+    "record_batch",
+]
 
 _HEADERS: Final = MapType(StringType(), StringType())
 
@@ -162,6 +171,60 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
     return names
 
 
+#: What travels from the driver to the tasks in queue mode: properties are decoded where there are many of us.
+RAW_SCHEMA: Final = pa.schema(
+    [
+        ("body", pa.binary()),
+        ("queue", pa.string()),
+        ("exchange", pa.string()),
+        ("routing_key", pa.string()),
+        ("redelivered", pa.bool_()),
+        ("properties", pa.binary()),
+    ]
+)
+
+
+def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) -> pa.RecordBatch:
+    """Make a batch of `RAW_SCHEMA` of deliveries.
+
+    Args:
+        deliveries: from one queue, or from several.
+        queues: its name, or the name for each delivery.
+    """
+    count = len(deliveries)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array([delivery.body for delivery in deliveries], pa.binary()),
+            pa.repeat(queues, count) if isinstance(queues, str) else pa.array(queues, pa.string()),
+            pa.array([_clean(delivery.exchange) for delivery in deliveries], pa.string()),
+            pa.array([_clean(delivery.routing_key) for delivery in deliveries], pa.string()),
+            pa.array([delivery.redelivered for delivery in deliveries], pa.bool_()),
+            pa.array([delivery.properties for delivery in deliveries], pa.binary()),
+        ],
+        schema=RAW_SCHEMA,
+    )
+
+
+def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """Make rows of a batch of `RAW_SCHEMA`.
+
+    Args:
+        raw: the batch.
+        names: of the columns wanted, in their order.
+    """
+    properties: list[Properties] = []
+    if any(name in _READERS for name in names):
+        properties = [Properties(each) for each in raw.column("properties").to_pylist()]
+    arrays = []
+    for name in names:
+        read = _READERS.get(name)
+        if read is None:
+            arrays.append(raw.column(name))
+        else:
+            arrays.append(pa.array([_value(read, each) for each in properties], _TYPES[name]))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(name, _TYPES[name]) for name in names]))
+
+
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
     """Make rows of deliveries.
 
@@ -170,25 +233,7 @@ def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[
         queue: its name.
         names: of the columns wanted, in their order.
     """
-    decoded = [_decoded(delivery.properties) for delivery in deliveries]
-    arrays = []
-    for name in names:
-        kind = _TYPES[name]
-        if name == "queue":
-            arrays.append(pa.repeat(pa.scalar(queue, kind), len(deliveries)))
-        elif name in _PLAIN:
-            arrays.append(pa.array([getattr(delivery, name) for delivery in deliveries], kind))
-        else:
-            read = _READERS[name]
-            arrays.append(pa.array([_value(read, each) for each in decoded], kind))
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(name, _TYPES[name]) for name in names]))
-
-
-_PLAIN: Final = frozenset({"body", "exchange", "routing_key", "redelivered"})
-
-
-def _decoded(raw: bytes) -> Properties:
-    return Properties(raw)
+    return decode(raw_batch(deliveries, queue), names)
 
 
 def _value(read: Callable[[Properties], Any], properties: Properties) -> Any:

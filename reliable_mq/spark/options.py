@@ -20,9 +20,16 @@ from reliable_mq.url import parse_url
 
 __all__ = ["QueueOptions", "StartingPositions", "StreamOptions", "WriteOptions", "read_options", "write_options"]
 
-_COMMON: Final = ("url", "maxMessagesPerTrigger", "maxBytesPerTrigger", "minPartitions", "prefetch")
+_COMMON: Final = (
+    "url",
+    "maxMessagesPerTrigger",
+    "maxBytesPerTrigger",
+    "minPartitions",
+    "prefetch",
+    "failOnDataLoss",
+)
 _QUEUE: Final = ("queue",)
-_STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets", "failOnDataLoss")
+_STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets")
 _WRITE: Final = ("url", "exchange", "routingKey")
 # Spark hands these to a sink beside the options that are its own.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
@@ -48,7 +55,9 @@ class QueueOptions:
         max_messages: rows of a batch at most.
         max_bytes: bytes of the bodies of a batch at most; and twice that is what the reader holds in memory.
         prefetch: deliveries of a queue that may be unacked, those of the batch that is being processed included.
-        min_partitions: tasks that a batch is split into, where it has as many rows.
+        min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
+            size asks for.
+        fail_on_data_loss: whether to refuse a queue that drops what was delivered too often.
     """
 
     url: str = field(repr=False)
@@ -57,6 +66,7 @@ class QueueOptions:
     max_bytes: int = _DEFAULT_BYTES
     prefetch: int = _DEFAULT_PREFETCH
     min_partitions: int | None = None
+    fail_on_data_loss: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +133,14 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
     url = options.url()
     if queue is not None:
         options.check_known((*_COMMON, *_QUEUE), others=_STREAM, why="an option of stream mode, and queue is given")
-        prefetch = options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH
         return QueueOptions(
             url=url,
             queues=_names("queue", queue),
             max_messages=options.whole("maxMessagesPerTrigger", 1) or _LARGEST_PREFETCH,
             max_bytes=options.whole("maxBytesPerTrigger", 1, _LARGEST_BYTES) or _DEFAULT_BYTES,
-            prefetch=prefetch,
+            prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
             min_partitions=options.whole("minPartitions", 1),
+            fail_on_data_loss=options.truth("failOnDataLoss", default=True),
         )
     options.check_known((*_COMMON, *_STREAM))
     starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0)
