@@ -1,0 +1,137 @@
+"""Positions in streams, as Spark keeps them in its checkpoint, and what is decided about them: limits and splits.
+
+A position is the offset of the next message to read; by stream, in JSON: ``{"events": 1200}``, as Spark's Kafka source
+has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not write that down, and
+may ask for it again, when "latest" has become another: the first batch of a query is therefore empty, and its end is
+where the query begins.
+
+Invariants: no I/O; a limit lets at least one message through, or a query would stand still; ranges are split without a
+gap and without an overlap; gaps in the offsets themselves are normal, so a range holds at most as many messages as its
+size says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from pyspark.sql.datasource import InputPartition
+
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["Positions", "StreamRange", "from_checkpoint", "limited", "marked_initial", "ranges_of", "split"]
+
+#: The next offset to read, by stream.
+Positions = Mapping[str, int]
+
+_INITIAL: Final = "initial"
+
+
+@dataclass(frozen=True)
+class StreamRange(InputPartition):
+    """What one task reads: the messages of a stream from ``start`` on, up to ``end`` but without it."""
+
+    stream: str
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many messages it holds at most."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"offsets {self.start} to {self.end - 1} of stream {self.stream!r}"
+
+
+def marked_initial(positions: Positions) -> dict[str, Any]:
+    """Give where a query begins, as `initialOffset` is to return it."""
+    return {_INITIAL: dict(positions)}
+
+
+def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
+    """Give the positions in an offset that Spark hands back, and whether they are where the query begins.
+
+    Raises:
+        ConfigurationError: it is not of this source, or of a newer version of it.
+    """
+    inner = offset.get(_INITIAL)
+    initial = isinstance(inner, dict)
+    positions = inner if initial else offset
+    if not isinstance(positions, dict) or not all(type(value) is int for value in positions.values()):
+        raise ConfigurationError(
+            f"the checkpoint holds an offset that is none of streams: {str(offset)[:200]}; it belongs to another "
+            "source or to a newer version of reliable-mq: give the query a checkpointLocation of its own"
+        )
+    return dict(positions), initial
+
+
+def limited(
+    start: Positions,
+    end: Positions,
+    *,
+    messages: int | None = None,
+    size: int | None = None,
+    average: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """Cut what lies between two positions, each stream by its share, down to a limit.
+
+    Args:
+        start: of the batch.
+        end: of what there is; streams that are missing in ``start`` are read from their own beginning elsewhere.
+        messages: at most so many; None for no limit.
+        size: at most so many bytes, as far as ``average`` is right; None for no limit.
+        average: bytes of a message, by stream.
+
+    Returns:
+        The end of the batch. At least one message is let through where there is one.
+    """
+    backlog = {name: end[name] - start[name] for name in end if end[name] > start[name]}
+    total = sum(backlog.values())
+    factor = 1.0
+    if total and messages is not None:
+        factor = min(factor, messages / total)
+    if total and size is not None:
+        factor = min(
+            factor, size / sum(count * max((average or {}).get(name, 1.0), 1.0) for name, count in backlog.items())
+        )
+    if factor >= 1.0:
+        return dict(end)
+    shares = _shares(backlog, max(int(total * factor), 1))
+    return {name: start[name] + shares[name] if name in shares else end[name] for name in end}
+
+
+def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
+    """Give the ranges between two positions; those that are empty are left out."""
+    return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
+
+
+def split(ranges: Iterable[StreamRange], least: int | None) -> list[StreamRange]:
+    """Split ranges, the larger ones into more, until there are ``least``, or one for each message."""
+    whole = list(ranges)
+    if least is None or least <= len(whole):
+        return whole
+    extra = _shares({str(index): each.size - 1 for index, each in enumerate(whole)}, least - len(whole))
+    return [piece for index, each in enumerate(whole) for piece in _pieces(each, 1 + extra[str(index)])]
+
+
+def _pieces(each: StreamRange, count: int) -> Iterable[StreamRange]:
+    bounds = [each.start + each.size * piece // count for piece in range(count + 1)]
+    return [StreamRange(each.stream, *pair) for pair in pairwise(bounds)]
+
+
+def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
+    """Share ``total`` out in proportion; what rounding leaves goes first to those who would get nothing."""
+    whole = sum(sizes.values())
+    if total >= whole:
+        return dict(sizes)
+    shares = {name: size * total // whole for name, size in sizes.items()}
+    left = total - sum(shares.values())
+    by_need = sorted(sizes, key=lambda name: (shares[name] > 0, -(sizes[name] * total % whole), name))
+    for name in by_need:
+        if left and shares[name] < sizes[name]:
+            shares[name] += 1
+            left -= 1
+    return shares
