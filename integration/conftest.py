@@ -16,6 +16,7 @@ fixture              scope      what it is
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_face`     test       each face in turn: `Publisher` of the test's module is the sync or the asyncio one
+`consumer_face`      test       each face (see below): `Consumer` of the test's module is the sync or the asyncio one
 `connection_face`    test       each face in turn: a `Recorded` connection is the sync or the asyncio one
 `run_async`          test       a function `(coroutine)`: runs it on a loop of asyncio, then uvloop; none of it may stay
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
@@ -23,6 +24,8 @@ fixture              scope      what it is
 
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
+So it is with `consumer_face`: the sync one, or with ``@pytest.mark.both_faces`` or in `make soak` both. The other faces
+are both in every run, unless ``@pytest.mark.one_face("aio")`` says that one is enough outside of `make soak`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import pytest
 from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
 from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
 from integration.support.checker import Checker
 from integration.support.event_loops import _uvloop, run_async
@@ -58,6 +62,8 @@ _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_faces: a test of `consumer_face` that is for both in every run")
+    config.addinivalue_line("markers", "one_face(face): a long one of `publisher_face`, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seeds()  # before there are processes that take it over
@@ -66,6 +72,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
+    if "consumer_face" in metafunc.fixturenames and not _chosen(metafunc, "consumer_face"):
+        both = soaking() or metafunc.definition.get_closest_marker("both_faces") is not None
+        metafunc.parametrize("consumer_face", ["sync", "aio"] if both else ["sync"], indirect=True)
+    for name in ("publisher_face", "connection_face"):
+        if name in metafunc.fixturenames:
+            alone = metafunc.definition.get_closest_marker("one_face")
+            faces = ["sync", "aio"] if soaking() or alone is None else alone.args
+            metafunc.parametrize(name, faces, indirect=True)
     for name in ("broker", "private_broker"):
         if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
             metafunc.parametrize(name, LINES, indirect=True)
@@ -230,7 +244,7 @@ def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
-@pytest.fixture(params=["sync", "aio"])
+@pytest.fixture
 def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test on either face: what holds for one holds for the other."""
     if request.param == "aio":
@@ -238,7 +252,15 @@ def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return str(request.param)
 
 
-@pytest.fixture(params=["sync", "aio"])
+@pytest.fixture
+def consumer_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on either face, the asyncio one with coroutine handlers: what holds for one holds for the other."""
+    if request.param == "aio":
+        monkeypatch.setattr(request.module, "Consumer", BlockingConsumer)
+    return str(request.param)
+
+
+@pytest.fixture
 def connection_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test on either face's connection, each with its own driver."""
     if request.param == "aio":

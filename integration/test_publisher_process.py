@@ -1,75 +1,33 @@
-"""A publisher among threads, signals, forks and exits, and what it leaves behind."""
+"""A publisher among threads, signals, forks and exits, and where it runs its callbacks."""
 
 from __future__ import annotations
 
-import gc
-import linecache
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-import tracemalloc
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from integration.support.programs import environment
-from integration.support.publishing import book, submit
-from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from reliable_mq import (
-    BrokerUnavailable,
     Message,
     Publisher,
-    PublishError,
     PublishReturned,
-    PublishUnconfirmed,
     Queue,
     UsageError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from integration.support.broker import Broker
-    from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders", dead_letter=None)
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Checker) -> None:
-    """32 threads publish through one publisher, by every method; nothing is corrupted, lost or doubled."""
-    with Publisher(vhost.url, topology=[ORDERS], max_outstanding=100) as publisher:
-
-        def work(number: int) -> None:
-            for _ in range(50):
-                book(checker, submit(checker, publisher, "orders", b"%d" % number))
-            messages = [Message(b"x" * number * 100) for _ in range(50)]
-            for message in messages:
-                checker.attempted(message.message_id)
-            assert publisher.publish_many(messages, routing_key="orders").confirmed == 50
-            for message in messages:
-                checker.confirmed(message.message_id)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    checker.drain(vhost, ["orders"])
-    balance = checker.close()
-    assert balance.confirmed == 32 * 100
-    assert not balance.duplicated
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # that is what is tested
@@ -127,74 +85,6 @@ def test_f48_an_interrupted_wait_credits_nothing_to_the_next_publish(
     vhost.wait_for_messages("orders", 2)
 
 
-@pytest.mark.timeout(1200)
-def test_f55_many_reconnects_and_publishes_leave_memory_and_descriptors_flat(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_face: str
-) -> None:
-    """Neither memory nor descriptors grow with the number of reconnects and publishes."""
-    limit = 100_000 if publisher_face == "sync" else 250_000  # caches of asyncio and aiormq fill up, once
-    proxy = fault_proxy(vhost.url)
-    messages = 10
-    cycles, warm_up = (1000, 100) if soaking() else (50, 10)
-    with Publisher(proxy.url, topology=[ORDERS]) as publisher, vhost.connect() as consuming, without_logs():
-        consumer = consuming.channel()
-
-        def cycle() -> None:
-            confirmations = [publisher.submit(Message(b"x" * 1000), routing_key="orders") for _ in range(messages)]
-            proxy.cut()
-            for confirmation in confirmations:
-                confirmation.result(30)
-            while consumer.basic_get("orders", auto_ack=True)[0] is not None:
-                pass
-
-        for _ in range(warm_up):
-            cycle()
-        gc.collect()
-        tracemalloc.start()
-        before = tracemalloc.take_snapshot()
-        files = descriptors()
-        for _ in range(cycles):
-            cycle()
-        linecache.clearcache()  # filled once, by the first traceback that a driver formats
-        gc.collect()
-        after = tracemalloc.take_snapshot()
-        tracemalloc.stop()
-        grown = sum(difference.size_diff for difference in after.compare_to(before, "filename"))
-        most = "\n".join(map(str, after.compare_to(before, "lineno")[:10]))
-        assert grown < limit, f"{grown} bytes more after {cycles} reconnects, most of all here:\n{most}"
-        wait_until(lambda: descriptors() <= files + 3, timeout=10, what="descriptors to be closed")
-        assert publisher.statistics.confirmed == messages * (warm_up + cycles)
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@contextmanager
-def without_logs() -> Iterator[None]:
-    """Nothing is logged in the block: pytest keeps every record."""
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_publish_returns_a_receipt_and_publish_many_a_report(vhost: VirtualHost) -> None:
-    """publish says how the message was stored; publish_many says which messages failed, and why."""
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-        message = Message(b"x")
-        receipt = publisher.publish(message, routing_key="orders")
-        assert (receipt.message_id, receipt.status, receipt.attempts) == (message.message_id, "confirmed", 1)
-        report = publisher.publish_many((Message(b"x") for _ in range(5000)), routing_key="orders")
-        assert (report.ok, report.confirmed) == (True, 5000)
-        failed = Message(b"x")
-        report = publisher.publish_many([failed], routing_key="nowhere")
-        assert report.confirmed == 0
-        assert [(one, type(error)) for one, error in report.failures] == [(failed, PublishReturned)]
-
-
 def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost) -> None:
     """A done-callback may publish and wait for its confirm; closing from one is refused."""
     outcome: list[object] = []
@@ -216,83 +106,6 @@ def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost) -> 
     assert isinstance(outcome[1], UsageError)
 
 
-@pytest.mark.usefixtures("publisher_face")
-def test_leaving_the_block_raises_what_nobody_has_seen(vhost: VirtualHost) -> None:
-    """A failure that nobody looked at is raised on leaving; one that was looked at is not."""
-
-    def fail(times: int) -> None:
-        with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-            for _ in range(times):
-                publisher.submit(Message(b"x"), routing_key="nowhere")
-            publisher.submit(Message(b"x"), routing_key="orders")
-
-    with pytest.raises(PublishReturned):
-        fail(1)
-    with pytest.raises(PublishError, match="3 messages were not confirmed") as caught:
-        fail(3)
-    assert len(caught.value.failures) == 3
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-        assert publisher.submit(Message(b"x"), routing_key="nowhere").exception() is not None
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_leaving_the_block_never_masks_the_bodys_own_exception(vhost: VirtualHost) -> None:
-    """An exception of the body comes out, though messages failed too."""
-
-    def fail() -> None:
-        with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-            publisher.submit(Message(b"x"), routing_key="nowhere")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
-    """A closed publisher refuses every call that would publish; closing it again does nothing."""
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-        publisher.publish(Message(b"x"), routing_key="orders")
-    with pytest.raises(UsageError, match="closed"):
-        publisher.publish(Message(b"x"), routing_key="orders")
-    publisher.close()
-    unused = Publisher(vhost.url)
-    unused.close()
-    with pytest.raises(UsageError, match="closed"):
-        unused.publish(Message(b"x"), routing_key="orders")
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broker, private_vhost: VirtualHost) -> None:
-    """close() while the broker is away gives up after its timeout, and the messages are reported as unconfirmed."""
-    publisher = Publisher(private_vhost.url, topology=[ORDERS])
-    publisher.connect()
-    private_broker.kill()
-    confirmation = publisher.submit(Message(b"x"), routing_key="orders")
-    started = time.monotonic()
-    with pytest.raises(PublishUnconfirmed):
-        publisher.close(timeout=1)
-    assert time.monotonic() - started < 8
-    assert confirmation.done()
-    private_broker.start()
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
-    private_broker: Broker, private_vhost: VirtualHost
-) -> None:
-    """connect() raises at once; a with block starts all the same, and its publishes wait for the broker."""
-    private_broker.kill()
-    publisher = Publisher(private_vhost.url, topology=[ORDERS])
-    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1"):
-        publisher.connect()
-    publisher.close()
-    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
-        confirmation = publisher.submit(Message(b"x"), routing_key="orders")
-        private_broker.start()
-        assert confirmation.result(60).attempts == 1
-
-
 def test_what_a_forgotten_publisher_holds_is_published_at_exit(vhost: VirtualHost, tmp_path: Path) -> None:
     """A program that ends without close() still gets its submitted messages confirmed."""
     program = tmp_path / "forgetful.py"
@@ -305,21 +118,3 @@ def test_what_a_forgotten_publisher_holds_is_published_at_exit(vhost: VirtualHos
     )
     subprocess.run([sys.executable, str(program), vhost.url], check=True, timeout=60, env=environment())
     vhost.wait_for_messages("orders", 3000)
-
-
-@pytest.mark.usefixtures("publisher_face")
-def test_a_full_window_blocks_submit_and_times_out(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """At max_outstanding submit waits; at its timeout it says that the message was never sent."""
-    proxy = fault_proxy(vhost.url)
-    with Publisher(proxy.url, topology=[ORDERS], max_outstanding=10) as publisher:
-        publisher.connect()
-        proxy.hold_confirms()
-        confirmations = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(10)]
-        with pytest.raises(PublishUnconfirmed, match="window") as caught:
-            publisher.submit(Message(b"x"), routing_key="orders", timeout=0.3)
-        assert caught.value.sent is False
-        proxy.release_confirms()
-        proxy.heal()
-        for confirmation in confirmations:
-            confirmation.result(20)
-        publisher.publish(Message(b"x"), routing_key="orders")
