@@ -7,51 +7,49 @@ remembered for the retention of the store: a duplicate that comes later than tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.memory import MemoryStore
+from reliable_mq.stores.protocol import AsyncIdempotencyStore, IdempotencyStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from reliable_mq.stores.redis import AsyncRedisStore, RedisStore
+    from reliable_mq.stores.sqlalchemy import SQLAlchemyStore
+    from reliable_mq.stores.sqlalchemy_async import AsyncSQLAlchemyStore
+    from reliable_mq.stores.sqlite import SQLiteStore
 
-__all__ = ["Claim", "ClaimStatus", "IdempotencyStore", "MemoryStore"]
+__all__ = [
+    "AsyncIdempotencyStore",
+    "AsyncRedisStore",
+    "AsyncSQLAlchemyStore",
+    "Claim",
+    "ClaimStatus",
+    "IdempotencyStore",
+    "MemoryStore",
+    "RedisStore",
+    "SQLAlchemyStore",
+    "SQLiteStore",
+]
 
+_ON_DEMAND = {  # name: module, and the extra that it needs
+    "AsyncRedisStore": ("redis", "redis"),
+    "AsyncSQLAlchemyStore": ("sqlalchemy_async", "sql"),
+    "RedisStore": ("redis", "redis"),
+    "SQLAlchemyStore": ("sqlalchemy", "sql"),
+    "SQLiteStore": ("sqlite", ""),
+}
 
-@runtime_checkable
-class IdempotencyStore(Protocol):
-    """What a store does. Thread-safe; the methods may block, and are called from worker threads only.
+if not TYPE_CHECKING:  # where any name would seem to exist
 
-    Each is atomic per key. A store that cannot answer raises `IdempotencyStoreError`; nothing is known then of what it
-    was asked to do, and the same call may be made again.
-    """
-
-    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys for ``lease`` seconds each.
-
-        Returns:
-            One claim per key, in order. Of a key that is given twice, at most the first is new.
-        """
-        ...
-
-    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """Mark new claims as done.
-
-        Returns:
-            Per claim, in order, whether the key is done on account of it: False where its token is stale, because the
-            lease ended and another holder took over, or because it was released. Completing a claim again answers True
-            again.
-        """
-        ...
-
-    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Give up new claims, so that their keys can be claimed at once.
-
-        Args:
-            claims: what to give up.
-            failed: whether an attempt failed, which counts; else nothing was tried.
-
-        Returns:
-            Per claim, in order, whether it was held; False, and nothing counted, where its token is stale.
-        """
-        ...
+    def __getattr__(name: str) -> object:
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, extra = _ON_DEMAND[name]
+        try:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        except ImportError as error:
+            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[{extra}]'") from error
+        return value

@@ -1,0 +1,127 @@
+"""What all stores with a database do to a question before they ask it, and to the answer.
+
+Invariants: whatever a key is made of, what is stored for it is at most 200 printable ASCII characters, and no two keys
+share it; within one question a key comes once, and keys come in one order, so that no two questions wait for each other
+in a circle; a question whose answer was lost is asked again in the name of the same holder, so that a claim which did
+take place is found again, and not waited for until its lease ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.core.claims import Claim, ClaimStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+__all__ = [
+    "DAY",
+    "FORMAT",
+    "Answer",
+    "Doubts",
+    "claims_in_order",
+    "held_by",
+    "microseconds",
+    "stored_key",
+    "taken_in_order",
+    "unique",
+]
+
+FORMAT: Final = 1  # of records; one of a newer format is answered with `ClaimStatus.UNREADABLE`
+DAY: Final = 86400.0
+
+_HASHED: Final = "sha256:"
+_READABLE: Final = re.compile(r"(?!sha256:)[!-~](?:[ -~]{0,198}[!-~])?")
+_HOLDER_BITS: Final = 62  # they fit a signed number of 64
+
+
+class Answer(NamedTuple):
+    """What became of a key that was to be claimed."""
+
+    status: ClaimStatus
+    token: int = 0
+    attempts: int = 0
+
+    def claim(self, key: str) -> Claim:
+        """Make it the claim of a key."""
+        return Claim(key, self.status, self.token, self.attempts)
+
+
+def stored_key(key: str) -> str:
+    """Answer what a key is stored as: itself where any database takes it as it is, else a digest of it."""
+    if _READABLE.fullmatch(key):
+        return key
+    return _HASHED + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def unique(keys: Iterable[str]) -> dict[str, str]:
+    """Answer what each key is stored as, each once, in the order of what is stored."""
+    return dict(sorted(((key, stored_key(key)) for key in set(keys)), key=_second))
+
+
+def _second(pair: tuple[str, str]) -> str:
+    return pair[1]
+
+
+def claims_in_order(keys: Sequence[str], found: Mapping[str, Claim]) -> list[Claim]:
+    """Give each key its claim; of one that was given twice, the first alone may be new."""
+    claims = [found[key] for key in keys]
+    if len(found) < len(keys):
+        seen: set[str] = set()
+        for number, claim in enumerate(claims):
+            if claim.key in seen and claim.status is ClaimStatus.NEW:
+                claims[number] = Claim(claim.key, ClaimStatus.IN_PROGRESS, attempts=claim.attempts)
+            seen.add(claim.key)
+    return claims
+
+
+def held_by(claims: Iterable[Claim]) -> list[tuple[str, int]]:
+    """Answer what is stored for the keys of claims, and their tokens: each once, in the order of what is stored."""
+    return sorted({(stored_key(claim.key), claim.token) for claim in claims})
+
+
+def taken_in_order(claims: Iterable[Claim], taken: Collection[tuple[str, int]]) -> list[bool]:
+    """Say of each claim whether it is among those that were `held_by` them and taken."""
+    return [(stored_key(claim.key), claim.token) in taken for claim in claims]
+
+
+class Doubts:
+    """The holders in whose names keys were claimed, as far as nobody answered. Thread-safe.
+
+    A holder is a number that is drawn for a question. Whoever takes one out of here again asks the same question again;
+    nobody else does.
+
+    Args:
+        capacity: keys that are remembered at most, the latest.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        self._doubts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._random = random.SystemRandom()
+
+    def holders(self, keys: Iterable[str]) -> dict[str, int]:
+        """Say in whose name to claim each key."""
+        fresh = self._random.getrandbits(_HOLDER_BITS) or 1
+        if not self._doubts:
+            return dict.fromkeys(keys, fresh)
+        with self._lock:
+            return {key: self._doubts.pop(key, fresh) for key in keys}
+
+    def unanswered(self, holders: Mapping[str, int]) -> None:
+        """These were asked for, and no answer came."""
+        with self._lock:
+            self._doubts.update(holders)
+            while len(self._doubts) > self._capacity:
+                del self._doubts[next(iter(self._doubts))]
+
+
+def microseconds(duration: float) -> int:
+    """Seconds as a whole number of microseconds, at least one."""
+    return max(int(duration * 1_000_000), 1)

@@ -1,0 +1,1 @@
+"""What the stores ask of SQL databases."""

@@ -1,0 +1,136 @@
+"""The questions of a store in the SQL of MariaDB and MySQL."""
+
+# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reliable_mq.core.claims import ClaimStatus
+from reliable_mq.stores.questions import FORMAT, Answer
+from reliable_mq.stores.sql.dialect import Ask, Dialect, Held, Steps, judged
+
+__all__ = ["MySQL"]
+
+
+class MySQL(Dialect):
+    """MariaDB 10.5 and newer, MySQL 8: no ``RETURNING`` for both, so a question is a change and a look at it."""
+
+    transactional = True
+    _create = (
+        (
+            "CREATE TABLE IF NOT EXISTS {table} (claim_key varchar(200) CHARACTER SET ascii COLLATE ascii_bin NOT NULL "
+            "PRIMARY KEY, format smallint NOT NULL, state smallint NOT NULL, token bigint NOT NULL, "
+            "holder bigint NOT NULL, attempts integer NOT NULL, lease_ends bigint NOT NULL, expires bigint NOT NULL, "
+            "INDEX {index} (expires)) ENGINE = InnoDB"
+        ),
+    )
+    _now = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+
+    def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
+        """See `Dialect.claim`. An assignment sees those before it: ``holder`` says to the later ones what was found."""
+        free = (
+            f"format = {FORMAT} AND (state = 0 OR expires <= VALUES(token) OR "
+            "(state = 1 AND (lease_ends <= VALUES(token) OR holder = VALUES(holder))))"
+        )
+        ours = "holder = VALUES(holder)"
+        keys = {f"k{number}": key for number, key in enumerate(holders)}
+        numbers = {f"n{number}": holder for number, holder in enumerate(holders.values())}
+        rows_given = ", ".join(
+            f"(:k{number}, {FORMAT}, 1, {self._now}, :n{number}, 0, {self._now} + :lease, {self._now} + :kept)"
+            for number in range(len(holders))
+        )
+        yield Ask(
+            f"INSERT INTO {self.table} (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
+            f"VALUES {rows_given} ON DUPLICATE KEY UPDATE "
+            f"token = IF({free}, IF(state = 1 AND {ours}, token, GREATEST(token + 1, VALUES(token))), token), "
+            f"attempts = IF({free} AND expires <= VALUES(token), 0, attempts), "
+            f"holder = IF({free}, VALUES(holder), holder), "
+            f"state = IF({ours}, 1, state), "
+            f"lease_ends = IF({ours}, VALUES(lease_ends), lease_ends), "
+            f"expires = IF({ours}, VALUES(expires), expires)",
+            {**keys, **numbers, "lease": lease, "kept": lease + retention},
+        )
+        names = ", ".join(f":{name}" for name in keys)
+        rows = yield Ask(
+            f"SELECT claim_key, format, state, expires > {self._now}, token, holder, attempts FROM {self.table} "
+            f"WHERE claim_key IN ({names})",
+            keys,
+        )
+        granted: dict[str, Answer] = {}
+        others: list[tuple[object, ...]] = []
+        for key, version, state, lives, token, holder, attempts in rows:
+            if version == FORMAT and state == 1 and holder == holders[key]:
+                granted[key] = Answer(ClaimStatus.NEW, token, attempts)
+            else:
+                others.append((key, version, state == 2 and lives, attempts))
+        return judged(holders, granted, others)
+
+    def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
+        """See `Dialect.complete`."""
+        rows = yield from self._lock(held)
+        taken = {(key, token) for key, token, state in rows if state in (1, 2)} & set(held)
+        if taken:
+            names, keys = _named(sorted(key for key, _ in taken))
+            yield Ask(
+                f"UPDATE {self.table} SET state = 2, holder = 0, expires = GREATEST(expires, {self._now} + :retention) "
+                f"WHERE claim_key IN ({names})",
+                {**keys, "retention": retention},
+            )
+        return taken
+
+    def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
+        """See `Dialect.release`."""
+        rows = yield from self._lock(held)
+        taken = {(key, token) for key, token, state in rows if state == 1} & set(held)
+        if taken:
+            names, keys = _named(sorted(key for key, _ in taken))
+            yield Ask(
+                f"UPDATE {self.table} SET state = 0, holder = 0, attempts = attempts + :failed, "
+                f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
+                {**keys, "retention": retention, "failed": int(failed)},
+            )
+        return taken
+
+    def _lock(self, held: Sequence[Held]) -> Steps[Sequence[Sequence[Any]]]:
+        names, keys = _named([key for key, _ in held])
+        rows = yield Ask(
+            f"SELECT claim_key, token, state FROM {self.table} WHERE claim_key IN ({names}) AND format = {FORMAT} "
+            f"AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
+            keys,
+        )
+        return rows
+
+    def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
+        """See `Dialect.reset`."""
+        names, parameters = _named(keys)
+        rows = yield Ask(
+            f"SELECT claim_key FROM {self.table} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
+            f"AND attempts > 0 AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
+            parameters,
+        )
+        found = [key for (key,) in rows]
+        if found:
+            names, parameters = _named(found)
+            yield Ask(f"UPDATE {self.table} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
+        return set(found)
+
+    def purge(self, limit: int, *, now: int) -> Steps[int]:
+        """See `Dialect.purge`."""
+        rows = yield Ask(
+            f"SELECT claim_key FROM {self.table} WHERE expires <= {self._now} AND format = {FORMAT} "
+            f"ORDER BY expires LIMIT {int(limit)} FOR UPDATE",
+            {},
+        )
+        found = [key for (key,) in rows]
+        if found:
+            names, parameters = _named(found)
+            yield Ask(f"DELETE FROM {self.table} WHERE claim_key IN ({names})", parameters)
+        return len(found)
+
+
+def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:
+    """Give keys names, as parameters of a statement."""
+    parameters: dict[str, object] = {f"k{number}": key for number, key in enumerate(keys)}
+    return ", ".join(f":{name}" for name in parameters), parameters

@@ -1,0 +1,141 @@
+"""What the stores in SQL databases have in common, whichever face asks."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
+from reliable_mq.stores.clock import boot, since_boot
+from reliable_mq.stores.questions import Answer, Doubts, held_by, microseconds
+from reliable_mq.stores.sql.dialect import Dialect, Held, Steps, checked_table
+from reliable_mq.stores.sql.mysql import MySQL
+from reliable_mq.stores.sql.postgresql import PostgreSQL
+from reliable_mq.stores.sql.sqlite import SQLite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from sqlalchemy import Engine, TextClause
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from reliable_mq.core.claims import Hold
+    from reliable_mq.core.delivery import Delivery
+
+__all__ = ["AGAIN_AT_MOST", "PURGED_TOGETHER", "Questions", "isolation", "statement", "try_again"]
+
+T = TypeVar("T")
+_DIALECTS: Final[dict[str, type[Dialect]]] = {
+    "mariadb": MySQL,
+    "mysql": MySQL,
+    "postgresql": PostgreSQL,
+    "sqlite": SQLite,
+}
+AGAIN_AT_MOST: Final = 10  # times
+_CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
+_PURGE_EVERY: Final = 60.0  # seconds
+PURGED_TOGETHER: Final = 500  # rows
+
+
+class Questions:
+    """What both faces ask, and how they read the answers."""
+
+    def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
+        dialect = _DIALECTS.get(engine.dialect.name)
+        if dialect is None:
+            raise ConfigurationError(
+                f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
+                "SQLite"
+            )
+        self._sql = dialect(checked_table(table))
+        self._retention = microseconds(seconds("retention", retention, positive=True))
+        self.timeout = seconds("timeout", timeout, positive=True)
+        self._where = engine.url.render_as_string(hide_password=True)
+        self.doubts = Doubts()
+        self._base: int | None = None
+        self._purge_at = time.monotonic() + _PURGE_EVERY
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self._where}>"
+
+    @property
+    def ddl(self) -> tuple[str, ...]:
+        """The statements that create the table, for a migration of your own."""
+        return self._sql.ddl
+
+    def timed(self, steps: Callable[[int], Steps[T]]) -> Steps[T]:
+        """Find out the time first, where the database has none."""
+        if isinstance(self._sql, SQLite):
+            if self._base is None:
+                self._base = yield from self._sql.clock_base(*boot())
+            return (yield from steps(self._base + since_boot()))
+        return (yield from steps(0))
+
+    def claiming(self, holders: Mapping[str, int], lease: float) -> Callable[[int], Steps[dict[str, Answer]]]:
+        return lambda now: self._sql.claim(holders, lease=microseconds(lease), retention=self._retention, now=now)
+
+    def completing(self, held: Sequence[Held]) -> Callable[[int], Steps[set[Held]]]:
+        return lambda now: self._sql.complete(held, retention=self._retention, now=now)
+
+    def releasing(self, held: Sequence[Held], failed: bool) -> Callable[[int], Steps[set[Held]]]:
+        return lambda now: self._sql.release(held, failed=failed, retention=self._retention, now=now)
+
+    def resetting(self, names: Sequence[str]) -> Callable[[int], Steps[set[str]]]:
+        return lambda now: self._sql.reset(names, now=now)
+
+    def purging(self, now: int) -> Steps[int]:
+        return self._sql.purge(PURGED_TOGETHER, now=now)
+
+    @property
+    def is_time_to_purge(self) -> bool:
+        if time.monotonic() < self._purge_at:
+            return False
+        self._purge_at = time.monotonic() + _PURGE_EVERY
+        return True
+
+    def failed(self, error: BaseException) -> IdempotencyStoreError:
+        cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        said = " ".join(str(cause).split())
+        hint = ""
+        if self._sql.table in said and any(words in said for words in ("no such table", "not exist", "n't exist")):
+            hint = "; create it with create_table(), or by the statements in ddl"
+        return IdempotencyStoreError(f"{self!r} failed: {type(cause).__name__}: {said[:500]}{hint}")
+
+    def holds_of(self, deliveries: Sequence[Delivery]) -> list[Hold]:
+        holds = [delivery.hold for delivery in deliveries if delivery.hold is not None]
+        if not deliveries or len(holds) < len(deliveries):
+            raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
+        return holds
+
+    def completed(self, holds: Iterable[Hold]) -> Steps[None]:
+        """Complete in a transaction; where that is not to be, it must not be committed."""
+        held = held_by(hold.claim for hold in holds)
+        taken = yield from self.timed(self.completing(held))
+        stale = [key for key, token in held if (key, token) not in taken]
+        if stale:
+            raise IdempotencyStoreError(
+                f"nothing is committed: another holder has taken over {', '.join(stale[:10])}, whose lease has ended"
+            )
+
+
+def isolation(sql: Dialect) -> str:
+    """Say how to ask: a question of one statement is a transaction by itself, and one round trip."""
+    return "READ COMMITTED" if sql.transactional else "AUTOCOMMIT"
+
+
+def try_again(error: DBAPIError, attempt: int) -> bool:
+    """Whether asking again is of use: once after a lost connection, more often after a conflict with others."""
+    code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+    if code is None and error.orig is not None and error.orig.args:
+        code = error.orig.args[0]
+    return code in _CONFLICTS or (error.connection_invalidated and attempt == 0)
+
+
+@lru_cache(maxsize=256)
+def statement(sql: str) -> TextClause:
+    return text(sql)

@@ -1,0 +1,173 @@
+"""The idempotency store in an SQL database for ``AsyncConsumer``, by SQLAlchemy's asyncio extension.
+
+Invariants: as those of :mod:`reliable_mq.stores.sqlalchemy`; nothing blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+from reliable_mq.durations import Duration
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.stores.questions import DAY, claims_in_order, held_by, stored_key, taken_in_order, unique
+from reliable_mq.stores.sql.questions import AGAIN_AT_MOST, PURGED_TOGETHER, Questions, isolation, statement, try_again
+from reliable_mq.stores.sql.sqlite import SQLite
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from sqlalchemy.ext.asyncio import async_sessionmaker
+
+    from reliable_mq.core.claims import Claim
+    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.stores.sql.dialect import Steps
+
+__all__ = ["AsyncSQLAlchemyStore"]
+
+T = TypeVar("T")
+
+
+class AsyncSQLAlchemyStore(Questions):
+    """The same for ``AsyncConsumer``, on an ``AsyncEngine``, with the arguments of `SQLAlchemyStore`.
+
+    To be used by one event loop.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        retention: Duration = DAY,
+        timeout: Duration = 5.0,
+        table: str = "reliable_mq_claims",
+        session: async_sessionmaker[AsyncSession] | None = None,
+    ) -> None:
+        if not isinstance(engine, AsyncEngine):
+            raise ConfigurationError(f"engine must be one of create_async_engine(), not {type(engine).__name__}")
+        super().__init__(engine, retention, timeout, table)
+        self._engine = engine
+        self._session = session
+        self._given_up: set[asyncio.Task[Any]] = set()
+
+    async def create_table(self) -> None:
+        """See `SQLAlchemyStore.create_table`."""
+        async with self._engine.begin() as connection:
+            for statement in self._sql.ddl:
+                await connection.execute(text(statement))
+
+    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        """See `SQLAlchemyStore.claim_many`."""
+        if not keys:
+            return []
+        stored = unique(keys)
+        holders = self.doubts.holders(stored.values())
+        try:
+            found = await self._ask(self.claiming(holders, lease))
+        except BaseException:
+            self.doubts.unanswered(holders)
+            raise
+        if self.is_time_to_purge:
+            await self._ask(self.purging)
+        return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
+
+    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        """See `SQLAlchemyStore.complete_many`."""
+        held = held_by(claims)
+        return taken_in_order(claims, await self._ask(self.completing(held)) if held else ())
+
+    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        """See `SQLAlchemyStore.release_many`."""
+        held = held_by(claims)
+        return taken_in_order(claims, await self._ask(self.releasing(held, failed)) if held else ())
+
+    async def reset_many(self, keys: Sequence[str]) -> list[bool]:
+        """See `SQLAlchemyStore.reset_many`."""
+        found = await self._ask(self.resetting(list(unique(keys).values()))) if keys else ()
+        return [stored_key(key) in found for key in keys]
+
+    async def purge(self) -> int:
+        """See `SQLAlchemyStore.purge`."""
+        total = 0
+        while True:
+            count = await self._ask(self.purging)
+            total += count
+            if count < PURGED_TOGETHER:
+                return total
+
+    @asynccontextmanager
+    async def transaction(self, *deliveries: Delivery) -> AsyncIterator[AsyncSession]:
+        """See `SQLAlchemyStore.transaction`."""
+        holds = self.holds_of(deliveries)
+        sessions = AsyncSession(self._engine) if self._session is None else self._session()
+        async with sessions as session, session.begin():
+            connection = await session.connection()
+            if isinstance(self._sql, SQLite):
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield session
+            await session.flush()
+            await _carry_out_async(self.completed(holds), await session.connection())
+        for hold in holds:
+            hold.completed = True
+
+    async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
+        """See `SQLAlchemyStore.inbox`."""
+        connection = session if isinstance(session, AsyncConnection) else await session.connection()
+        await _carry_out_async(self.completed(self.holds_of(deliveries)), connection)
+
+    async def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
+        """Ask; a driver that takes its time to be cancelled is left to itself."""
+        task = asyncio.ensure_future(self._ask_until_answered(steps))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        except asyncio.CancelledError:
+            self._give_up(task)
+            raise
+        try:
+            if not done:
+                self._give_up(task)
+                raise TimeoutError(f"no answer within {self.timeout:g} s")
+            return task.result()
+        except (SQLAlchemyError, OSError) as error:
+            raise self.failed(error) from error
+
+    def _give_up(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        self._given_up.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._given_up.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody is left to be told
+
+    async def _ask_until_answered(self, steps: Callable[[int], Steps[T]]) -> T:
+        for attempt in range(AGAIN_AT_MOST):
+            try:
+                return await self._ask_once(steps)
+            except DBAPIError as error:
+                if not try_again(error, attempt):
+                    raise
+        raise TimeoutError("one conflict with others after the other")
+
+    async def _ask_once(self, steps: Callable[[int], Steps[T]]) -> T:
+        async with self._engine.connect() as connection:
+            connection = await connection.execution_options(isolation_level=isolation(self._sql))  # noqa: PLW2901
+            async with connection.begin():
+                return await _carry_out_async(self.timed(steps), connection)
+
+
+async def _carry_out_async(steps: Steps[T], connection: AsyncConnection) -> T:
+    try:
+        ask = next(steps)
+        while True:
+            result = await connection.execute(statement(ask.sql), ask.parameters)
+            ask = steps.send(result.all() if result.returns_rows else ())
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
