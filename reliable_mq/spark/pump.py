@@ -76,6 +76,7 @@ class Pump(Client):
         self._batches = Batches(session)
         self._remaining: dict[str, int] | None = None  # by queue, where there is a limit
         self._ready: dict[str, int] = {}  # messages that are ready, by queue, when last counted
+        self._found: dict[str, int] = {}  # likewise, before the subscription
         self._counts = 0  # how often they were counted
         self._connected = False
         self._attempts_left = len(settings.endpoints)
@@ -155,7 +156,7 @@ class Pump(Client):
     def limit_to_ready(self) -> None:
         """Take no more from each queue than was ready in it before it was consumed."""
         with self._changed:
-            self._remaining = dict(self._ready)
+            self._remaining = dict(self._found)
 
     @property
     def exhausted(self) -> bool:
@@ -329,7 +330,7 @@ class Pump(Client):
         except StepRefused as refused:
             raise refusal(step, refused) from refused
         with self._changed:
-            self._ready.update(counted)
+            self._ready, self._found = dict(counted), counted
 
     def _subscribe(self) -> StepGenerator:
         """Consume every queue, with the prefetch of now."""

@@ -1,0 +1,50 @@
+"""Fixtures for Spark: a session that all tests of one process share.
+
+===================  =========  ========================================================================================
+fixture              scope      what it is
+===================  =========  ========================================================================================
+`spark`              session    ``local[2]``, tasks are tried three times; ``format("rabbitmq")`` is registered
+`checkpoint`         test       a directory for a query's checkpoint
+===================  =========  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.spark import session
+from reliable_mq.spark import register
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # PySpark leaves sockets to the garbage collector.
+    for item in items:
+        if "integration/spark" in str(item.path):
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """The session of this process."""
+    started = session(tmp_path_factory.mktemp("spark"))
+    register(started)
+    yield started
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        started.stop()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Where a query keeps what it has done."""
+    return str(tmp_path / "checkpoint")

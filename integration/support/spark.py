@@ -1,0 +1,87 @@
+"""Spark for tests: a session in this process, and a look into queues.
+
+Invariant: a session of the tests takes little: two cores, no user interface, one shuffle partition.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from integration.support.programs import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pika import BasicProperties
+    from pyspark.sql import DataFrame, SparkSession
+
+    from integration.support.management import VirtualHost
+
+SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.sql.shuffle.partitions": "1",
+    "spark.default.parallelism": "1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.memory": "700m",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto",
+    "spark.sql.streaming.stopTimeout": "30s",
+    "spark.log.level": "ERROR",
+}
+
+
+def session(directory: Path, master: str = "local[2,3]", **settings: str) -> SparkSession:
+    """Start Spark in this process. ``directory`` takes what it writes."""
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PySpark's own
+        from pyspark.sql import SparkSession
+
+        builder = SparkSession.builder.master(master).appName("tests")
+        own = {"spark.local.dir": str(directory), "spark.sql.warehouse.dir": str(directory / "warehouse")}
+        for name, value in {**SETTINGS, **own, **settings}.items():
+            builder = builder.config(name, value)
+        return builder.getOrCreate()
+
+
+def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]:
+    """Take everything that is ready in a queue."""
+    taken = []
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        while True:
+            method, properties, body = channel.basic_get(queue, auto_ack=True)
+            if method is None:
+                return taken
+            taken.append((properties, body))
+
+
+def bodies_of(taken: Iterable[tuple[BasicProperties, bytes]]) -> list[bytes]:
+    """The bodies of what `drain` gave."""
+    return [body for _, body in taken]
+
+
+def failing_once(rows: DataFrame, directory: Path, *, after: int, kill: bool = False) -> DataFrame:
+    """The same rows; but the first task that has seen ``after`` of them fails, once. ``kill``: its process dies."""
+    from pyspark.sql.functions import udf
+
+    marker = str(directory / "failed")
+    seen = 0
+
+    def look(body: object) -> object:
+        nonlocal seen
+        seen += 1
+        if seen >= after and not Path(marker).exists():
+            Path(marker).touch()
+            if kill:
+                os._exit(1)
+            raise RuntimeError("the task fails, once")
+        return body
+
+    kind = rows.schema["body"].dataType
+    return rows.withColumn("body", udf(look, kind)("body"))

@@ -1,0 +1,143 @@
+"""A Spark application in processes of its own, which can be killed, and what its file sink holds then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow.parquet
+
+from integration.support.programs import ROOT, environment
+from integration.support.spark import SETTINGS
+from integration.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class Application:
+    """A program of `integration.programs` that runs Spark, with every process that it starts.
+
+    Args:
+        program: its module's name.
+        settings: given to it as JSON.
+        log: takes what it says.
+    """
+
+    def __init__(self, program: str, settings: Mapping[str, Any], log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"integration.programs.{program}", json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**environment(), "PYSPARK_PYTHON": sys.executable, "SPARK_TEST_SETTINGS": json.dumps(SETTINGS)},
+                start_new_session=True,
+            )
+
+    def wait_until(
+        self, condition: Callable[[], object], *, timeout: float, what: str, interval: float = 0.002
+    ) -> None:
+        """Wait for a condition, or raise with the log where the program ends before."""
+
+        def met() -> bool:
+            if condition():
+                return True
+            if self.process.poll() is not None:
+                raise AssertionError(f"it ended with {self.process.returncode} before {what}:\n{self.said()}")
+            return False
+
+        try:
+            wait_until(met, timeout=timeout, what=what, interval=interval)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.said()}") from None
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended well."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"it did not end within {timeout:g} s:\n{self.said()}") from None
+        assert code == 0, self.said()
+
+    def kill(self, *, reader_too: bool = True) -> None:
+        """SIGKILL the application: its Python and its JVM; with the reader's process, which else has a moment left."""
+        processes = descendants(self.process.pid)
+        jvm = [pid for pid in processes if _command(pid).startswith("java") or "/java" in _command(pid).split(" ")[0]]
+        for pid in (self.process.pid, *(processes if reader_too else jvm)):
+            _kill(pid)
+        self.process.wait(30)
+        wait_until(lambda: not any(map(_runs, processes)), timeout=30, what="its processes gone")
+
+    def said(self) -> str:
+        """The end of what it said."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, children first."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def committed_rows(output: Path, column: str = "message_id") -> Counter[str]:
+    """What a streaming file sink has committed, from its own log: a file that is not in there does not count."""
+    rows: Counter[str] = Counter()
+    for batch in sorted((output / "_spark_metadata").glob("*")):
+        if not batch.name.partition(".")[0].isdigit():
+            continue
+        for line in batch.read_text().splitlines()[1:]:
+            path = json.loads(line)["path"].removeprefix("file://")
+            rows.update(pyarrow.parquet.read_table(path, columns=[column]).column(0).to_pylist())
+    return rows
+
+
+def batches_in(checkpoint: Path, log: str) -> int:
+    """How many batches a log of a checkpoint knows: ``offsets`` or ``commits``."""
+    try:
+        return sum(path.name.isdigit() for path in (checkpoint / log).iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
