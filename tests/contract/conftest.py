@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tenacity
 import uvloop
 
-from integration.support.blocking import BlockingPublisher
-from reliable_mq import Publisher
+from integration.support import blocking_consumer
+from integration.support.blocking import BlockingPublisher, Loop
+from integration.support.blocking_consumer import BlockingConsumer, PlainBlockingConsumer
+from reliable_mq import Consumer, Publisher
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
@@ -21,6 +24,13 @@ class OnUvloop(BlockingPublisher):
 
 
 PUBLISHERS: dict[str, type[Any]] = {"sync": Publisher, "aio": BlockingPublisher, "uvloop": OnUvloop}
+# With coroutine handlers, with plain ones, which have threads, and with coroutines on the other loop.
+CONSUMERS: dict[str, type[Any]] = {
+    "sync": Consumer,
+    "aio": BlockingConsumer,
+    "aio-plain": PlainBlockingConsumer,
+    "uvloop": BlockingConsumer,
+}
 
 
 @pytest.fixture
@@ -37,5 +47,20 @@ def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Cal
         return PUBLISHERS[request.param](
             url, **{"reconnect_wait": tenacity.wait_fixed(0.02), "delivery_timeout": 20, **options}
         )
+
+    return make
+
+
+@pytest.fixture(params=CONSUMERS)
+def new_consumer(
+    request: pytest.FixtureRequest, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Likewise a consumer, of the queue ``orders``."""
+    if request.param == "uvloop":
+        monkeypatch.setattr(blocking_consumer, "Loop", partial(Loop, uvloop.new_event_loop))
+
+    def make(handler: Callable[[Any], object] | None = None, queue: Any = "orders", **options: Any) -> Any:
+        options = {"reconnect_wait": tenacity.wait_fixed(0.02), "stop_timeout": 5, **options}
+        return CONSUMERS[request.param](broker.url, queue, handler, **options)
 
     return make

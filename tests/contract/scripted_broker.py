@@ -14,11 +14,13 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pamqp import commands, frame, header
 from pamqp.body import ContentBody
+from pamqp.exceptions import UnmarshalingException
 from pamqp.heartbeat import Heartbeat
 
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
@@ -89,6 +91,7 @@ class Channel:
         self.delivered = 0
         self.prefetch = 0
         self.consumers: dict[str, str] = {}  # queue by tag
+        self.unacked: set[int] = set()
         self.content: list[Any] = []  # a publish that is not complete
 
     def send(self, *methods: Any) -> None:
@@ -108,13 +111,43 @@ class Channel:
         self.open = False
         self.send(commands.Channel.Close(code, text, 60, 40))
 
-    def deliver(self, body: bytes, *, redelivered: bool = False, queue: str | None = None, **properties: Any) -> int:
-        """Deliver to the consumer of the queue, or to the only one; return the delivery tag."""
-        [tag] = [tag for tag, consumed in self.consumers.items() if queue in {None, consumed}]
-        self.delivered += 1
-        method = commands.Basic.Deliver(tag, self.delivered, redelivered, "", self.consumers[tag])
+    def deliver(self, body: bytes, *, redelivered: bool = False, **properties: Any) -> int:
+        """Deliver to the only consumer; return the delivery tag."""
+        method = self._delivery(redelivered)
         self.send(method, *content(commands.Basic.Properties(**properties), body))
         return self.delivered
+
+    def deliver_raw(self, body: bytes, properties: bytes) -> int:
+        """Deliver with properties as they stand, of any kind."""
+        head = struct.pack(">HHQ", 60, 0, len(body)) + properties
+        frames = [_HEAD.pack(kind, self.number, len(part)) + part + b"\xce" for kind, part in ((2, head), (3, body))]
+        self.connection.send_bytes(frame.marshal(self._delivery(False), self.number) + b"".join(frames))
+        return self.delivered
+
+    def _delivery(self, redelivered: bool) -> commands.Basic.Deliver:
+        [(tag, queue)] = self.consumers.items()
+        self.delivered += 1
+        self.unacked.add(self.delivered)
+        return commands.Basic.Deliver(tag, self.delivered, redelivered, "", queue)
+
+    def settle(self, tag: int, multiple: bool) -> None:
+        """Check what a consumer settles as a broker does: an unknown tag closes the channel."""
+        settled = {one for one in self.unacked if one == tag or (multiple and one < tag)}
+        if tag not in settled:
+            self.close(406, f"PRECONDITION_FAILED - unknown delivery tag {tag}")
+            self.connection.broker.failures.append(AssertionError(f"unknown delivery tag {tag}"))
+        self.unacked -= settled
+
+    def get(self) -> None:
+        """Answer ``basic.get`` from what is ready."""
+        ready = self.connection.broker.ready
+        if not ready:
+            self.send(commands.Basic.GetEmpty())
+            return
+        self.delivered += 1
+        self.unacked.add(self.delivered)
+        method = commands.Basic.GetOk(self.delivered, False, "", "orders", len(ready) - 1)
+        self.send(method, *content(commands.Basic.Properties(), ready.popleft()))
 
     def cancel(self) -> None:
         """Cancel every consumer, as where its queue is deleted."""
@@ -175,11 +208,10 @@ class Connection(threading.Thread):
                 self.send(commands.Connection.Start(0, 9, _PROPERTIES, "PLAIN", "en_US"))
             while True:
                 head = self._read(_HEAD.size)
-                _kind, number, size = _HEAD.unpack(head)
+                kind, number, size = _HEAD.unpack(head)
                 raw = head + self._read(size + 1)
                 if not self.broker.silent:
-                    _, _, value = frame.unmarshal(raw)
-                    self._take(number, value, len(raw))
+                    self._take(number, content_header(raw) if kind == 2 else frame.unmarshal(raw)[2], len(raw))
         except OSError:
             pass
         except Exception as error:  # of a script, too: handed to the test
@@ -250,6 +282,8 @@ class Connection(threading.Thread):
                 self.broker.settle(Settlement(channel, "nack", value.delivery_tag, value.multiple, value.requeue))
             case commands.Basic.Reject():
                 self.broker.settle(Settlement(channel, "reject", value.delivery_tag, False, value.requeue))
+            case commands.Basic.Get():
+                channel.get()
             case commands.Confirm.Select():
                 channel.confirming = True
                 channel.send(commands.Confirm.SelectOk())
@@ -306,6 +340,7 @@ class ScriptedBroker:
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
         seen: the names of all methods read, in order.
         published, settlements: what was read.
+        ready: bodies that ``basic.get`` takes.
         connections: all there have been.
         failures: what scripts raised; the first is raised by `stop`.
     """
@@ -320,6 +355,7 @@ class ScriptedBroker:
         self.seen: list[str] = []
         self.published: list[Published] = []
         self.settlements: list[Settlement] = []
+        self.ready: deque[bytes] = deque()
         self.connections: list[Connection] = []
         self.failures: list[Exception] = []
         self._changed = threading.Condition()
@@ -374,27 +410,33 @@ class ScriptedBroker:
 
     @property
     def connection(self) -> Connection:
-        """The newest connection that lives, with a channel on it that confirms or consumes."""
-        return self.channel.connection
+        """The newest connection that lives, with a channel on it that confirms; waits for one."""
+        channel: Channel = self.wait(lambda: self._newest(lambda one: one.confirming), "a channel that confirms")
+        return channel.connection
 
     @property
-    def channel(self) -> Channel:
-        """The newest channel that confirms or consumes; waits for one."""
-
-        def newest() -> Channel | None:
-            for connection in reversed(self.connections):
-                for channel in reversed(list(connection.channels.values())):
-                    if connection.live and channel.open and (channel.confirming or channel.consumers):
-                        return channel
-            return None
-
-        channel: Channel = self.wait(newest, "a channel that confirms or consumes")
+    def consuming(self) -> Channel:
+        """The newest channel with a consumer; waits for one."""
+        channel: Channel = self.wait(lambda: self.consumed, "a channel that consumes")
         return channel
+
+    @property
+    def consumed(self) -> Channel | None:
+        """The newest channel with a consumer, if there is one."""
+        return self._newest(lambda one: bool(one.consumers))
+
+    def _newest(self, wanted: Callable[[Channel], bool]) -> Channel | None:
+        for connection in reversed(self.connections):
+            for channel in reversed(list(connection.channels.values())):
+                if connection.live and channel.open and wanted(channel):
+                    return channel
+        return None
 
     # For its threads
 
     def settle(self, settlement: Settlement) -> None:
         self.settlements.append(settlement)
+        settlement.channel.settle(settlement.tag, settlement.multiple)
 
     def tell(self) -> None:
         with self._changed:
@@ -411,6 +453,16 @@ class ScriptedBroker:
             self.connections.append(connection)
             connection.start()
             self.tell()
+
+
+def content_header(raw: bytes) -> header.ContentHeader:
+    """Decode a content header; one with properties that cannot be decoded has none."""
+    try:
+        _, _, decoded = frame.unmarshal(raw)
+    except UnmarshalingException:
+        return header.ContentHeader(body_size=int.from_bytes(raw[11:19], "big"), properties=commands.Basic.Properties())
+    assert isinstance(decoded, header.ContentHeader)
+    return decoded
 
 
 def content(properties: commands.Basic.Properties, body: bytes) -> list[Any]:

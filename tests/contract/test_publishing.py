@@ -596,7 +596,7 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
         channel = published.channel
         held = unsettled.setdefault(channel, [])
         chance = rng.random()
-        if chance < 0.01:
+        if chance < 0.004:
             channel.connection.cut()
             return
         if published.exchange == "missing":
@@ -626,7 +626,8 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
             channel.nack(published.number, multiple=True)
 
     broker.script = script
-    with new_publisher(retry=RetryPolicy(max_attempts=2, delays=(0.005,)), confirm_timeout=0.5) as publisher:
+    retry = RetryPolicy(max_attempts=2, delays=(0.005,))
+    with new_publisher(retry=retry, confirm_timeout=0.3, max_outstanding=60) as publisher:
         confirmations = []
         for number in range(300):
             exchange = "missing" if number % 90 == 50 else ""

@@ -1,0 +1,457 @@
+"""What a consumer makes of whatever a broker does, on either face: acks, retries, dead letters, cancels, closes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.consuming import Gate, Handler
+from integration.support.waiting import wait_until
+from reliable_mq import Ack, DeadLetter, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
+from reliable_mq.core import headers
+from tests.core.deliveries import BROKEN_TABLE, properties
+
+if TYPE_CHECKING:
+    from reliable_mq import Delivery
+    from tests.contract.scripted_broker import Channel, Published, ScriptedBroker, Settlement
+
+NewConsumer = "Callable[..., Any]"
+ORDERS = Queue("orders")
+SOON = RetryPolicy(2, delays=(0.01,), backend="memory")
+
+
+def verdicts(settlements: list[Settlement]) -> list[tuple[str, int, bool]]:
+    return [(one.verdict, one.tag, one.multiple) for one in settlements]
+
+
+def acked(settlements: list[Settlement]) -> set[int]:
+    """The tags that are acked, multiples counted out."""
+    tags: set[int] = set()
+    for one in settlements:
+        if one.verdict == "ack":
+            tags |= set(range(1, one.tag + 1)) if one.multiple else {one.tag}
+    return tags
+
+
+def wait_acked(broker: ScriptedBroker, *tags: int) -> None:
+    broker.wait(lambda: acked(list(broker.settlements)) == set(tags), f"acks of {tags}")
+
+
+def confirming(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+class Fails:
+    """A handler's way to fail: raises, as often as it is told."""
+
+    def __init__(self, error: Exception, times: int = 1000) -> None:
+        self.error = error
+        self.times = times
+
+    def __call__(self, _: Delivery) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise self.error
+
+
+# -- acks --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_handled_is_acked_in_one_frame_for_many(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    handler = Handler()
+    with new_consumer(handler, ack_every=5, ack_interval=30, prefetch=20):
+        channel = broker.consuming
+        assert channel.prefetch == 20
+        for number in range(10):
+            channel.deliver(b"%d" % number)
+        wait_acked(broker, *range(1, 11))
+        assert handler.bodies == [b"%d" % number for number in range(10)]
+    assert len(broker.settlements) <= 2  # one, where the last came in time
+    assert all(one.multiple for one in broker.settlements)
+
+
+def test_a_few_are_acked_after_the_interval(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    with new_consumer(Handler(), ack_every=100, ack_interval=0.05):
+        channel = broker.consuming
+        channel.deliver(b"a")
+        channel.deliver(b"b")
+        wait_acked(broker, 1, 2)
+
+
+def test_an_ack_never_covers_what_is_not_done(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    """What is finished beyond a gap is acked singly; the gap itself when it is done."""
+    with Gate(lambda delivery: delivery.body == b"slow") as gate:
+        handler = Handler(then=gate)
+        with new_consumer(handler, concurrency=4, ack_every=2, ack_interval=0.05):
+            channel = broker.consuming
+            channel.deliver(b"a")
+            channel.deliver(b"slow")
+            channel.deliver(b"b")
+            channel.deliver(b"c")
+            handler.wait_done(3)
+            wait_acked(broker, 1, 3, 4)
+            assert not any(one.multiple for one in broker.settlements if one.tag > 1)
+            gate.open()
+            wait_acked(broker, 1, 2, 3, 4)
+
+
+def test_an_unfinished_delivery_goes_back_when_the_consumer_stops(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """What runs is finished and acked; what has not begun is handed back, with requeue."""
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        consumer = new_consumer(handler)
+        with consumer:
+            channel = broker.consuming
+            for number in range(5):
+                channel.deliver(b"%d" % number)
+            handler.wait_begun(1)
+            consumer.stop()
+            broker.wait(lambda: "Basic.Cancel" in broker.seen, "a cancel")
+            gate.open()
+    assert acked(broker.settlements) == {1}
+    assert handler.bodies == [b"0"]
+    back = [one for one in broker.settlements if one.verdict != "ack"]
+    assert all(one.requeue for one in back)
+    assert broker.connections[0].closed_in_good_order
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_delivery_is_tried_again_and_acked_once(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    handler = Handler(then=Fails(ValueError("not now"), times=1))
+    with new_consumer(handler, ORDERS, retry=SOON, ack_interval=0.02):
+        broker.consuming.deliver(b"x")
+        wait_acked(broker, 1)
+    assert handler.attempts == [1, 2]
+    assert broker.published == []
+
+
+def test_an_original_is_acked_after_its_dead_letter_is_confirmed(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    with new_consumer(Handler(then=Fails(ValueError("never"))), ORDERS, retry=SOON, ack_interval=0.02):
+        broker.consuming.deliver(b"x", message_id="m-1", headers={"shop": "north"})
+        [letter] = broker.wait_published(1)
+        assert broker.settlements == []
+        assert (letter.routing_key, letter.body, letter.message_id) == ("orders.dead", b"x", "m-1")
+        assert letter.mandatory
+        assert letter.channel.connection is not broker.consuming.connection
+        told = letter.properties.headers
+        assert told["shop"] == "north"
+        assert told[headers.ATTEMPTS] == 2
+        assert told[headers.EXCEPTION_MESSAGE] == "never"
+        letter.channel.ack(letter.number)
+        wait_acked(broker, 1)
+
+
+@pytest.mark.parametrize("how", ["nacked", "returned", "lost"])
+def test_a_dead_letter_that_is_not_taken_keeps_its_original(
+    broker: ScriptedBroker, new_consumer: NewConsumer, how: str
+) -> None:
+    """And is tried again, until it is confirmed."""
+
+    def script(published: Published) -> None:
+        if len(broker.published) > 1:
+            confirming(published)
+        elif how == "nacked":
+            published.channel.nack(published.number)
+        elif how == "returned":
+            published.channel.return_(published)
+            published.channel.ack(published.number)
+        else:
+            published.channel.connection.cut()
+
+    broker.script = script
+    with new_consumer(Handler(then=Fails(DeadLetter("no"))), ORDERS, ack_interval=0.02):
+        broker.consuming.deliver(b"x")
+        wait_acked(broker, 1)
+    assert len(broker.published) == 2
+    assert verdicts(broker.settlements) == [("ack", 1, False)]
+
+
+def test_a_handler_chooses_with_what_it_raises(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.script = confirming
+    later = Handler(then=Fails(RetryLater(0.01), times=1))
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body == b"dead":
+            raise DeadLetter("of no use")
+        later(delivery)
+
+    with new_consumer(handle, ORDERS, retry=SOON, ack_interval=0.02):
+        broker.consuming.deliver(b"dead")
+        broker.consuming.deliver(b"later")
+        wait_acked(broker, 1, 2)
+    [letter] = broker.published
+    assert letter.properties.headers[headers.DEAD_LETTER_REASON] == "of no use"
+    assert later.attempts == [1, 2]
+
+
+def test_without_a_dead_letter_queue_what_is_given_up_is_rejected(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    with new_consumer(Handler(then=Fails(DeadLetter("no"))), "orders"):
+        broker.consuming.deliver(b"x")
+        [settled] = broker.wait_settled(1)
+    assert (settled.verdict, settled.tag, settled.requeue) == ("reject", 1, False)
+
+
+def test_headers_that_cannot_be_decoded_cost_their_message_alone(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """It is dead-lettered when a handler reads them; its neighbours are handled, on the same connection."""
+    broker.script = confirming
+    handler = Handler(then=lambda delivery: delivery.headers.get("shop"))
+    with new_consumer(handler, ORDERS, ack_interval=0.02):
+        channel = broker.consuming
+        channel.deliver(b"before")
+        channel.deliver_raw(b"poison", properties(headers=BROKEN_TABLE, message_id="p"))
+        channel.deliver(b"behind")
+        wait_acked(broker, 1, 2, 3)
+        assert broker.consuming is channel
+    assert handler.bodies == [b"before", b"behind"]
+    [letter] = broker.published
+    assert (letter.body, letter.routing_key) == (b"poison", "orders.dead")
+
+
+def test_the_items_of_a_batch_get_a_verdict_each(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.script = confirming
+    batches: list[list[bytes]] = []
+
+    def handle(deliveries: list[Delivery]) -> list[object]:
+        batches.append([delivery.body for delivery in deliveries])
+        first = {b"b": RetryLater(0.01), b"c": DeadLetter("no")}
+        return [first.get(one.body, Ack) if one.attempt == 1 else Ack for one in deliveries]
+
+    with new_consumer(handle, ORDERS, batch_size=3, batch_wait=0.05, retry=SOON, ack_interval=0.02):
+        for body in (b"a", b"b", b"c"):
+            broker.consuming.deliver(body)
+        wait_acked(broker, 1, 2, 3)
+    assert batches == [[b"a", b"b", b"c"], [b"b"]]
+    assert [letter.body for letter in broker.published] == [b"c"]
+
+
+# -- channels, connections and queues that end -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["channel", "connection"])
+def test_a_late_result_of_a_lost_channel_settles_nothing_on_the_next(
+    broker: ScriptedBroker, new_consumer: NewConsumer, how: str
+) -> None:
+    """Its tag means another delivery there. The broker delivers again what was not acked."""
+    with Gate(lambda delivery: delivery.body == b"slow" and not delivery.redelivered) as gate:
+        handler = Handler(then=gate)
+        with new_consumer(handler, concurrency=3, ack_interval=0.02) as consumer:
+            old = broker.consuming
+            old.deliver(b"slow")
+            handler.wait_begun(1)
+            if how == "channel":
+                old.close(406, "PRECONDITION_FAILED - of something else")
+            else:
+                old.connection.cut()
+            broker.wait(lambda: broker.consumed not in {None, old}, "another channel")
+            new = broker.consuming
+            assert (new.connection is old.connection) == (how == "channel")
+            new.deliver(b"other")  # has the tag that the slow one had
+            wait_acked(broker, 1)
+            gate.open()
+            wait_until(lambda: consumer.statistics.stale == 1, timeout=10, what="a late result")
+            new.deliver(b"slow", redelivered=True)
+            broker.wait(lambda: acked(broker.settlements) == {1, 2}, "the ack of the second")
+        assert {one.channel for one in broker.settlements} == {new}
+
+
+def test_deliveries_that_wait_on_a_lost_channel_reach_no_handler(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    with Gate(lambda delivery: delivery.body == b"first") as gate:
+        handler = Handler(then=gate)
+        with new_consumer(handler, ack_interval=0.02):
+            old = broker.consuming
+            for body in (b"first", b"waits", b"waits too"):
+                old.deliver(body)
+            handler.wait_begun(1)
+            old.connection.cut()
+            broker.wait(lambda: broker.consumed not in {None, old}, "another channel")
+            broker.consuming.deliver(b"waits", redelivered=True)
+            gate.open()
+            wait_acked(broker, 1)
+    assert handler.bodies in ([b"first", b"waits"], [b"waits", b"first"])
+
+
+def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    handler = Handler()
+    with new_consumer(handler, ack_interval=0.02) as consumer:
+        first = broker.consuming
+        first.deliver(b"a")
+        wait_acked(broker, 1)
+        first.cancel()
+        wait_until(lambda: broker.seen.count("Basic.Consume") == 2, timeout=10, what="another subscription")
+        assert consumer.statistics.cancelled == 1
+        broker.consuming.deliver(b"b")
+        handler.wait_done(2)
+    assert len(broker.connections) == 1
+
+
+def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    consumer = new_consumer(Handler(), ORDERS)
+    consumer.connect()
+    text = "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'orders' in vhost '/': received 'quorum'"
+    broker.refusals["Queue.Declare"] = 406, f"{text} but current is 'classic'"
+    broker.consuming.cancel()
+    with pytest.raises(TopologyMismatch, match="x-queue-type"):
+        consumer.run()
+
+
+def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    """An alarm blocks connections that publish; acks go on."""
+    broker.script = confirming
+    handler = Handler(then=lambda delivery: Fails(DeadLetter("no"))(delivery) if delivery.body == b"bad" else None)
+    with new_consumer(handler, ORDERS, ack_interval=0.02):
+        channel = broker.consuming
+        channel.deliver(b"good")
+        wait_acked(broker, 1)
+        assert len(broker.connections) == 1
+        channel.deliver(b"bad")
+        wait_acked(broker, 1, 2)
+        assert len(broker.connections) == 2
+        broker.connection.block("low on memory")
+        channel.deliver(b"bad")
+        channel.deliver(b"good")
+        wait_acked(broker, 1, 2, 4)
+        broker.connection.unblock()
+        wait_acked(broker, 1, 2, 3, 4)
+
+
+# -- on request --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_pulled_is_acked_at_a_clean_end_and_goes_back_after_an_error(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    broker.ready.extend([b"a", b"b", b"c"])
+    with new_consumer(ack_interval=0.02) as consumer:
+        with consumer.get(2, timeout=5) as deliveries:
+            assert [delivery.body for delivery in deliveries] == [b"a", b"b"]
+        wait_acked(broker, 1, 2)
+        with pytest.raises(ZeroDivisionError), consumer.get(2, timeout=5) as deliveries:
+            raise ZeroDivisionError
+        back = broker.wait(lambda: [one for one in broker.settlements if one.verdict != "ack"], "what goes back")
+        assert [(one.tag, one.requeue) for one in back] == [(3, True)]
+        with consumer.get(1, timeout=0.05) as deliveries:
+            assert deliveries == []
+
+
+def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.ready.extend([b"a", b"b"])
+    with new_consumer(ack_interval=0.02) as consumer:
+
+        def take_and_lose_it() -> None:
+            with consumer.get(1, timeout=5) as [delivery]:
+                assert delivery.body == b"a"
+                broker.connections[-1].cut()
+                wait_until(lambda: consumer.reconnects, timeout=10, what="another connection")
+
+        with pytest.raises(StaleDelivery):
+            take_and_lose_it()
+        with consumer.get(1, timeout=5) as [delivery]:
+            assert delivery.body == b"b"
+        wait_acked(broker, 1)
+
+
+# -- whatever comes ----------------------------------------------------------------------------------------------------
+
+
+class Feed:
+    """A queue, as a broker keeps it: delivers up to the prefetch, and again what a lost channel had not acked."""
+
+    def __init__(self, broker: ScriptedBroker, count: int) -> None:
+        self.broker = broker
+        self.waiting: deque[tuple[bytes, bool]] = deque((b"%d" % number, False) for number in range(count))
+        self.settled: dict[bytes, str] = {}
+        self._channel: Channel | None = None
+        self._out: dict[int, bytes] = {}
+        self._read = 0
+
+    def turn(self) -> None:
+        """Take in what was settled, then deliver what may be."""
+        while self._read < len(self.broker.settlements):
+            one = self.broker.settlements[self._read]
+            self._read += 1
+            if one.channel is self._channel:
+                self._take(one)
+        channel = self.broker.consumed
+        if channel is not self._channel and channel is not None:
+            self.waiting.extendleft((body, True) for _, body in sorted(self._out.items(), reverse=True))
+            self._out, self._channel = {}, channel
+        if channel is not None:
+            while self.waiting and len(self._out) < channel.prefetch and channel.consumers:
+                body, redelivered = self.waiting.popleft()
+                self._out[channel.deliver(body, redelivered=redelivered, message_id=body.decode())] = body
+
+    def _take(self, one: Settlement) -> None:
+        tags = [tag for tag in self._out if tag == one.tag or (one.multiple and tag < one.tag)]
+        for tag in tags:
+            body = self._out.pop(tag)
+            if one.requeue:
+                self.waiting.appendleft((body, True))
+            else:
+                self.settled[body] = one.verdict
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_what_is_acked_was_handled_or_dead_lettered(
+    broker: ScriptedBroker, new_consumer: NewConsumer, seed: int
+) -> None:
+    """Through lost channels and connections every message is acked in the end, and no tag is acked that is not owed."""
+    rng = random.Random(seed)
+    handled: set[bytes] = set()
+    lock = threading.Lock()
+    confirmed: set[bytes] = set()
+
+    def script(published: Published) -> None:
+        if rng.random() < 0.2:
+            published.channel.nack(published.number)
+        else:
+            confirmed.add(published.body)
+            published.channel.ack(published.number)
+
+    def handle(delivery: Delivery) -> None:
+        with lock:
+            chance = rng.random()
+        if int(delivery.body) % 29 == 0:
+            raise DeadLetter("always")
+        if chance < 0.1:
+            raise ValueError("now and then")
+        handled.add(delivery.body)
+
+    broker.script = script
+    retry = RetryPolicy(50, delays=(0.005,), backend="memory")
+    feed = Feed(broker, 300)
+    options = {"prefetch": 20, "concurrency": 3, "ack_every": 4, "ack_interval": 0.02, "retry": retry}
+    with new_consumer(handle, ORDERS, **options):
+        deadline = time.monotonic() + 30
+        while len(feed.settled) < 300:
+            assert time.monotonic() < deadline, f"{len(feed.settled)} settled, {len(feed.waiting)} wait"
+            feed.turn()
+            channel = broker.consumed
+            chance = rng.random()
+            if channel is not None and chance < 0.004:
+                channel.connection.cut()
+            elif channel is not None and chance < 0.01:
+                channel.close(406, "PRECONDITION_FAILED - chaos")
+            threading.Event().wait(0.002)
+    assert set(feed.settled.values()) == {"ack"}
+    dead = {b"%d" % number for number in range(0, 300, 29)}
+    assert confirmed == dead
+    assert set(feed.settled) == handled | dead
