@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from reliable_mq.cli import consume, demo, doctor, publish
+from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.terminal import errors, show_logs
 from reliable_mq.errors import ReliableMQError
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for command in (publish.publish, consume.consume, doctor.doctor, demo.demo):
     app.command()(command)
+app.add_typer(dlq)
 
 
 @app.callback()

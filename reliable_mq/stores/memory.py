@@ -98,6 +98,21 @@ class MemoryStore:
             now = self._clock()
             return [self._release(claim, now, failed) for claim in claims]
 
+    def reset_many(self, keys: Sequence[str]) -> list[bool]:
+        """See `ResettableStore.reset_many`."""
+        with self._lock:
+            self._forget(self._clock())
+            return [self._reset(key) for key in keys]
+
+    def _reset(self, key: str) -> bool:
+        entry = self._claimed.get(key) or self._settled.get(key)
+        if entry is None or entry.done or not entry.attempts:
+            return False
+        entry.attempts = 0
+        if key in self._settled:
+            del self._settled[key]  # free, and with nothing behind it: as if it had never been
+        return True
+
     def _claim(self, key: str, now: float, lease: float) -> Claim:
         entry = self._settled.get(key)
         if entry is not None:

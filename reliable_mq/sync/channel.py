@@ -1,7 +1,7 @@
 """One connection for a few steps, carried out one by one while the caller waits: declare, check, delete.
 
-What the library itself does at every connect, without a publisher or a consumer around it. Nothing is tried again: the
-one who waits is a person.
+What the library itself does at every connect, without a publisher or a consumer around it. Connecting is not tried
+again: the one who waits is a person.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from tenacity.stop import stop_after_attempt
+from tenacity import RetryCallState
+from tenacity.stop import stop_base
 
 from reliable_mq.connection.client import Client
 from reliable_mq.core.codec import RawDelivery
@@ -33,6 +34,7 @@ class StepChannel(Client):
     Args:
         settings: where to; each host is tried once.
         name: of the connection.
+        patience: seconds for which a connection that was lost is tried again.
 
     Attributes:
         server: what the broker says of itself; once entered.
@@ -42,17 +44,18 @@ class StepChannel(Client):
     server: ServerInfo
     frame_max: int
 
-    def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
+    def __init__(self, settings: ConnectionSettings, *, name: str, patience: float = 0.0) -> None:
         self._changed = threading.Condition()
         self._ready = False
         self._error: ReliableMQError | None = None
         self._timeout = settings.connect_timeout * len(settings.endpoints) + _GRACE
+        self._stop = _Stop(patience)
         self._io = IOThread(
             name=name,
             settings=settings,
             setup=_no_steps,
             client=self,
-            recovery=Recovery(hosts=len(settings.endpoints), stop=stop_after_attempt(1)),
+            recovery=Recovery(hosts=len(settings.endpoints), stop=self._stop),
         )
 
     def __enter__(self) -> Self:
@@ -94,8 +97,9 @@ class StepChannel(Client):
 
     def _wait_ready(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready or self._error is not None, self._timeout):
-                raise BrokerUnavailable(f"no answer within {self._timeout:g} s")
+            timeout = self._timeout + self._stop.patience
+            if not self._changed.wait_for(lambda: self._ready or self._error is not None, timeout):
+                raise BrokerUnavailable(f"no answer within {timeout:g} s")
             if not self._ready and self._error is not None:
                 raise self._error
 
@@ -109,7 +113,7 @@ class StepChannel(Client):
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         with self._changed:
-            self.server, self.frame_max, self._ready = server, frame_max, True
+            self.server, self.frame_max, self._ready, self._stop.was_ready = server, frame_max, True, True
             self._changed.notify_all()
 
     def lost(self, generation: int, loss: Loss) -> None:
@@ -146,6 +150,17 @@ class StepChannel(Client):
     def got(self, delivery: RawDelivery, message_count: int) -> None: ...
 
     def got_empty(self) -> None: ...
+
+
+class _Stop(stop_base):
+    """Connect once; and again for a while, where a connection was there before."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.was_ready = False
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return not self.was_ready or (retry_state.seconds_since_start or 0.0) >= self.patience
 
 
 def _no_steps(_server: ServerInfo) -> Generator[Step, Any, None]:

@@ -1,0 +1,347 @@
+"""Dead letters to work with, on both lines: looked at without a trace, replayed without a loss."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.waiting import wait_until
+from reliable_mq import (
+    ConfigurationError,
+    ConsumeError,
+    Consumer,
+    DeadLetter,
+    Message,
+    Publisher,
+    Queue,
+    RetryPolicy,
+    TopologyMismatch,
+    UsageError,
+)
+from reliable_mq.core import headers
+from reliable_mq.core.codec import encode_properties, join_properties
+from reliable_mq.deadletters import DeadLetterQueue, Filter, Target
+from reliable_mq.stores import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+
+ORDERS = Queue("orders")
+
+
+class Unpaid(Exception):
+    """What the handlers here raise."""
+
+
+def publish(vhost: VirtualHost, messages: Sequence[Message], queue: Queue = ORDERS, routing_key: str = "") -> None:
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        assert publisher.publish_many(messages, routing_key=routing_key or queue.name).ok
+
+
+def dead_letters(vhost: VirtualHost, messages: Sequence[Message]) -> None:
+    """Have a consumer give messages up: with even bodies for Unpaid, with others by its own decision."""
+    publish(vhost, messages)
+
+    def handle(delivery: Delivery) -> None:
+        if int(delivery.body) % 2:
+            raise DeadLetter(f"order {int(delivery.body)} is odd")
+        raise Unpaid(f"order {int(delivery.body)}")
+
+    with Consumer(vhost.url, ORDERS, handle, retry=RetryPolicy(1), name="shop"):
+        wait_until(lambda: vhost.live_counts().get("orders.dead") == len(messages), timeout=20, what="dead letters")
+
+
+def numbered(count: int) -> list[Message]:
+    return [Message(str(number).encode(), message_id=f"id-{number}", headers={"n": number}) for number in range(count)]
+
+
+def bodies(vhost: VirtualHost, queue: str, count: int) -> list[bytes]:
+    with Consumer(vhost.url, queue, None, prefetch=0, dead_letter=None) as consumer:
+        found: list[bytes] = []
+        while len(found) < count:
+            with consumer.get(count - len(found), timeout=5) as deliveries:
+                if not deliveries:
+                    break
+                found += [delivery.body for delivery in deliveries]
+        return found
+
+
+def test_a_dead_letter_tells_what_happened(any_vhost: VirtualHost) -> None:
+    began = datetime.now(UTC) - timedelta(seconds=2)
+    dead_letters(any_vhost, numbered(2))
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        assert (dead.name, len(dead)) == ("orders.dead", 2)
+        even, odd = dead.browse()
+    assert (even.position, even.body, even.message_id, even.headers["n"]) == (1, b"0", "id-0", 0)
+    assert even.origin == ("orders", "", "orders")
+    assert even.exception_type.endswith("Unpaid")
+    assert (even.exception_message, even.attempts, even.consumer) == ("order 0", 1, "shop")
+    assert even.died_at is not None
+    assert began <= even.died_at <= datetime.now(UTC)
+    assert odd.reason == "order 1 is odd"
+    assert odd.package_version
+
+
+def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
+    """List, statistics and export, again and again: the same messages in the same order, byte for byte."""
+    dead_letters(any_vhost, numbered(230))
+    exports = []
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        for _ in range(3):
+            statistics = dead.statistics()
+            assert (statistics.messages, statistics.by_queue) == (230, {"orders": 230})
+            assert sorted(statistics.by_cause.values()) == [115, 115]
+            exports.append(io.BytesIO())
+            assert dead.export(exports[-1]) == 230
+        assert len(dead) == 230
+    assert len({export.getvalue() for export in exports}) > 0
+    lines = [[json.loads(line) for line in export.getvalue().splitlines()] for export in exports]
+    for line in (line for export in lines for line in export):
+        del line["redelivered"]
+    assert lines[0] == lines[1] == lines[2]
+    assert "x-delivery-count" not in lines[2][0]["headers"]
+    assert bodies(any_vhost, "orders.dead", 230) == [str(number).encode() for number in range(230)]
+
+
+def test_a_look_at_some_keeps_every_message_though_a_quorum_queue_gives_them_other_places(
+    any_vhost: VirtualHost,
+) -> None:
+    """What is handed back goes behind what was never taken (4.0) or was handed back before (4.3)."""
+    dead_letters(any_vhost, numbered(30))
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        assert [message.body for message in dead.browse(limit=5)] == [b"0", b"1", b"2", b"3", b"4"]
+        for _ in range(5):
+            assert len(list(dead.browse(limit=5))) == 5
+        assert sorted(int(message.body) for message in dead.browse()) == list(range(30))
+
+
+def test_a_browse_that_is_left_early_hands_back_what_it_took(vhost: VirtualHost) -> None:
+    dead_letters(vhost, numbered(3))
+    with DeadLetterQueue(vhost.url, ORDERS) as dead:
+        browsing = dead.browse()
+        next(browsing)
+        assert len(dead) == 0
+        with pytest.raises(UsageError, match=r"browse\(\) is going on: exhaust or close it before replay"):
+            dead.replay()
+        browsing.close()  # type: ignore[attr-defined]
+        assert len(dead) == 3
+
+
+def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHost) -> None:
+    """The copy is the original byte for byte but for what counts failures."""
+    store = MemoryStore()
+    failing = True
+    seen: list[tuple[bytes, int, object]] = []
+
+    def handle(delivery: Delivery) -> None:
+        if failing:
+            raise Unpaid("no")
+        seen.append((delivery.body, delivery.attempt, dict(delivery.headers).get("n")))
+
+    publish(any_vhost, numbered(20))
+    retry = RetryPolicy(3, delays=(0.01,))
+    with Consumer(any_vhost.url, ORDERS, handle, retry=retry, idempotency=store) as consumer:
+        wait_until(lambda: consumer.statistics.dead_lettered == 20, timeout=20, what="dead letters")
+    failing = False
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        assert dead.replay(dry_run=True).replayed == 20
+        assert len(dead) == 20
+        report = dead.replay(idempotency=store)
+        assert (report.examined, report.replayed, report.failed, report.handed_out_before) == (20, 20, 0, 20)
+        assert len(dead) == 0
+    with Consumer(any_vhost.url, ORDERS, handle, retry=retry, idempotency=store):
+        wait_until(lambda: len(seen) == 20, timeout=20, what="everything handled")
+    assert sorted(seen) == sorted((str(number).encode(), 1, number) for number in range(20))
+    assert any_vhost.live_counts()["orders.dead"] == 0
+
+
+def test_without_its_store_a_replayed_message_keeps_the_attempts_that_the_store_knows(vhost: VirtualHost) -> None:
+    """What the option is for: a store that has counted all attempts dead-letters the copy at once."""
+    store = MemoryStore()
+    calls: list[bytes] = []
+
+    def handle(delivery: Delivery) -> None:
+        calls.append(delivery.body)
+        raise Unpaid("no")
+
+    publish(vhost, numbered(1))
+    with Consumer(vhost.url, ORDERS, handle, retry=RetryPolicy(1), idempotency=store) as consumer:
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="a dead letter")
+        for known, expected in ((None, 1), (store, 2)):
+            with DeadLetterQueue(vhost.url, ORDERS) as dead:
+                assert dead.replay(idempotency=known).replayed == 1
+            wait_until(lambda: vhost.live_counts()["orders.dead"] == 1, timeout=20, what="a dead letter")
+            assert len(calls) == expected
+
+
+def test_only_what_is_chosen_moves_and_the_rest_keeps_its_order(any_vhost: VirtualHost) -> None:
+    dead_letters(any_vhost, numbered(250))
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        assert dead.replay(Filter(message_ids=["id-7", "id-249", "id-none"])).replayed == 2
+        assert dead.replay(Filter(headers={"n": "9"}), to="orders").replayed == 1
+        assert dead.replay(Filter(older_than=3600)).replayed == 0
+        assert dead.purge(Filter(reason="ORDER 11 IS")) == 1
+        assert dead.purge(Filter(queue="orders", newer_than=3600, exception="*", headers={"n": "4"})) == 1
+    assert bodies(any_vhost, "orders", 3) == [b"7", b"249", b"9"]
+    assert bodies(any_vhost, "orders.dead", 245) == [str(n).encode() for n in range(250) if n not in {4, 7, 9, 11, 249}]
+
+
+def test_a_limit_is_kept(any_vhost: VirtualHost) -> None:
+    dead_letters(any_vhost, numbered(30))
+    with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
+        assert dead.replay(Filter(exception="*.Unpaid"), limit=3).replayed == 3
+        assert dead.purge(limit=2) == 2
+        assert dead.export(io.BytesIO(), limit=4) == 4
+        assert len(dead) == 25
+    assert len(bodies(any_vhost, "orders", 3)) == 3
+
+
+FOREIGN = {
+    "headers": {"float": 0.75, "tags": ["a", None, {"deep": b"\xff"}], "x-mine": 1},
+    "content_type": "text/plain",
+    "correlation_id": "c",
+    "priority": 3,
+}
+
+
+@pytest.mark.parametrize("strategy", ["at-most-once", "at-least-once"])
+def test_dead_letters_of_others_go_back_by_what_the_broker_says(any_vhost: VirtualHost, strategy: str) -> None:
+    """Rejected by any client, dead-lettered by RabbitMQ: x-death is read, and not sent on."""
+    work = {"x-queue-type": "quorum", "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "lost"}
+    work |= {"x-dead-letter-strategy": strategy, "x-overflow": "reject-publish"}
+    message = Message(b"\xff body", user_id="guest", expiration=3600, **FOREIGN)  # type: ignore[arg-type]
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("lost", durable=True, arguments={"x-queue-type": "quorum"})
+        channel.queue_declare("work", durable=True, arguments=work)
+        channel.exchange_declare("shop", "topic", durable=True)
+        channel.queue_bind("work", "shop", "order.*")
+        with Publisher(any_vhost.url) as publisher:
+            publisher.publish(message, exchange="shop", routing_key="order.new")
+        method, _, _ = channel.basic_get("work")
+        channel.basic_reject(method.delivery_tag, requeue=False)
+    wait_until(lambda: any_vhost.live_counts()["lost"] == 1, timeout=20, what="the dead letter")
+    with DeadLetterQueue(any_vhost.url, "lost") as dead:
+        (letter,) = dead.browse()
+        assert letter.origin == ("work", "shop", "order.new")
+        assert (letter.reason, letter.attempts, letter.exception_type) == ("rejected", None, "")
+        assert letter.died_at is not None
+        assert dead.replay(as_published=True).replayed == 1
+    with Consumer(any_vhost.url, "work", None, dead_letter=None) as consumer, consumer.get(1, timeout=10) as deliveries:
+        (copy,) = deliveries
+        assert (copy.body, copy.exchange, copy.routing_key) == (message.body, "shop", "order.new")
+        theirs = {name: value for name, value in copy.headers.items() if not name.startswith(headers.PREFIX)}
+        assert theirs == FOREIGN["headers"]
+        assert copy.headers[headers.ORIGINAL_USER_ID] == "guest"
+        assert (copy.message_id, copy.priority, copy.user_id) == (message.message_id, 3, None)
+
+
+def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
+    """No origin, an origin that is gone, headers of a newer version: each is told and left, the others go."""
+    newer = {headers.FORMAT: 99, headers.ORIGINAL_QUEUE: "orders"}
+    gone = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "no such queue"}
+    known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
+    heads = (newer, None, gone, known)
+    letters = [Message(str(number).encode(), headers=head) for number, head in enumerate(heads)]
+    publish(any_vhost, letters, ORDERS, "orders.dead")
+    with DeadLetterQueue(any_vhost.url, "orders.dead") as dead:
+        report = dead.replay()
+        assert (report.examined, report.replayed, report.failed, report.ok) == (4, 1, 3, False)
+        told = {message.body: str(error) for message, error in report.failures}
+        assert "format 99" in told[b"0"]
+        assert "nobody said where it came from" in told[b"1"]
+        assert "312 NO_ROUTE" in told[b"2"]
+        assert [message.body for message in dead.browse()] == [b"0", b"1", b"2"]
+        assert dead.replay(Filter(message_ids=[letters[1].message_id]), to=Target("amq.direct", "nowhere")).failed == 1
+        assert dead.replay(Filter(message_ids=[letters[1].message_id]), to="orders").replayed == 1
+
+
+def test_a_rate_is_kept(vhost: VirtualHost) -> None:
+    dead_letters(vhost, numbered(30))
+    with DeadLetterQueue(vhost.url, ORDERS) as dead:
+        began = time.monotonic()
+        seen: list[tuple[int, int]] = []
+        assert dead.replay(rate=20, progress=lambda done, total: seen.append((done, total))).replayed == 30
+        assert 1.4 <= time.monotonic() - began < 5
+    assert seen == [(20, 30), (30, 30)]
+
+
+RAW = [
+    join_properties({}),
+    join_properties({"timestamp": (1_700_000_000_000).to_bytes(8), "delivery_mode": b"\2"}),
+    join_properties({"headers": b"\0\0\0\7\1ff\x3f\x40\0\0", "message_id": b"\2id", "cluster_id": b"\1c"}),
+    join_properties({"message_id": b"\2\xff\xfe", "content_type": b"\1\xfe"}),
+    encode_properties(Message(b"", headers={"bytes": b"\xff\0", "f": 0.1}, expiration=3600, persistent=False)),
+    encode_properties(Message(b"", headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"})),
+]
+
+
+def test_an_export_is_imported_byte_for_byte(any_vhost: VirtualHost) -> None:
+    """Bodies that are no text, properties that JSON does not have; whatever was looked at before."""
+    sent = [(body, raw) for raw in RAW for body in (b"text \xc3\xa9 \n", b"\xff\x00\n\x80", b"")]
+    publish(any_vhost, [Message.from_wire(body, raw) for body, raw in sent], Queue("dead", dead_letter=None))
+    publish(any_vhost, [], Queue("copies", dead_letter=None))
+    file = io.BytesIO()
+    with DeadLetterQueue(any_vhost.url, "dead") as dead:
+        assert dead.statistics().messages == len(sent)
+        assert dead.export(file) == len(sent)
+    file.seek(0)
+    with DeadLetterQueue(any_vhost.url, "copies") as dead:
+        assert dead.import_lines(file) == (len(sent), [])
+    with Consumer(any_vhost.url, "copies", None) as consumer, consumer.get(len(sent), timeout=10) as deliveries:
+        assert sorted((each.body, each.properties) for each in deliveries) == sorted(sent)
+
+
+def test_lines_that_cannot_be_imported_are_told_by_their_number(vhost: VirtualHost) -> None:
+    publish(vhost, [])
+    lines = [b'{"body": "a"}', b"{", b'{"body": "b", "headers": {"CC": ["x"]}}', b'{"body": "c", "user_id": "nobody"}']
+    with DeadLetterQueue(vhost.url, ORDERS) as dead:
+        confirmed, failures = dead.import_lines(lines)
+        assert (confirmed, [line for line, _ in failures]) == (1, [2, 3, 4])
+        assert "not JSON" in str(failures[0][1])
+        assert "CC or BCC" in str(failures[1][1])
+        assert "406" in str(failures[2][1])
+        # Whoever shared a channel with what it was closed over is published again.
+        assert {message.body for message in dead.browse()} == {b"a"}
+
+
+def test_a_queue_that_one_cannot_get_from_says_why(any_vhost: VirtualHost) -> None:
+    publish(any_vhost, [Message(b"")], Queue("stream", type="stream"))
+    with pytest.raises(TopologyMismatch, match="no queue 'missing'"), DeadLetterQueue(any_vhost.url, "missing"):
+        pass
+    with DeadLetterQueue(any_vhost.url, "stream") as dead, pytest.raises(ConsumeError, match="540"):
+        wait_until(lambda: list(dead.browse()), timeout=10, what="an error")
+
+
+def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
+    publish(vhost, [])
+    with DeadLetterQueue(vhost.url, ORDERS) as dead:
+        for wrong in ({"limit": 0}, {"rate": 0}, {"to": "orders.dead"}, {"idempotency": object()}):
+            with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+                dead.replay(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="contradict"):
+            dead.replay(to="orders", as_published=True)
+
+
+def test_on_40_looking_stops_before_the_delivery_limit_takes_messages(vhost_40: VirtualHost) -> None:
+    """RabbitMQ 4.0 counts what is handed back, and drops at 20; 4.3 does not, nor a queue without a limit."""
+    with vhost_40.connect() as connection:
+        connection.channel().queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
+    for name in ("limited", "orders.dead"):
+        publish(vhost_40, numbered(2), ORDERS, name)
+        with DeadLetterQueue(vhost_40.url, name) as dead:
+            for look in range(18):
+                if name == "limited" and look >= 16:
+                    with pytest.raises(ConsumeError, match="handed out 16 times"):
+                        list(dead.browse())
+                    break
+                assert len(list(dead.browse())) == 2
+            assert len(dead) == 2

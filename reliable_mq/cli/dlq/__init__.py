@@ -1,0 +1,25 @@
+"""``reliable-mq dlq``: works with the messages of a dead-letter queue; see `reliable_mq.deadletters`."""
+
+from __future__ import annotations
+
+import typer
+
+from reliable_mq.cli.dlq.looking import export, list_, show, stats
+from reliable_mq.cli.dlq.moving import import_, purge, replay
+
+__all__ = ["dlq"]
+
+dlq = typer.Typer(
+    name="dlq",
+    help="Look at dead letters, count them, replay, purge, export and import them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+dlq.command("list")(list_)
+dlq.command()(show)
+dlq.command()(stats)
+dlq.command()(replay)
+dlq.command()(purge)
+dlq.command()(export)
+dlq.command("import")(import_)

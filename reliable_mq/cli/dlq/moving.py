@@ -1,0 +1,196 @@
+"""``reliable-mq dlq replay``, ``purge`` and ``import``: what takes messages out of a queue, or puts them in."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from reliable_mq.cli.dlq.options import (
+    URL,
+    Exceptions,
+    FromQueue,
+    Headers,
+    Limit,
+    MessageIds,
+    NewerThan,
+    OlderThan,
+    QueueName,
+    Reason,
+    chosen,
+)
+from reliable_mq.cli.dlq.progress import interruptible, progress_bar
+from reliable_mq.cli.inputs import lines
+from reliable_mq.cli.terminal import errors, hide_logs_of
+from reliable_mq.core.failure import printable
+from reliable_mq.deadletters import DeadLetterQueue, ReplayReport, Target
+from reliable_mq.stores.resetting import ResettableStore
+
+__all__ = ["import_", "purge", "replay"]
+
+_SHOWN: Final = 20  # failures that are told one by one
+
+
+def replay(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = None,
+    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, wherever they came from.")] = None,
+    exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="With this routing key.")] = None,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="To the exchange and with the routing key that each was first published with, so to every queue that "
+            "is bound there.",
+        ),
+    ] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Messages per second at most; without, as fast as it goes.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: say how many it would be.")] = False,
+    idempotency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The consumer's idempotency store, as myapp.stores:store; its counts of attempts are reset.",
+        ),
+    ] = None,
+) -> None:
+    """Publish dead letters again, to the queue that each was in, with all their attempts before them.
+
+    Each is confirmed before it is taken out of the dead-letter queue. It may be interrupted or killed at any time and
+    run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second). What
+    cannot be published stays, and is told; the exit status is 1 then.
+    """
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    if (exchange is None) != (routing_key is None):
+        raise typer.BadParameter("--exchange and --routing-key go together")
+    if exchange is not None and to is not None:
+        raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
+    store = None if idempotency is None else _store(idempotency)
+    hide_logs_of("reliable_mq.sync.lane")  # it warns of failures that nobody waits for: all are reported here
+    with (
+        DeadLetterQueue(url, queue) as dead,
+        interruptible("what was confirmed is out of the queue, everything else is in it: run it again to go on"),
+        progress_bar("would replay" if dry_run else "replaying") as bar,
+    ):
+        report = dead.replay(
+            which,
+            to=to if exchange is None else Target(exchange, routing_key or ""),
+            as_published=as_published,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            idempotency=store,
+            progress=bar,
+        )
+    _tell(report, dry_run=dry_run)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def purge(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete dead letters for good. Asks first; export them before."""
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    with DeadLetterQueue(url, queue) as dead:
+        if not yes:
+            meant = "those that match" if not which.everything else "all" if limit is None else "the first"
+            most = "" if limit is None else f" (at most {limit:,})"
+            typer.confirm(f"{queue} holds {len(dead):,} messages. Delete {meant}{most} for good?", abort=True, err=True)
+        with interruptible("what was deleted is gone, the rest is in the queue"), progress_bar("deleting") as bar:
+            deleted = dead.purge(which, limit=limit, progress=bar)
+    errors.print(f"{deleted:,} deleted", highlight=False)
+
+
+def import_(
+    url: URL,
+    queue: QueueName,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Without any: standard input."),
+    ] = None,
+) -> None:
+    """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
+
+    What is not confirmed is reported by its line, and the exit status is 1.
+    """
+    hide_logs_of("reliable_mq.sync.lane")
+    places: list[str] = []
+
+    def texts() -> Iterator[bytes]:
+        for item in lines(files or []):
+            places.append(item.where)
+            yield item.data
+
+    with (
+        DeadLetterQueue(url, queue) as dead,
+        interruptible("what was confirmed is in the queue"),
+        progress_bar("importing") as bar,
+    ):
+        confirmed, failures = dead.import_lines(texts(), progress=bar)
+    for number, error in failures:
+        errors.print(f"{places[number - 1]}: {error}", markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"{confirmed:,} of {len(places):,} messages confirmed", highlight=False)
+    raise typer.Exit(1 if failures else 0)
+
+
+def _tell(report: ReplayReport, *, dry_run: bool) -> None:
+    for message, error in report.failures[:_SHOWN]:
+        name = printable(message.message_id or "without id", 64)
+        text = printable(str(error), 500)
+        errors.print(f"{message.position}, {name}: {text}", markup=False, highlight=False, soft_wrap=True)
+    if report.failed > _SHOWN:
+        errors.print(f"and {report.failed - _SHOWN:,} more", highlight=False)
+    what = "would be replayed" if dry_run else "replayed"
+    text = f"{report.replayed:,} of {report.examined:,} {what}"
+    if report.failed:
+        text += f"; {report.failed:,} cannot go back, and stay" if dry_run else f"; {report.failed:,} failed, and stay"
+    if report.already_published:
+        text += f"; {report.already_published:,} came again after a connection was lost, and were not published twice"
+    if report.handed_out_before:
+        text += (
+            f"; {report.handed_out_before:,} had been handed out before (looked at, or a replay was cut off): they may "
+            "be duplicates"
+        )
+    errors.print(text, highlight=False, soft_wrap=True)
+
+
+def _store(place: str) -> ResettableStore:
+    """Import a store of the user's, from the working directory as well."""
+    module, colon, name = place.partition(":")
+    if not module or not colon or not name:
+        raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        store = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"--idempotency: {error}") from error
+    if not isinstance(store, ResettableStore):
+        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
+    return store

@@ -1,0 +1,22 @@
+"""Dead letters to work with: look at them, count them, replay, purge, export and import them.
+
+::
+
+    with DeadLetterQueue("amqp://...", "orders.dead") as dead:
+        print(dead.statistics().by_cause)
+        report = dead.replay(Filter(exception="*Timeout*", older_than=3600), rate=100)
+
+It works on every queue that one may get from, whether this package or RabbitMQ itself has dead-lettered into it. What
+``reliable-mq dlq`` does from a shell.
+"""
+
+from __future__ import annotations
+
+from reliable_mq.core.deadletters import Target
+from reliable_mq.deadletters.filter import Filter
+from reliable_mq.deadletters.message import DeadMessage, Origin
+from reliable_mq.deadletters.queue import DeadLetterQueue
+from reliable_mq.deadletters.replay import ReplayReport
+from reliable_mq.deadletters.statistics import Statistics
+
+__all__ = ["DeadLetterQueue", "DeadMessage", "Filter", "Origin", "ReplayReport", "Statistics", "Target"]

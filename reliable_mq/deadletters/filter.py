@@ -1,0 +1,103 @@
+"""Which dead letters are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters.message import DeadMessage
+
+__all__ = ["Filter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What a dead letter must be to be meant: everything that is given. Without anything, every dead letter is.
+
+    Args:
+        exception: the class of the last exception, with its module or without; ``*`` and ``?`` stand for others, as in
+            ``"app.errors.*"``.
+        reason: text in the reason, upper and lower case alike.
+        queue: the queue that it was in before it died.
+        message_ids: one of these.
+        headers: names to values; a value that is no text is compared as Python shows it.
+        older_than: seconds or a timedelta since it died; one whose time of death is unknown is not meant.
+        newer_than: likewise.
+
+    Raises:
+        ConfigurationError: a value is of the wrong kind; names the field.
+    """
+
+    exception: str | None = None
+    reason: str | None = None
+    queue: str | None = None
+    message_ids: Collection[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    older_than: Duration | None = None
+    newer_than: Duration | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("exception", "reason", "queue"):
+            value: object = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
+        if isinstance(self.message_ids, str):
+            raise ConfigurationError(f"message_ids must be a collection: write [{self.message_ids!r}]")
+        object.__setattr__(self, "message_ids", frozenset(self.message_ids))
+        object.__setattr__(self, "headers", dict(self.headers))
+        for name in ("older_than", "newer_than"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, seconds(name, getattr(self, name)))
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing was given."""
+        return self == Filter()
+
+    def matches(self, message: DeadMessage, now: datetime) -> bool:
+        """Whether a dead letter is meant; `now` is aware."""
+        return (
+            self._is_exception(message.exception_type)
+            and (self.reason is None or self.reason.casefold() in message.reason.casefold())
+            and (self.queue is None or (message.origin is not None and message.origin.queue == self.queue))
+            and (not self.message_ids or message.message_id in self.message_ids)
+            and all(_shown(message.headers.get(name)) == value for name, value in self.headers.items())
+            and self._is_of_age(message.died_at, now)
+        )
+
+    def _is_exception(self, name: str) -> bool:
+        if self.exception is None:
+            return True
+        return fnmatchcase(name, self.exception) or fnmatchcase(name.rpartition(".")[2], self.exception)
+
+    def _is_of_age(self, died_at: datetime | None, now: datetime) -> bool:
+        if self.older_than is None and self.newer_than is None:
+            return True
+        if died_at is None:
+            return False
+        age = (now - died_at) / timedelta(seconds=1)
+        older, newer = self.older_than, self.newer_than
+        return (older is None or age > seconds("older_than", older)) and (
+            newer is None or age < seconds("newer_than", newer)
+        )
+
+
+def _shown(value: object) -> str | None:
+    match value:
+        case None:
+            return None
+        case str():
+            return value
+        case bytes():
+            return value.decode("utf-8", "backslashreplace")
+        case bool():
+            return str(value).lower()
+        case _:
+            return str(value)

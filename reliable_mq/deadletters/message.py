@@ -1,0 +1,285 @@
+"""A dead letter as somebody reads it: what it was, where it came from, why and when it died; and how it goes back.
+
+What is said about it comes from headers of ours or, of a message that others dead-lettered, from RabbitMQ's ``x-death``
+and ``x-first-death-*``. Those are read to tell a person what happened and where a replay goes; nothing is counted by
+them.
+
+Invariants: reading never raises, whatever the headers hold; headers of ours in a format newer than is known here are
+not read at all; what is replayed has the body and every header and property of the original byte for byte, without
+what counts or tells of failures, and with what RabbitMQ would act on again (``CC``, ``BCC``, ``user_id``,
+``expiration``) in headers of ours.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.core import headers
+from reliable_mq.core.codec import CodecError, Properties, rewrite_properties
+from reliable_mq.message import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reliable_mq.core.delivery import Delivery
+
+__all__ = ["BROKER_COUNTS", "DeadMessage", "Origin"]
+
+#: What RabbitMQ adds to a delivery of a quorum queue: it tells of the delivery, and is no part of the message.
+BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+
+_DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
+_KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.PREFIX + "original-")
+_NOTHING: Final[Mapping[str, object]] = {}
+
+
+class Origin(NamedTuple):
+    """Where a dead letter was before it died.
+
+    Attributes:
+        queue: that it was consumed from, or expired in.
+        exchange: that it was published to; None where nobody said.
+        routing_key: with which key; likewise.
+    """
+
+    queue: str
+    exchange: str | None = None
+    routing_key: str | None = None
+
+
+class DeadMessage:
+    """One dead letter. Immutable.
+
+    Attributes:
+        position: its place in the queue as it was gone through, from 1.
+        body: its bytes.
+        properties: encoded, without RabbitMQ's counts of deliveries.
+        exchange, routing_key: with which it came into the dead-letter queue.
+        redelivered: whether it was handed out before: it was looked at, or a replay was cut off.
+        delivery_count: how often it was returned to the dead-letter queue, as RabbitMQ counts; 0 where it does not.
+        headers: as far as they can be read.
+        message_id: None where it has none, or it cannot be read.
+        origin: where it was before; None where nobody said.
+        reason: why it was dead-lettered: a sentence of ours, or RabbitMQ's word; empty where nobody said.
+        exception_type, exception_message: what the last attempt raised; empty where nobody said.
+        attempts: how many were made; None where nobody said.
+        first_failure, last_failure: when an attempt first and last failed; None where nobody said.
+        died_at: when it was dead-lettered, as far as is known.
+        consumer: which consumer moved it; empty where nobody said.
+        package_version: of this package that moved it; empty where it was another's doing.
+        unreadable: why it can neither be understood nor replayed; empty where it can.
+    """
+
+    __slots__ = (
+        "_delivery",
+        "attempts",
+        "body",
+        "consumer",
+        "delivery_count",
+        "died_at",
+        "exception_message",
+        "exception_type",
+        "exchange",
+        "first_failure",
+        "headers",
+        "last_failure",
+        "message_id",
+        "origin",
+        "package_version",
+        "position",
+        "properties",
+        "reason",
+        "redelivered",
+        "routing_key",
+        "unreadable",
+    )
+
+    def __init__(self, delivery: Delivery, position: int) -> None:
+        view = Properties(delivery.properties)
+        table = _headers_of(view)
+        self._delivery = delivery
+        self.position = position
+        self.body = delivery.body
+        self.exchange, self.routing_key = delivery.exchange, delivery.routing_key
+        self.redelivered = delivery.redelivered
+        self.delivery_count = _whole(table.get("x-delivery-count")) or 0
+        self.properties = _without_counts(delivery.properties, table)
+        self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
+        self.message_id = _message_id(view)
+        self.unreadable = _newer_format(table)
+        ours = table if table.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
+        death = _first_death(table)
+        self.origin = _origin(ours, table, death)
+        self.reason = _text(ours.get(headers.DEAD_LETTER_REASON)) or _reason(table, death)
+        self.exception_type = _text(ours.get(headers.EXCEPTION_TYPE))
+        self.exception_message = _text(ours.get(headers.EXCEPTION_MESSAGE))
+        self.attempts = _whole(ours.get(headers.ATTEMPTS))
+        self.first_failure = _time(ours.get(headers.FIRST_FAILURE))
+        self.last_failure = _time(ours.get(headers.LAST_FAILURE))
+        self.died_at = self.last_failure or _time(_last_death(table).get("time"))
+        self.consumer = _text(ours.get(headers.CONSUMER))
+        self.package_version = _text(ours.get(headers.PACKAGE_VERSION))
+
+    @property
+    def cause(self) -> str:
+        """What it died of, in a word or two: the class of the exception, or else the reason."""
+        return self.exception_type or self.reason or "unknown"
+
+    @property
+    def delivery(self) -> Delivery:
+        """The delivery as it came."""
+        return self._delivery
+
+    def replayed(self) -> Message:
+        """Make the message that a replay publishes: the original, with nothing counted against it.
+
+        Raises:
+            ConfigurationError: its properties are broken.
+        """
+        return Message.from_wire(self.body, _reset(self.properties, self.headers))
+
+    def __repr__(self) -> str:
+        return f"<DeadMessage {self.message_id or 'without id'}: {self.cause}>"
+
+
+# -- how it goes back --------------------------------------------------------------------------------------------------
+
+
+def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
+    view = Properties(properties)
+    moved = {
+        headers.ORIGINAL_CC: table.get("CC"),
+        headers.ORIGINAL_BCC: table.get("BCC"),
+        headers.ORIGINAL_USER_ID: _user_id(view),
+        headers.ORIGINAL_EXPIRATION: _expiration(view),
+    }
+    ours: dict[str, object] = {name: value for name, value in moved.items() if value is not None}
+    if ours:
+        ours[headers.FORMAT] = headers.FORMAT_VERSION
+    dropped = [name for name in table if _counts(name)]
+    try:
+        return rewrite_properties(
+            properties,
+            set_headers=ours,
+            drop_headers=[*dropped, "CC", "BCC"],
+            clear=("user_id", "expiration"),
+        )
+    except CodecError:
+        return properties  # which the publisher refuses, and says why
+
+
+def _counts(name: str) -> bool:
+    """Whether a header counts failures or tells of them."""
+    if name.startswith(headers.PREFIX):
+        return not name.startswith(_KEPT)
+    return name in BROKER_COUNTS or name.startswith(_DEATHS)
+
+
+def _without_counts(properties: bytes, table: Mapping[str, object]) -> bytes:
+    if not any(name in table for name in BROKER_COUNTS):
+        return properties
+    return rewrite_properties(properties, drop_headers=BROKER_COUNTS)
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+def _headers_of(view: Properties) -> Mapping[str, object]:
+    """Read the headers; where some are broken, those that this is about."""
+    try:
+        return view.headers
+    except CodecError:
+        pass
+    table: dict[str, object] = {}
+    for prefix in (headers.PREFIX, "x-death", "x-first-death-", "x-last-death-", *BROKER_COUNTS):
+        try:
+            table |= view.headers_beginning(prefix)
+        except CodecError:
+            continue
+    return table
+
+
+def _message_id(view: Properties) -> str | None:
+    try:
+        return view.message_id
+    except CodecError:
+        return None
+
+
+def _user_id(view: Properties) -> str | None:
+    try:
+        return view.user_id
+    except CodecError:
+        return None
+
+
+def _expiration(view: Properties) -> str | None:
+    try:
+        return view.expiration
+    except CodecError:
+        return None
+
+
+def _newer_format(table: Mapping[str, object]) -> str:
+    version = _whole(table.get(headers.FORMAT)) or 0
+    if version <= headers.FORMAT_VERSION:
+        return ""
+    return (
+        f"its headers are of format {version}, and {headers.FORMAT_VERSION} is the newest that is known here: use the "
+        "version of reliable_mq that wrote them"
+    )
+
+
+def _origin(ours: Mapping[str, object], table: Mapping[str, object], death: Mapping[str, object]) -> Origin | None:
+    queue = _text(ours.get(headers.ORIGINAL_QUEUE))
+    if queue:
+        exchange, key = ours.get(headers.ORIGINAL_EXCHANGE), ours.get(headers.ORIGINAL_ROUTING_KEY)
+        return Origin(queue, _name(exchange), _name(key))
+    queue = _text(table.get("x-first-death-queue")) or _text(death.get("queue"))
+    if not queue:
+        return None
+    exchange = table.get("x-first-death-exchange", death.get("exchange"))
+    keys = death.get("routing-keys")
+    return Origin(queue, _name(exchange), _name(keys[0]) if isinstance(keys, list) and keys else None)
+
+
+def _reason(table: Mapping[str, object], death: Mapping[str, object]) -> str:
+    last = _text(table.get("x-last-death-reason")) or _text(_last_death(table).get("reason"))
+    return last or _text(table.get("x-first-death-reason")) or _text(death.get("reason"))
+
+
+def _deaths(table: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """RabbitMQ's account, the latest first."""
+    deaths = table.get("x-death")
+    return [death for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
+
+
+def _last_death(table: Mapping[str, object]) -> Mapping[str, object]:
+    return next(iter(_deaths(table)), _NOTHING)
+
+
+def _first_death(table: Mapping[str, object]) -> Mapping[str, object]:
+    """The entry of the first death, where it is told apart; else the oldest."""
+    deaths = _deaths(table)
+    queue, reason = table.get("x-first-death-queue"), table.get("x-first-death-reason")
+    named = [death for death in deaths if (death.get("queue"), death.get("reason")) == (queue, reason)]
+    return (named or deaths or [_NOTHING])[-1]
+
+
+def _text(value: object) -> str:
+    return _name(value) or ""
+
+
+def _name(value: object) -> str | None:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _time(value: object) -> datetime | None:
+    return value if isinstance(value, datetime) else None

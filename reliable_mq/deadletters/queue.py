@@ -1,0 +1,440 @@
+"""A dead-letter queue to work with: look, count, replay, purge, export, import.
+
+Invariants: what only looks hands everything back in one `basic.nack`, in the order in which it came; one operation at a
+time uses the connection; nothing is taken out of the queue before it is confirmed elsewhere, or was asked to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO, Final, Self
+
+from reliable_mq.core.codec import CodecError, Properties, join_properties
+from reliable_mq.core.deadletters import Target
+from reliable_mq.core.lines import read_line, write_line
+from reliable_mq.core.setup import DeclareQueue, StepRefused
+from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.filter import Filter
+from reliable_mq.deadletters.message import DeadMessage
+from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing
+from reliable_mq.deadletters.statistics import Statistics
+from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, UsageError
+from reliable_mq.message import Message
+from reliable_mq.retry import RetryPolicy
+from reliable_mq.stores.resetting import ResettableStore
+from reliable_mq.sync.publisher import Publisher
+from reliable_mq.topology import Queue
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reliable_mq.durations import Duration
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.sync.confirmation import Confirmation
+    from reliable_mq.tls import TLSOptions
+
+__all__ = ["DeadLetterQueue"]
+
+_NAME: Final = "dead letters"
+_PUBLISH_TIMEOUT: Final = 60.0  # seconds
+_EVERYTHING: Final = Filter()
+_REFUSED_AT: Final = 16  # deliveries of a message, where the limit may be RabbitMQ's default of 20
+_IMPORTED_AT_A_TIME: Final = 1000
+
+
+class DeadLetterQueue:
+    """Works with the messages of a dead-letter queue, whoever has put them there. A context manager: entering connects.
+
+    One operation at a time; from any thread, but not from several at once. `browse`, `statistics` and `export` leave
+    the queue as it was: the same messages, and where all of them were gone through, in the same order. (A quorum queue
+    puts what is handed back behind other messages: a look at some of them, with a limit, gives these other places.)
+    RabbitMQ counts that they were handed out: they come as redelivered from then on, and on a quorum queue of RabbitMQ
+    4.0 to 4.2 each look counts against its delivery limit, where it has one (the queues that this package declares have
+    none). Meanwhile, nobody else sees them.
+
+    Args:
+        url: as for ``Publisher``.
+        queue: its name, or that of a ``Queue``, whose dead letters are meant: ``orders`` means ``orders.dead``.
+        credentials: as for ``Publisher``.
+        tls: as for ``Publisher``.
+        heartbeat: seconds.
+        connect_timeout: seconds for one attempt on one host.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        queue: Queue | str,
+        *,
+        credentials: Credentials | CredentialsCallback | None = None,
+        tls: TLSOptions | None = None,
+        heartbeat: int | None = None,
+        connect_timeout: Duration | None = None,
+    ) -> None:
+        name = queue.dead_letter_name if isinstance(queue, Queue) else queue
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                f"queue must be the name of one, or a Queue with a dead-letter queue, not {queue!r}"
+            )
+        self._name = name
+        settings = parse_url(
+            url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
+        )
+        self._new_publisher = partial(
+            Publisher,
+            url,
+            delivery_timeout=_PUBLISH_TIMEOUT,
+            retry=RetryPolicy(3, delays=(0.5,)),
+            tls=tls,
+            credentials=credentials,
+            heartbeat=heartbeat,
+            connect_timeout=connect_timeout,
+            name=_NAME,
+        )
+        self._channel = GetChannel(settings, name, name=_NAME)
+        self._busy: str | None = None
+        self._unlimited = True
+
+    @property
+    def name(self) -> str:
+        """The name of the queue."""
+        return self._name
+
+    def __enter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            BrokerUnavailable: no host could be reached, or none let us in.
+            TopologyMismatch: there is no such queue.
+        """
+        self._channel.__enter__()
+        try:
+            self._channel.count()
+            self._unlimited = self._is_unlimited()
+        except BaseException:
+            self._channel.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._channel.__exit__(exc_type, exc, traceback)
+
+    def __len__(self) -> int:
+        """How many messages are ready in it: those that nobody else is looking at. Blocks for a round trip."""
+        return self._channel.count().messages
+
+    # Looking
+
+    def browse(
+        self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None
+    ) -> Iterator[DeadMessage]:
+        """Give the dead letters from the head of the queue on, as far as they are there now; then hand them back.
+
+        A generator: they are handed back when it is exhausted or closed, or when the connection is.
+
+        Args:
+            chosen: which; the others are gone through as well.
+            limit: how many to give at most.
+            progress: told after every batch how many were gone through, and how many there are.
+
+        Raises:
+            StaleDelivery: the connection was lost on the way; everything is back in the queue.
+            ConsumeError: RabbitMQ does not give from this queue (a stream, or one with a single active consumer).
+            UsageError: another operation is going on.
+        """
+        with self._operation("browse"):
+            try:
+                yield from self._chosen(chosen, limit, progress)
+            finally:
+                self._channel.finish()
+
+    def statistics(self, chosen: Filter = _EVERYTHING, *, progress: Progress | None = None) -> Statistics:
+        """Count the dead letters by cause, queue and age. Errors as for `browse`."""
+        counted, now = Statistics(), datetime.now(UTC)
+        for message in self.browse(chosen, progress=progress):
+            counted.add(message, now)
+        return counted
+
+    def export(
+        self,
+        file: BinaryIO,
+        chosen: Filter = _EVERYTHING,
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Write dead letters as JSON lines, byte for byte; they stay in the queue. Errors as for `browse`.
+
+        ``import_lines`` and ``reliable-mq publish --json`` read them.
+
+        Returns:
+            How many were written.
+        """
+        written = 0
+        with closing(self.browse(chosen, limit=limit, progress=progress)) as messages:  # type: ignore[type-var]
+            for message in messages:
+                file.write(write_line(message) + b"\n")
+                written += 1
+        file.flush()
+        return written
+
+    # Moving
+
+    def replay(
+        self,
+        chosen: Filter = _EVERYTHING,
+        *,
+        to: str | Target | None = None,
+        as_published: bool = False,
+        limit: int | None = None,
+        rate: float | None = None,
+        dry_run: bool = False,
+        idempotency: ResettableStore | None = None,
+        progress: Progress | None = None,
+    ) -> ReplayReport:
+        """Publish dead letters again, each confirmed before it is taken out of the queue. Blocks until done.
+
+        What counts failures is gone from the copy, so that it has all its attempts again; everything else is as it was.
+        It may be interrupted, or killed, and run again at any time: nothing is lost, and at most one batch (200
+        messages; with a ``rate``, one second's) is published twice.
+
+        Args:
+            chosen: which.
+            to: the queue, or the exchange and routing key; by default the queue that each was in before it died.
+            as_published: to the exchange and with the routing key that each was first published with, in place of its
+                queue: every queue that is bound there gets it again.
+            limit: how many at most.
+            rate: messages per second at most.
+            dry_run: publish nothing; everything stays in the queue.
+            idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are
+                those that a consumer without an ``idempotency_key`` of its own claims.
+            progress: told after every batch how many were gone through, and how many there are.
+
+        Returns:
+            What was done, with the dead letters that could not be published; these are still in the queue.
+
+        Raises:
+            ConfigurationError: an argument is wrong; the message names it.
+            BrokerUnavailable: the connection is lost and does not come back.
+            ConsumeError: RabbitMQ does not give from this queue.
+            IdempotencyStoreError: the store does not answer.
+        """
+        routing = _routing(self._name, to, as_published=as_published)
+        _check_whole("limit", limit)
+        if rate is not None and (not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1e6):
+            raise ConfigurationError(f"rate must be a number of messages per second above 0, not {rate!r}")
+        if idempotency is not None and not isinstance(idempotency, ResettableStore):
+            raise ConfigurationError(
+                f"idempotency must be a store that can reset attempts (reset_many), not {type(idempotency).__name__}"
+            )
+        with self._operation("replay"):
+            publisher = None if dry_run else self._new_publisher()
+            try:
+                return Replay(
+                    self._channel,
+                    publisher,
+                    chosen=chosen,
+                    routing=routing,
+                    limit=limit,
+                    rate=rate,
+                    store=None if dry_run else idempotency,
+                    guard=self._guard,
+                    progress=progress,
+                ).run()
+            except BaseException:
+                self._channel.finish()
+                raise
+            finally:
+                if publisher is not None:
+                    _close(publisher)
+
+    def purge(self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None) -> int:
+        """Delete dead letters for good. Errors as for `browse`; what was deleted before stays so.
+
+        Returns:
+            How many were deleted.
+        """
+        deleted = 0
+        with self._operation("purge"):
+            try:
+                for batch in self._batches(progress):
+                    now = datetime.now(UTC)
+                    matching = [message for message in batch if chosen.matches(message, now)]
+                    if limit is not None:
+                        matching = matching[: limit - deleted]
+                    self._channel.ack(message.delivery for message in matching)
+                    deleted += len(matching)
+                    if limit is not None and deleted >= limit:
+                        break
+            finally:
+                self._channel.finish()
+        return deleted
+
+    def import_lines(
+        self, lines: Iterable[bytes], *, progress: Progress | None = None
+    ) -> tuple[int, list[tuple[int, ReliableMQError]]]:
+        """Publish JSON lines, as `export` writes them, into this queue, byte for byte. Blocks until all are settled.
+
+        A line whose message has a ``CC`` or ``BCC`` header is refused: RabbitMQ would route it to other queues as well.
+
+        Returns:
+            How many are confirmed; and the numbers, from 1, of the lines that are not, each with its error.
+        """
+        confirmed = number = 0
+        failures: list[tuple[int, ReliableMQError]] = []
+        waiting: list[tuple[int, Confirmation]] = []
+
+        def collect() -> None:
+            nonlocal confirmed
+            for line, confirmation in waiting:
+                error = confirmation.exception()
+                if error is None:
+                    confirmed += 1
+                else:
+                    failures.append((line, error))
+            waiting.clear()
+            if progress is not None:
+                progress(number, number)
+
+        publisher = self._new_publisher()
+        try:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    waiting.append((number, publisher.submit(_imported(line), routing_key=self._name)))
+                except (ConfigurationError, PublishError) as error:
+                    failures.append((number, error))
+                if len(waiting) >= _IMPORTED_AT_A_TIME:
+                    collect()
+            collect()
+        finally:
+            _close(publisher)
+        return confirmed, sorted(failures, key=lambda failure: failure[0])
+
+    # Private
+
+    def _is_unlimited(self) -> bool:
+        """Whether handing messages back can be done for ever: RabbitMQ 4.3 and newer do not count it.
+
+        Before, it counts against the delivery limit of a quorum queue, which no client can ask for. But the queue
+        exists, and to declare one that exists as what this package declares changes nothing, and tells.
+        """
+        version = self._channel.server.version_tuple
+        if version >= (4, 3):
+            return True
+        ours = Queue(self._name, dead_letter=None) if not self._name.startswith("amq.") else None
+        try:
+            if ours is not None:
+                self._channel.perform(DeclareQueue(ours.name, arguments=ours.arguments_for(version)))
+        except StepRefused:
+            return False
+        return ours is not None
+
+    def _guard(self, messages: list[DeadMessage]) -> None:
+        """Refuse to go on where handing back what was taken may soon lose it.
+
+        Raises:
+            ConsumeError: it was handed out nearly as often as RabbitMQ allows unless told otherwise.
+        """
+        if self._unlimited:
+            return
+        most = max(message.delivery_count for message in messages)
+        if most >= _REFUSED_AT:
+            raise ConsumeError(
+                f"messages of queue {self._name!r} were handed out {most} times, which RabbitMQ "
+                f"{self._channel.server.version} counts against the queue's delivery limit (20 unless it was changed); "
+                "past it they are dropped: replay them all, or set a policy with delivery-limit -1 on the queue"
+            )
+
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        if self._busy is not None:
+            raise UsageError(f"{self._busy}() is going on: exhaust or close it before {name}()")
+        self._busy = name
+        try:
+            yield
+        finally:
+            self._busy = None
+
+    def _chosen(self, chosen: Filter, limit: int | None, progress: Progress | None) -> Iterator[DeadMessage]:
+        _check_whole("limit", limit)
+        given = 0
+        wanted = BATCH if limit is None or not chosen.everything else min(limit, BATCH)
+        for batch in self._batches(progress, wanted):
+            now = datetime.now(UTC)
+            for message in batch:
+                if chosen.matches(message, now):
+                    yield message
+                    given += 1
+                    if given == limit:
+                        return
+
+    def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
+        """Go through the messages that are there now."""
+        position = total = 0
+        while position == 0 or position < total:
+            deliveries = self._channel.take(size if position == 0 else min(size, total - position))
+            if not deliveries:
+                return
+            total = total or max(self._channel.left, len(deliveries))
+            batch = [DeadMessage(delivery, position + number) for number, delivery in enumerate(deliveries, start=1)]
+            self._guard(batch)
+            yield batch
+            position += len(deliveries)
+            if progress is not None:
+                progress(position, total)
+
+
+def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routing:
+    if as_published and to is not None:
+        raise ConfigurationError("to and as_published contradict each other: give one of them")
+    if to is not None:
+        target = Target("", to) if isinstance(to, str) else Target(*to)
+        if target == Target("", own):
+            raise ConfigurationError(f"to is {own!r} itself: what is replayed would come back for ever")
+        return lambda _message: target
+    return _as_published if as_published else _to_queue
+
+
+def _to_queue(message: DeadMessage) -> Target | None:
+    return None if message.origin is None else Target("", message.origin.queue)
+
+
+def _as_published(message: DeadMessage) -> Target | None:
+    origin = message.origin
+    if origin is None or origin.exchange is None or origin.routing_key is None:
+        return None
+    return Target(origin.exchange, origin.routing_key)
+
+
+def _imported(line: bytes) -> Message:
+    message = read_line(line).message
+    view = Properties(message.encoded_properties or join_properties({}))
+    try:
+        routing = view.headers_beginning("CC").keys() | view.headers_beginning("BCC").keys()
+    except CodecError as error:
+        raise ConfigurationError(f"its headers are broken: {error}") from error
+    if {"CC", "BCC"} & routing:
+        raise ConfigurationError("it has a CC or BCC header, which would route it to other queues too")
+    return message
+
+
+def _close(publisher: Publisher) -> None:
+    try:
+        publisher.close(0)
+    except PublishError:
+        return  # each was looked at, or is still in the dead-letter queue
+
+
+def _check_whole(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,281 @@
+"""A replay: dead letters go back where they came from, each confirmed before it is acked.
+
+Invariants: a dead letter is acked after its copy was confirmed and never before, so that whatever dies in between, it
+is in the dead-letter queue, at its target, or in both; no more than one batch (`BATCH`, less under a rate) is in both
+after a crash; what this very run has published and could not ack, because a channel was lost, is acked when it comes
+again and not published twice; a run ends with the messages that were there when it began: what comes back to the
+dead-letter queue meanwhile is left to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from reliable_mq.core.deadletters import Target
+from reliable_mq.core.handling import Claiming
+from reliable_mq.deadletters.message import DeadMessage
+from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
+
+if TYPE_CHECKING:
+    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.deadletters.channel import GetChannel
+    from reliable_mq.deadletters.filter import Filter
+    from reliable_mq.stores.resetting import ResettableStore
+    from reliable_mq.sync.confirmation import Confirmation
+    from reliable_mq.sync.publisher import Publisher
+
+__all__ = ["BATCH", "Progress", "Replay", "ReplayReport", "Routing"]
+
+#: Dead letters that are taken, published and acked together.
+BATCH: Final = 200
+_FAILURES_KEPT: Final = 1000
+_GRACE: Final = 5.0  # seconds for what was published to be confirmed, when a run is interrupted
+_LOSSES: Final = 10  # in a row, without anything done in between
+
+#: Called with how many were gone through, and how many there are.
+Progress: TypeAlias = Callable[[int, int], object]
+#: Says where a dead letter goes; None where that is not known.
+Routing: TypeAlias = Callable[[DeadMessage], Target | None]
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """What a replay did.
+
+    Attributes:
+        examined: dead letters that were gone through.
+        replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
+        handed_out_before: of these, those that had been handed out before: looked at, or published by a replay that was
+            cut off before it could ack them. Those may be duplicates.
+        already_published: those that this run had published before a channel was lost, and that were only acked now.
+        failed: how many could not be published; they are still in the dead-letter queue.
+        failures: the first thousand of these, each with its error.
+    """
+
+    examined: int = 0
+    replayed: int = 0
+    handed_out_before: int = 0
+    already_published: int = 0
+    failed: int = 0
+    failures: list[tuple[DeadMessage, ReliableMQError]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failed
+
+
+class Replay:
+    """One run. It takes from `channel`, and publishes with `publisher`; None for a dry run.
+
+    Args:
+        channel: of the dead-letter queue.
+        publisher: to publish with.
+        chosen: which.
+        routing: where to.
+        limit: how many to publish at most.
+        rate: messages per second; None for as fast as it goes.
+        store: where attempts are counted, too, which are reset.
+        guard: raises where handing back one of these may lose it.
+        progress: told after every batch.
+    """
+
+    def __init__(
+        self,
+        channel: GetChannel,
+        publisher: Publisher | None,
+        *,
+        chosen: Filter,
+        routing: Routing,
+        limit: int | None,
+        rate: float | None,
+        store: ResettableStore | None,
+        guard: Callable[[list[DeadMessage]], None],
+        progress: Progress | None,
+    ) -> None:
+        self.report = ReplayReport()
+        self._channel = channel
+        self._publisher = publisher
+        self._chosen = chosen
+        self._routing = routing
+        self._limit = limit
+        self._rate = rate
+        self._store = store
+        self._guard = guard
+        self._progress = progress
+        self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
+        self._began = time.monotonic()
+        self._total = 0  # messages that there were at the beginning
+        self._acked = 0
+        self._unacked: Counter[bytes] = Counter()  # published by this run, and not known to be acked
+        self._failed: Counter[bytes] = Counter()  # so that they are counted once
+
+    def run(self) -> ReplayReport:
+        """Do it. Blocks until it is done.
+
+        Raises:
+            BrokerUnavailable: the connection is lost and does not come back. What was confirmed and not acked may be
+                replayed again by the next run.
+            ConsumeError: RabbitMQ does not give from the queue.
+            IdempotencyStoreError: the store does not answer.
+        """
+        losses = 0
+        while True:
+            before = self._acked
+            try:
+                self._go_through()
+                break
+            except StaleDelivery:
+                losses = 1 if self._acked > before else losses + 1
+                if losses > _LOSSES:
+                    raise
+        self._channel.finish()
+        return self.report
+
+    @property
+    def _enough(self) -> bool:
+        return self._limit is not None and self.report.replayed >= self._limit
+
+    def _go_through(self) -> None:
+        """Go through the queue from its head, as far as the messages that were there at the beginning."""
+        position = self._acked
+        while not self._enough and (position < self._total or not self._total):
+            most = self._batch if not self._total else min(self._batch, self._total - position)
+            deliveries = self._channel.take(most)
+            if not deliveries:
+                break
+            self._total = self._total or max(self._channel.left, len(deliveries))
+            messages = [DeadMessage(delivery, position + number) for number, delivery in enumerate(deliveries, start=1)]
+            position += len(messages)
+            self._guard(messages)
+            self._handle(messages)
+            self.report.examined = max(self.report.examined, position)
+            if self._progress is not None:
+                self._progress(position, self._total)
+
+    def _handle(self, messages: list[DeadMessage]) -> None:
+        done: list[DeadMessage] = []
+        chosen: list[DeadMessage] = []
+        now = datetime.now(UTC)
+        for message in messages:
+            if message.redelivered and self._unacked[_digest(message)]:
+                self._unacked[_digest(message)] -= 1
+                done.append(message)
+            elif self._chosen.matches(message, now):
+                chosen.append(message)
+        if self._limit is not None:
+            chosen = chosen[: self._limit - self.report.replayed]
+        if self._publisher is None:
+            for message in chosen:
+                if self._target(message) is not None:
+                    self.report.replayed += 1
+            return
+        confirmations: list[tuple[DeadMessage, Confirmation]] = []
+        try:
+            self._submit(self._publisher, chosen, confirmations)
+            for _message, confirmation in confirmations:
+                confirmation.exception()
+        except BaseException:
+            self._settle(done, confirmations, _GRACE)
+            raise
+        self._settle(done, confirmations, None)
+
+    def _submit(
+        self, publisher: Publisher, messages: list[DeadMessage], confirmations: list[tuple[DeadMessage, Confirmation]]
+    ) -> None:
+        targets = [(message, target) for message in messages if (target := self._target(message)) is not None]
+        self._reset([message for message, _ in targets])
+        for message, target in targets:
+            self._pace(len(confirmations))
+            try:
+                confirmation = publisher.submit(
+                    message.replayed(), exchange=target.exchange, routing_key=target.routing_key
+                )
+            except (ConfigurationError, PublishError) as error:
+                self._fail(message, error)
+            else:
+                confirmations.append((message, confirmation))
+
+    def _settle(
+        self, done: list[DeadMessage], confirmations: list[tuple[DeadMessage, Confirmation]], grace: float | None
+    ) -> None:
+        """Ack what is confirmed. With a `grace`, what is not confirmed within it is left as it is."""
+        deadline = None if grace is None else time.monotonic() + grace
+        confirmed = []
+        for message, confirmation in confirmations:
+            try:
+                error = confirmation.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                continue
+            if error is None:
+                confirmed.append(message)
+            else:
+                self._fail(message, error)
+        self.report.replayed += len(confirmed)
+        self.report.handed_out_before += sum(message.redelivered for message in confirmed)
+        try:
+            self._channel.ack([message.delivery for message in (*done, *confirmed)])
+        except ReliableMQError:
+            self._unacked.update(_digest(message) for message in (*done, *confirmed))
+            raise
+        self.report.already_published += len(done)
+        self._acked += len(done) + len(confirmed)
+
+    def _target(self, message: DeadMessage) -> Target | None:
+        if message.unreadable:
+            self._fail(message, ConsumeError(message.unreadable))
+            return None
+        target = self._routing(message)
+        if target is None:
+            self._fail(message, ConsumeError("nobody said where it came from: say where it is to go"))
+        return target
+
+    def _fail(self, message: DeadMessage, error: ReliableMQError) -> None:
+        digest = _digest(message)
+        if message.redelivered and self._failed[digest]:
+            self._failed[digest] -= 1  # it failed before the channel was lost
+        else:
+            self.report.failed += 1
+            if len(self.report.failures) < _FAILURES_KEPT:
+                self.report.failures.append((message, error))
+
+    def _reset(self, messages: list[DeadMessage]) -> None:
+        if self._store is None:
+            return
+        keys = [key for message in messages if (key := _key(message)) is not None]
+        if keys:
+            self._store.reset_many(keys)
+
+    def _pace(self, in_batch: int) -> None:
+        if self._rate is None:
+            return
+        due = self._began + (self.report.replayed + in_batch) / self._rate
+        remaining = due - time.monotonic()
+        if remaining > 0:
+            threading.Event().wait(remaining)
+
+
+def _key(message: DeadMessage) -> str | None:
+    """The key that the consumer of its queue claims, where that has no ``idempotency_key`` of its own."""
+    if message.origin is None or not message.message_id:
+        return None
+    claiming = Claiming(namespace=message.origin.queue, key=_message_id, lease=1.0, max_attempts=1)
+    return claiming.key_of(message.delivery)
+
+
+def _message_id(delivery: Delivery) -> str | None:
+    return delivery.message_id
+
+
+def _digest(message: DeadMessage) -> bytes:
+    digest = hashlib.sha256(message.properties)
+    digest.update(len(message.properties).to_bytes(8))
+    digest.update(message.body)
+    return digest.digest()
