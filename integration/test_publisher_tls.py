@@ -157,6 +157,7 @@ def test_f53_certificate_goes_bad_and_is_renewed(
         assert book(checker, submit(checker, publisher, "orders")) is None
         tls_vhost.broker.change_certificate(files(authority, bad))
         wait_until(tls_vhost.close_connections, timeout=20, what="the connection to be known and closed")
+        wait_until(lambda: not publisher.connected, timeout=20, what="the loss to be noticed")
         confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
         with pytest.raises(BrokerUnavailable, match=reason):
             publisher.connect()
