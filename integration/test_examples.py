@@ -90,8 +90,8 @@ def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost) -> None:
 def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
     """The example of a user's own tests with the fault proxy passes under pytest, with nothing of this suite around."""
     printed = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
-        "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
+        str(EXAMPLES), "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
     )  # fmt: skip
     assert_prints("test_with_faults", printed)
 
