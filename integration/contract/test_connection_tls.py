@@ -61,26 +61,27 @@ def options(authority: Authority, client: Certificate) -> TLSOptions:
 
 
 def test_more_than_any_buffer_holds_goes_both_ways(
-    tls_broker: Broker, authority: Authority, client: Certificate
+    tls_broker: Broker, authority: Authority, client: Certificate, connection_face: str
 ) -> None:
+    queue = f"q-{connection_face}"
     url = f"amqps://guest:guest@localhost:{tls_broker.tls_port}/"
-    body = bytes(range(256)) * 16384  # 4 MiB
+    large = [bytes(range(256)) * 4096 * 8] * 2  # MiB, each more than a kernel takes at once
     tls = options(authority, client)
-    with Recorded(url, lambda _: publisher_setup([Queue("q", type="classic")], ()), tls=tls) as recorded:
+    with Recorded(url, lambda _: publisher_setup([Queue(queue, type="classic")], ()), tls=tls) as recorded:
         recorded.client.wait_for("ready")
-        for _ in range(4):
-            recorded.publish("q", body)
+        written = [recorded.encoded(queue, body) for body in large]
+        recorded.call(lambda: [recorded.io.write(data) for data in written])
         for _ in range(500):
-            recorded.publish("q", b"small")
+            recorded.publish(queue, b"small")
         wait_until(
-            lambda: max((tag for tag, _ in recorded.client.all("acked")), default=0) == 504,
+            lambda: max((tag for tag, _ in recorded.client.all("acked")), default=0) == 502,
             timeout=30,
             what="all confirms",
         )
         assert recorded.client.all("write_drained")
-    with Recorded(url, lambda _: consumer_setup("q", [], (), prefetch=0, consumer_tag="tag"), tls=tls) as recorded:
-        wait_until(lambda: len(bodies(recorded)) == 504, timeout=30, what="all deliveries")
-        assert bodies(recorded) == [body] * 4 + [b"small"] * 500
+    with Recorded(url, lambda _: consumer_setup(queue, [], (), prefetch=0, consumer_tag="tag"), tls=tls) as recorded:
+        wait_until(lambda: len(bodies(recorded)) == 502, timeout=30, what="all deliveries")
+        assert bodies(recorded) == [*large, *[b"small"] * 500]
 
 
 def bodies(recorded: Recorded) -> list[bytes]:

@@ -66,6 +66,7 @@ def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Checker) 
     assert not balance.duplicated
 
 
+@pytest.mark.one_face("aio")
 @pytest.mark.timeout(1200)
 def test_f55_many_reconnects_and_publishes_leave_memory_and_descriptors_flat(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_face: str
@@ -176,6 +177,7 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
         unused.publish(Message(b"x"), routing_key="orders")
 
 
+@pytest.mark.one_face("aio")
 def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broker, private_vhost: VirtualHost) -> None:
     """close() while the broker is away gives up after its timeout, and the messages are reported as unconfirmed."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
@@ -190,6 +192,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broke
     private_broker.start()
 
 
+@pytest.mark.one_face("sync")
 def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
     private_broker: Broker, private_vhost: VirtualHost
 ) -> None:

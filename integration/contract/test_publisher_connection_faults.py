@@ -29,6 +29,7 @@ def wait_for_confirms(load: Load, count: int) -> None:
     wait_until(lambda: load.confirmed >= count, timeout=60, what=f"{count} confirms")
 
 
+@pytest.mark.one_face("aio")
 def test_f01_broker_is_killed_while_messages_are_outstanding(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
@@ -45,6 +46,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
     checker.close()
 
 
+@pytest.mark.one_face("sync")
 def test_f02_broker_is_restarted_gracefully(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
@@ -138,6 +140,7 @@ def test_f06_f07_connection_is_a_black_hole(
     checker.close()
 
 
+@pytest.mark.one_face("aio")
 def test_f06_every_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -155,6 +158,7 @@ def test_f06_every_connection_is_a_black_hole(
     checker.close()
 
 
+@pytest.mark.one_face("aio")
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
@@ -170,6 +174,7 @@ def test_f08_slow_and_jittery_network(
     checker.close()
 
 
+@pytest.mark.one_face("aio")
 def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
     """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
     proxy = fault_proxy(vhost.url)
@@ -202,6 +207,7 @@ def test_f10_peer_stops_reading_then_resets(
     checker.close()
 
 
+@pytest.mark.one_face("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, seconds: int

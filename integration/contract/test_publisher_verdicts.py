@@ -177,6 +177,7 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
         assert confirmation.result(20).possible_duplicate
 
 
+@pytest.mark.one_face("aio")
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_alarm_blocks_publishing(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, alarm: str

@@ -169,9 +169,14 @@ class Recorded:
 
     def publish(self, routing_key: str, body: bytes = b"x", *, exchange: str = "", mandatory: bool = True) -> None:
         """Write one publish, on the channel and with the frame size of the last ``ready``."""
+        data = self.encoded(routing_key, body, exchange=exchange, mandatory=mandatory)
+        self.call(lambda: self.io.write(data))
+
+    def encoded(self, routing_key: str, body: bytes, *, exchange: str = "", mandatory: bool = True) -> bytes:
+        """The frames of one publish."""
         _, channel, frame_max, _ = self.client.all("ready")[-1]
         out: list[bytes] = []
         head = publish_head(channel, exchange, routing_key, mandatory)
         message = Message(body)
         append_publish(out, head, channel, encode_properties(message), message.body, frame_max)
-        self.call(lambda: self.io.write(b"".join(out)))
+        return b"".join(out)
