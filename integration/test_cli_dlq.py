@@ -1,0 +1,194 @@
+"""``reliable-mq dlq`` as a shell uses it, on both lines; and what a kill in the middle of a replay does."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.command_line import run_cli, start_cli
+from integration.support.waiting import wait_until
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.core import headers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+
+ORDERS = Queue("orders")
+DEAD = "orders.dead"
+
+
+def publish(vhost: VirtualHost, count: int) -> list[Message]:
+    """Dead letters as a consumer leaves them: every tenth of a timeout, the others of an error."""
+    letters = [
+        Message(
+            f"order {number}".encode(),
+            message_id=f"id-{number}",
+            headers={
+                headers.FORMAT: 1,
+                headers.ORIGINAL_QUEUE: "orders",
+                headers.DEAD_LETTER_REASON: "5 of 5 attempts failed",
+                headers.EXCEPTION_TYPE: "shop.PaymentTimeout" if number % 10 == 0 else "ValueError",
+                headers.EXCEPTION_MESSAGE: f"[red]no\\n {number}",
+                headers.ATTEMPTS: 5,
+                "shop": "north",
+            },
+        )
+        for number in range(count)
+    ]
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(letters, routing_key=DEAD).ok
+    return letters
+
+
+def dlq(command: str, vhost: VirtualHost, *arguments: str, status: int = 0, stdin: bytes = b"") -> tuple[str, str]:
+    done = run_cli("dlq", command, vhost.url, *arguments, stdin=stdin)
+    assert done.returncode == status, done.stderr
+    return done.stdout.decode(), done.stderr.decode()
+
+
+def ready(vhost: VirtualHost, queue: str) -> int:
+    with vhost.connect() as connection:
+        count: int = connection.channel().queue_declare(queue, passive=True).method.message_count
+        return count
+
+
+def wait_for_more_than(count: int, vhost: VirtualHost) -> None:
+    """Wait until more than so many dead letters are back in their queue."""
+    wait_until(lambda: ready(vhost, "orders") > count, timeout=30, what="a part of them", interval=0.005)
+
+
+def test_dead_letters_are_listed_shown_and_counted(any_vhost: VirtualHost) -> None:
+    publish(any_vhost, 30)
+    listed, progress = dlq("list", any_vhost, DEAD, "--limit", "12")
+    assert progress == ""
+    assert "12 shown; 30 messages in orders.dead" in listed
+    assert "shop.PaymentTimeout: [red]no\\n 0" in listed  # no markup, and nothing that moves a cursor
+    rows = [
+        json.loads(line) for line in dlq("list", any_vhost, DEAD, "--json", "--exception", "*Timeout")[0].splitlines()
+    ]
+    assert sorted(row["message_id"] for row in rows) == ["id-0", "id-10", "id-20"]
+    assert rows[0]["queue"] == "orders"
+    shown, _ = dlq("show", any_vhost, DEAD, "--message-id", "id-7")
+    for expected in ("id-7", "ValueError", "5 of 5 attempts failed", "header shop", "north", "order 7"):
+        assert expected in shown
+    assert dlq("show", any_vhost, DEAD, "--message-id", "no", status=1)[0] == "no such message in orders.dead\n"
+    counted = json.loads(dlq("stats", any_vhost, DEAD, "--json")[0])
+    assert (counted["messages"], counted["by_cause"]) == (30, {"ValueError": 27, "shop.PaymentTimeout": 3})
+    assert counted["by_age"]["unknown"] == 30
+    table, _ = dlq("stats", any_vhost, DEAD, "--header", "shop=north")
+    assert "30 dead letters" in table
+    assert any_vhost.live_counts()[DEAD] == 30
+
+
+def test_chosen_dead_letters_are_replayed(any_vhost: VirtualHost) -> None:
+    publish(any_vhost, 30)
+    _, dry = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout", "--dry-run")
+    assert dry == "3 of 30 would be replayed\n"
+    _, told = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout")
+    assert told.startswith("3 of 30 replayed; 3 had been handed out before")
+    _, told = dlq("replay", any_vhost, DEAD, "--limit", "1", "--to", "nowhere", status=1)
+    assert "312 NO_ROUTE" in told
+    assert "failed, and stay" in told
+    counts = any_vhost.live_counts()
+    assert (counts["orders"], counts[DEAD]) == (3, 27)
+
+
+def test_a_purge_asks(vhost: VirtualHost) -> None:
+    publish(vhost, 5)
+    _, asked = dlq("purge", vhost, DEAD, stdin=b"n\n", status=1)
+    assert "orders.dead holds 5 messages. Delete all for good? [y/N]" in asked
+    assert dlq("purge", vhost, DEAD, "--message-id", "id-3", stdin=b"y\n")[1].endswith("1 deleted\n")
+    assert dlq("purge", vhost, DEAD, "--yes")[1] == "4 deleted\n"
+    assert vhost.live_counts()[DEAD] == 0
+
+
+def test_an_export_to_a_file_is_imported_elsewhere(vhost: VirtualHost, tmp_path: Path) -> None:
+    publish(vhost, 5)
+    file = tmp_path / "dead.jsonl"
+    dlq("export", vhost, DEAD, str(file))
+    to_stdout, _ = dlq("export", vhost, DEAD, "--limit", "2")
+    assert len(to_stdout.splitlines()) == 2
+    _, told = dlq("import", vhost, "orders", str(file))
+    assert told == "5 of 5 messages confirmed\n"
+    _, told = dlq("import", vhost, "orders", status=1, stdin=b'{"body": "x"}\nnothing\n')
+    assert told == "line 2: not JSON: Expecting value: line 1 column 1 (char 0)\n1 of 2 messages confirmed\n"
+    counts = vhost.live_counts()
+    assert (counts["orders"], counts[DEAD]) == (6, 5)
+
+
+def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
+    for arguments, expected in (
+        (["--older-than", "soon"], "takes a number with s, m, h, d or w"),
+        (["--header", "x"], "takes NAME=VALUE"),
+        (["--exchange", "x"], "go together"),
+        (["--idempotency", "nothing:at-all"], "No module named 'nothing'"),
+    ):
+        assert expected in " ".join(dlq("replay", vhost, DEAD, *arguments, status=2)[1].replace("│", " ").split())
+    assert "no queue 'missing'" in dlq("list", vhost, "missing", status=1)[1]
+
+
+def test_the_attempts_that_a_store_counts_are_reset(
+    vhost: VirtualHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is named as Python names it, relative to the working directory."""
+    publish(vhost, 1)
+    (tmp_path / "shopstore.py").write_text(
+        "class Store:\n"
+        "    def reset_many(self, keys):\n"
+        "        print('reset', *keys, flush=True)\n"
+        "        return [True for _ in keys]\n"
+        "store = Store()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done, told = dlq("replay", vhost, DEAD, "--idempotency", "shopstore:store")
+    assert done == "reset orders|id-0\n"
+    assert told == "1 of 1 replayed\n"
+
+
+def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, checker: Checker) -> None:
+    """SIGKILL, twice: nothing is lost, what was published and not acked is there twice, a batch of it at most."""
+    letters = publish(any_vhost, 600)
+    for letter in letters:
+        checker.attempted(letter.message_id)
+        checker.confirmed(letter.message_id)
+    for already in (50, 250):
+        replaying = start_cli("dlq", "replay", any_vhost.url, DEAD)
+        try:
+            wait_for_more_than(already, any_vhost)
+        finally:
+            replaying.send_signal(signal.SIGKILL)
+            replaying.communicate()
+    published = ready(any_vhost, "orders")
+    wait_until(lambda: ready(any_vhost, DEAD) >= 600 - published, timeout=30, what="the rest handed back")
+    _, told = dlq("replay", any_vhost, DEAD)
+    assert "replayed" in told
+    assert any_vhost.live_counts()[DEAD] == 0
+    checker.drain(any_vhost, ["orders"])
+    balance = checker.close()
+    assert len(balance.duplicated) <= 2 * 200
+    assert "handed out before" in told
+
+
+def test_a_replay_whose_connections_are_closed_goes_on_by_itself(vhost: VirtualHost, checker: Checker) -> None:
+    """Again and again, that which takes as well as that which publishes: the end is the same."""
+    letters = publish(vhost, 500)
+    for letter in letters:
+        checker.attempted(letter.message_id)
+        checker.confirmed(letter.message_id)
+    replaying = start_cli("dlq", "replay", vhost.url, DEAD, "--rate", "150")
+    closed = 0
+    for already in (50, 250):
+        wait_for_more_than(already, vhost)
+        closed += vhost.close_connections()
+    _, errors = replaying.communicate(timeout=60)
+    assert replaying.returncode == 0, errors
+    assert closed >= 2
+    assert vhost.live_counts()[DEAD] == 0
+    checker.drain(vhost, ["orders"])
+    checker.close()
