@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
 # Those with a test of their own below.
-SPECIAL = {"service", "tls", "test_with_faults"}
+SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio"}
 DEADLINE = 60.0
 
 _PRINTS = re.compile(r"^Prints[^\n]*::\n\n((?:(?: {4}[^\n]*)?\n)+)", re.MULTILINE)
@@ -75,16 +75,17 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
         assert_prints(example, run(f"{example}.py", RELIABLE_MQ_URL=vhost.url))
 
 
-def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost) -> None:
+@pytest.mark.parametrize("service", ["service", "asyncio_service"])
+def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service: str) -> None:
     """The example of a service runs until SIGTERM, and ends with everything settled."""
-    wanted = expected("service").splitlines()
+    wanted = expected(service).splitlines()
     printed, status = run_until(
-        ["service.py"], len(wanted) - 1, environment(RELIABLE_MQ_URL=vhost.url, PYTHONUNBUFFERED="1"), EXAMPLES
+        [f"{service}.py"], len(wanted) - 1, environment(RELIABLE_MQ_URL=vhost.url, PYTHONUNBUFFERED="1"), EXAMPLES
     )
     assert printed == wanted
     assert status == 0
-    assert vhost.live_counts()["example.service.orders"] == 0
-    assert vhost.live_counts()["example.service.invoices"] == 3
+    assert vhost.live_counts()[f"example.{service}.orders"] == 0
+    assert vhost.live_counts()[f"example.{service}.invoices"] == 3
 
 
 def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
@@ -94,6 +95,15 @@ def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
         str(EXAMPLES), "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
     )  # fmt: skip
     assert_prints("test_with_faults", printed)
+
+
+def test_the_tests_of_asyncio_code_pass(vhost: VirtualHost) -> None:
+    """The example of tests with pytest-asyncio passes likewise."""
+    printed = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(EXAMPLES),
+        "-o", "asyncio_default_fixture_loop_scope=function", "test_asyncio.py", RELIABLE_MQ_URL=vhost.url,
+    )  # fmt: skip
+    assert_prints("test_asyncio", printed)
 
 
 @pytest.fixture
@@ -128,17 +138,17 @@ def test_the_example_of_tls_prints_what_it_says(tls: Mapping[str, str]) -> None:
     assert_prints("tls", run("tls.py", **tls))
 
 
-def test_the_first_program_of_the_readme_runs(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The README's first program publishes and handles until it is stopped, and leaves nothing behind."""
-    program = re.search(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert program is not None
+@pytest.mark.parametrize("number", [0, 1], ids=["sync", "asyncio"])
+def test_the_first_programs_of_the_readme_run(vhost: VirtualHost, tmp_path: Path, number: int) -> None:
+    """The README's first programs publish and handle until they are stopped, and leave nothing behind."""
+    programs = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     url = '"amqp://guest:guest@localhost/"'
-    assert program[1].count(url) == 1, "the URL stands in one place, for a reader to change"
-    (tmp_path / "first.py").write_text(program[1].replace(url, repr(vhost.url)))
+    assert programs[number].count(url) == 1, "the URL stands in one place, for a reader to change"
+    (tmp_path / "first.py").write_text(programs[number].replace(url, repr(vhost.url)))
     printed, status = run_until(["first.py"], 2, environment(PYTHONUNBUFFERED="1"), tmp_path)
     assert printed == ["handling order 1, attempt 1", "handling order 2, attempt 1"]
     assert status == 0
-    assert vhost.live_counts() == {"orders": 0, "orders.dead": 0}
+    assert not any(vhost.live_counts().values())
 
 
 def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:

@@ -1,0 +1,44 @@
+"""The service of ``service.py`` on asyncio: it consumes orders and publishes an invoice for each, until it is stopped.
+
+The names and arguments are the same; what waits there is awaited here. The handler is a coroutine function, of which
+``concurrency`` run at a time, each in a task of its own. ``run`` returns on SIGTERM, on Ctrl-C and on ``stop()``.
+
+Prints, after it was stopped::
+
+    order 1 -> invoice 1
+    order 2 -> invoice 2
+    order 3 -> invoice 3
+    stopped: 3 orders handled, 3 acknowledged, 3 invoices confirmed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from reliable_mq import AsyncConsumer, AsyncPublisher, Delivery, Message, Queue
+
+URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
+ORDERS, INVOICES = Queue("example.asyncio_service.orders"), Queue("example.asyncio_service.invoices")
+
+
+async def main() -> None:
+    async with AsyncPublisher(URL, topology=[ORDERS, INVOICES], name="invoices") as publisher:
+        for number in (1, 2, 3):  # something to do
+            await publisher.publish(Message.json({"order": number}), routing_key=ORDERS.name)
+
+        async def handle(delivery: Delivery) -> None:
+            order = delivery.json()["order"]
+            invoice = Message.json({"invoice": order}, message_id=f"invoice-of-{delivery.message_id}")
+            await publisher.publish(invoice, routing_key=INVOICES.name)
+            print(f"order {order} -> invoice {order}", flush=True)
+
+        consumer = AsyncConsumer(URL, ORDERS, handle, stop_timeout=20, name="orders")
+        await consumer.run()
+        confirmed = publisher.statistics.confirmed - 3
+    counts = consumer.statistics
+    print(f"stopped: {counts.handled} orders handled, {counts.acked} acknowledged, {confirmed} invoices confirmed")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,77 @@
+"""A FastAPI application that publishes what it is sent and consumes it in the background: both live in the lifespan.
+
+``POST /orders`` answers 202 once the broker has the order, and 503 where it has not taken it or nobody knows. A client
+that tries again sends the same ``order``, from which the ``message_id`` is made: whoever handles orders can tell.
+
+Signals are the server's: it ends the lifespan, which stops the consumer, then flushes the publisher. With
+``uvicorn fastapi_service:app`` it serves for real; run as a program, it sends itself two requests.
+
+Prints::
+
+    202 {'message_id': 'order-1'}
+    202 {'message_id': 'order-2'}
+    confirmed: 2, handled: [1, 2]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+from fastapi import FastAPI, HTTPException, Request
+
+from reliable_mq import AsyncConsumer, AsyncPublisher, Delivery, Message, PublishError, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
+ORDERS = Queue("example.fastapi.orders")
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    handled: asyncio.Queue[int] = asyncio.Queue()
+
+    async def handle(delivery: Delivery) -> None:
+        handled.put_nowait(delivery.json()["order"])
+
+    async with (
+        AsyncPublisher(URL, topology=[ORDERS], delivery_timeout=10) as publisher,
+        AsyncConsumer(URL, ORDERS, handle),
+    ):
+        app.state.publisher, app.state.handled = publisher, handled
+        yield  # requests are served
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.post("/orders", status_code=202)
+async def place(request: Request) -> dict[str, str]:
+    publisher: AsyncPublisher = request.app.state.publisher
+    order = await request.json()
+    message = Message.json(order, message_id=f"order-{order['order']}")
+    try:
+        receipt = await publisher.publish(message, routing_key=ORDERS.name)
+    except PublishError as error:
+        raise HTTPException(503, str(error)) from error
+    return {"message_id": receipt.message_id}
+
+
+async def main() -> None:
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            for number in (1, 2):
+                response = await client.post("/orders", json={"order": number})
+                print(response.status_code, response.json())
+        handled = [await app.state.handled.get() for _ in range(2)]
+        print(f"confirmed: {app.state.publisher.statistics.confirmed}, handled: {sorted(handled)}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
