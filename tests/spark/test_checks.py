@@ -1,0 +1,129 @@
+"""What is said of a queue at the start of a query, and how its arguments are found out."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.spark.checks import Arguments, Verdict, corrected, judge
+
+QUORUM = {"x-queue-type": "quorum"}
+DEAD = {"x-dead-letter-exchange": ""}
+V40, V312 = (4, 0, 5), (3, 12, 0)
+
+
+def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: bool) -> Verdict:
+    return judge("q", Arguments(values=values, **more), version)
+
+
+@pytest.mark.parametrize(
+    ("values", "version"),
+    [
+        ({}, V40),
+        ({"x-queue-type": "classic"}, V40),
+        ({**QUORUM, "x-delivery-limit": -1}, V40),
+        ({**QUORUM, "x-delivery-limit": -1, **DEAD}, V40),
+        (QUORUM, V312),
+    ],
+)
+def test_a_sound_queue_is_not_spoken_of(values: dict[str, object], version: tuple[int, ...]) -> None:
+    """Classic ones, and quorum queues that count for ever."""
+    assert verdict(values, version) == Verdict()
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"), [(QUORUM, "20 (the broker's default)"), ({**QUORUM, "x-delivery-limit": 3}, "3")]
+)
+def test_a_limit_without_a_dead_letter_exchange_drops_messages(values: dict[str, object], limit: str) -> None:
+    """The text says after how many deliveries, and what to do."""
+    dropped = verdict(values).dropped
+    assert f"delivery limit of {limit}:" in dropped
+    assert "x-delivery-limit=-1, or with a dead-letter exchange" in dropped
+
+
+def test_a_limit_with_a_dead_letter_exchange_is_a_warning() -> None:
+    """What is read too often goes there."""
+    found = verdict({**QUORUM, **DEAD})
+    assert found.dropped == ""
+    assert "after 21 deliveries they are dead-lettered" in found.warnings[0]
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    """Streams in queue mode; a queue that goes when its consumer does."""
+    assert "option stream" in verdict({"x-queue-type": "stream"}).refused
+    assert "auto-delete" in verdict({}, auto_delete=True).refused
+
+
+def test_what_had_better_be_known_is_a_warning() -> None:
+    """A queue that is not durable; a consumer timeout shorter than a batch may take."""
+    assert "not durable" in verdict({}, durable=False).warnings[0]
+    assert (
+        "x-consumer-timeout=5000 ms"
+        in verdict({**QUORUM, "x-delivery-limit": -1, "x-consumer-timeout": 5000}).warnings[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("assumed", "text", "found"),
+    [
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received none but "
+                "current is the value 'quorum' of type 'longstr'"
+            ),
+            Arguments(values=QUORUM),
+        ),
+        (
+            Arguments(values={**QUORUM, "x-delivery-limit": -1}),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received the value "
+                "'-1' of type 'signedint' but current is none"
+            ),
+            Arguments(values=QUORUM),
+        ),
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received none but "
+                "current is the value '7' of type 'signedint'"
+            ),
+            Arguments(values={"x-delivery-limit": 7}),
+        ),
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-single-active-consumer' for queue 'q' in vhost '/': received "
+                "none but current is the value 'true' of type 'bool'"
+            ),
+            Arguments(values={"x-single-active-consumer": True}),
+        ),
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'durable' for queue 'q' in vhost '/': received 'true' but current "
+                "is 'false'"
+            ),
+            Arguments(durable=False),
+        ),
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'auto_delete' for queue 'q' in vhost '/': received 'false' but "
+                "current is 'true'"
+            ),
+            Arguments(auto_delete=True),
+        ),
+        (Arguments(), "PRECONDITION_FAILED - something else", None),
+        (
+            Arguments(),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-expires' for queue 'q' in vhost '/': received none but current "
+                "is none"
+            ),
+            None,
+        ),
+    ],
+)
+def test_a_refusal_tells_one_argument(assumed: Arguments, text: str, found: Arguments | None) -> None:
+    """In the type that it has; nothing is guessed."""
+    assert corrected("q", assumed, text) == found

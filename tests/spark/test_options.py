@@ -1,0 +1,137 @@
+"""The options of the data source: what is taken, and what is refused with which words."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.options import QueueOptions, StreamOptions, read_options, write_options
+
+URL = "amqp://user:s3cret@localhost/"
+
+
+def read(*, streaming: bool = True, **given: str) -> Any:
+    return read_options({"url": URL, **given}, streaming=streaming)
+
+
+def test_queues_are_named_in_one_option() -> None:
+    """Separated by commas; names of options in any case."""
+    options = read_options({"URL": URL, "Queue": "a, b"}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    assert options.queues == ("a", "b")
+    assert (options.max_messages, options.max_bytes, options.prefetch) == (65535, 32 * 2**20, 2000)
+    assert options.min_partitions is None
+    assert options.fail_on_data_loss is True
+
+
+def test_every_option_of_a_queue_is_taken() -> None:
+    """As the number or truth that it says."""
+    options = read(
+        queue="a", maxMessagesPerTrigger="5", maxBytesPerTrigger="1000", prefetch="7", minPartitions="3",
+        failOnDataLoss="False",
+    )  # fmt: skip
+    assert (options.max_messages, options.max_bytes, options.prefetch, options.min_partitions) == (5, 1000, 7, 3)
+    assert options.fail_on_data_loss is False
+
+
+def test_streams_begin_where_kafka_topics_do() -> None:
+    """A query at the end, a batch at the beginning."""
+    query = read(stream="s")
+    assert isinstance(query, StreamOptions)
+    assert (query.starting_offsets, query.ending_offsets) == ("latest", "latest")
+    assert read(stream="s", streaming=False).starting_offsets == "earliest"
+
+
+def test_every_option_of_a_stream_is_taken() -> None:
+    """Offsets by stream, as JSON."""
+    options = read(
+        stream="s,t", startingOffsets='{"s": 5, "t": "earliest"}', endingOffsets='{"s": 9, "t": "latest"}',
+        maxMessagesPerTrigger="5", maxBytesPerTrigger="1000", prefetch="7", minPartitions="3", streaming=False,
+    )  # fmt: skip
+    assert options.streams == ("s", "t")
+    assert options.starting_offsets == {"s": 5, "t": "earliest"}
+    assert options.ending_offsets == {"s": 9, "t": "latest"}
+    assert (options.max_messages, options.max_bytes, options.prefetch, options.min_partitions) == (5, 1000, 7, 3)
+    assert read(stream="s", startingTimestamp="1700000000000").starting_timestamp == 1_700_000_000_000
+    assert read(stream="s", startingOffsets="EARLIEST").starting_offsets == "earliest"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "neither is there"),
+        ({"queue": "a", "stream": "b"}, "both are there"),
+        ({"queue": " "}, "queue is empty"),
+        ({"queue": "a,,b"}, "empty name"),
+        ({"queue": "a,a"}, "names one twice"),
+        ({"queue": "a" * 256}, "more than 255 bytes"),
+        ({"queue": "a", "startingOffsets": "earliest"}, "startingOffsets is an option of stream mode"),
+        ({"queue": "a", "prefetch": "0"}, "prefetch must be a whole number from 1 to 65535, not '0'"),
+        ({"queue": "a", "maxMessagesPerTrigger": "ten"}, "maxMessagesPerTrigger must be a whole number of at least 1"),
+        ({"queue": "a", "maxBytesPerTrigger": "128000000"}, "maxBytesPerTrigger must be a whole number from 1 to"),
+        ({"queue": "a", "failOnDataLoss": "yes"}, "failOnDataLoss must be true or false, not 'yes'"),
+        ({"queue": "a", "prefetsh": "1"}, "unknown option 'prefetsh'; did you mean prefetch?"),
+        ({"queue": "a", "nonsense": "1"}, r"unknown option 'nonsense' \(known: url"),
+        ({"queue": "a", "path": "/x"}, "a path is given"),
+        ({"stream": "s", "startingOffsets": "first"}, "startingOffsets must be 'earliest', 'latest' or JSON"),
+        ({"stream": "s", "startingOffsets": "[1]"}, "startingOffsets must be"),
+        ({"stream": "s", "startingOffsets": '{"s": -1}'}, "for 's' it is -1"),
+        ({"stream": "s", "startingOffsets": '{"s": true}'}, "for 's' it is True"),
+        ({"stream": "s", "startingOffsets": "latest", "startingTimestamp": "1"}, "are both given"),
+        ({"stream": "s", "endingOffsets": "latest"}, "endingOffsets is for batch reads"),
+        ({"stream": "s", "exchange": "x"}, "unknown option 'exchange'"),
+    ],
+)
+def test_what_is_not_understood_is_refused(given: dict[str, str], says: str) -> None:
+    """With the name of the option and what is taken."""
+    with pytest.raises(ConfigurationError, match=says):
+        read(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"startingOffsets": "latest"}, "must not be 'latest' in a batch"), ({"endingOffsets": "earliest"}, "'earliest'")],
+)
+def test_a_batch_has_a_beginning_and_an_end(given: dict[str, str], says: str) -> None:
+    """One that would be empty is refused."""
+    with pytest.raises(ConfigurationError, match=says):
+        read(stream="s", streaming=False, **given)
+
+
+@pytest.mark.parametrize("url", ["", "http://user:s3cret@h/", "amqp://user:s3cret@h:port/", "amqp://:s3cret@h/"])
+def test_a_wrong_url_is_refused_without_showing_it(url: str) -> None:
+    """It may hold a password."""
+    with pytest.raises(ConfigurationError) as raised:
+        read_options({"url": url, "queue": "a"}, streaming=True)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_options_show_no_url_and_can_be_pickled() -> None:
+    """They travel to other processes."""
+    for options in (read(queue="a"), read(stream="s"), write_options({"url": URL})):
+        assert "s3cret" not in repr(options)
+        assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_a_sink_takes_where_to_write() -> None:
+    """And what Spark adds of its own; the empty exchange is the default one."""
+    options = write_options({"url": URL, "exchange": "", "routingKey": "k", "checkpointLocation": "/c"})
+    assert (options.exchange, options.routing_key) == ("", "k")
+    assert write_options({"url": URL}).exchange is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"queue": "a"}, "unknown option 'queue'"),
+        ({"asyncProgressTrackingEnabled": "true"}, "asyncProgressTrackingEnabled is on"),
+        ({"path": "x"}, "a path is given"),
+    ],
+)
+def test_a_sink_refuses_what_it_does_not_know(given: dict[str, str], says: str) -> None:
+    """With its name."""
+    with pytest.raises(ConfigurationError, match=says):
+        write_options({"url": URL, **given})
