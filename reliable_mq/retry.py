@@ -1,14 +1,15 @@
 """How often and after how long something is tried again, and what a handler may say about its delivery.
 
-Invariants of a policy: its schedule is finite and ends (``max_attempts`` counts the first attempt too); every delay it
-answers is a finite number of seconds, at least 0 and never less than what was asked for, since jitter only adds.
-Nonsense is refused when the policy is made, not when a message first fails.
+Invariants of a policy: its schedule is made when the policy is, and never changes: the user's ``backoff`` is asked then
+and not again, so nothing of the user's runs when a message fails; the schedule ends (``max_attempts`` counts the first
+attempt too); every delay it answers is a finite number of seconds, at least 0 and never less than what was asked for,
+since jitter only adds. Nonsense is refused when the policy is made, not when a message first fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import tenacity
 
@@ -18,9 +19,11 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["Ack", "DeadLetter", "RetryLater", "RetryPolicy", "Verdict"]
+__all__ = ["Ack", "DeadLetter", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
 
 Backoff: TypeAlias = Callable[[tenacity.RetryCallState], float]
+RetryBackend: TypeAlias = Literal["queues", "memory", "broker"]
+Exceptions: TypeAlias = type[BaseException] | Sequence[type[BaseException]]
 
 DEFAULT_MAX_ATTEMPTS: Final = 5
 DEFAULT_DELAYS: Final = (1.0, 10.0, 60.0)
@@ -73,23 +76,27 @@ Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
 class RetryPolicy:
     """When something that failed is tried again, and when it is given up. Immutable.
 
-    A consumer dead-letters what it gives up; a publisher reports it. A consumer holds a delivery that waits for its
-    next attempt, unacknowledged and in its place of the prefetch, so the delays of one message together must stay below
-    the broker's consumer timeout (30 minutes unless it was changed).
+    A consumer dead-letters what it gives up; a publisher reports it, and takes no part in ``backend``, ``retry_on`` and
+    ``give_up_on``.
 
     Args:
         max_attempts: attempts in all, the first one included; from 1 (never again) to 1000.
         delays: seconds before the second attempt, the third one and so on; the last one repeats. Default: 1, 10, 60.
         backoff: instead of ``delays``, one of tenacity's waits, such as ``wait_exponential(max=60)``, or a function of
-            the same kind. It must not block.
+            the same kind. It is asked once per attempt, now; for chance, give ``jitter``.
         jitter: part of each delay that is added to it at random, from 0 (none) to 1 (up to twice the delay).
-        backend: where a delivery waits; ``"memory"``: held in the consumer's process.
+        retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all.
+        give_up_on: exceptions that dead-letter at once, also where ``retry_on`` names a base class of theirs.
+        backend: where a delivery waits. ``"queues"``: in a delay queue per delay, declared beside the queue; where that
+            cannot be (a plain name, a stream, a queue that goes away by itself), in memory. ``"memory"``: unacked, in
+            the consumer's process, so that the delays of one message together must stay below the broker's consumer
+            timeout. ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
 
     Raises:
         ConfigurationError: a value is out of its range; the message names it.
     """
 
-    __slots__ = ("_backoff", "_delays", "_jitter", "_max_attempts")
+    __slots__ = ("_backend", "_backoff", "_give_up_on", "_jitter", "_max_attempts", "_retry_on", "_schedule")
 
     def __init__(
         self,
@@ -98,26 +105,60 @@ class RetryPolicy:
         delays: Sequence[Duration] | None = None,
         backoff: Backoff | None = None,
         jitter: float = 0.0,
-        backend: Literal["memory"] = "memory",
+        retry_on: Exceptions | None = None,
+        give_up_on: Exceptions = (),
+        backend: RetryBackend = "queues",
     ) -> None:
         if delays is not None and backoff is not None:
             raise ConfigurationError("delays and backoff are two ways to say the same: give one of them")
-        if backend != "memory":
-            raise ConfigurationError(f"backend must be 'memory', not {backend!r}")
+        if backend not in get_args(RetryBackend):
+            raise ConfigurationError(f"backend must be 'queues', 'memory' or 'broker', not {backend!r}")
+        self._backend: RetryBackend = backend
         self._jitter = _part("jitter", jitter)
         self._max_attempts = _attempts(max_attempts)
-        self._delays = _delays(DEFAULT_DELAYS if delays is None else delays)
-        self._backoff = backoff
-        if backoff is not None:
-            if not callable(backoff):
-                raise ConfigurationError(f"backoff must be one of tenacity's waits, not {backoff!r}")
-            for attempt in range(1, self._max_attempts):
-                _ask(backoff, attempt)
+        self._retry_on = None if retry_on is None else _exceptions("retry_on", retry_on)
+        self._give_up_on = _exceptions("give_up_on", give_up_on)
+        for kind in self._retry_on or ():
+            if issubclass(kind, self._give_up_on):
+                raise ConfigurationError(f"{kind.__name__} is in retry_on, and never retried: give_up_on covers it")
+        self._backoff = "" if backoff is None else getattr(backoff, "__name__", type(backoff).__name__)
+        failed = range(1, self._max_attempts)
+        if backoff is None:
+            given = _delays(DEFAULT_DELAYS if delays is None else delays)
+            self._schedule = tuple(given[min(attempt, len(given)) - 1] for attempt in failed)
+        elif callable(backoff):
+            self._schedule = tuple(_ask(backoff, attempt) for attempt in failed)
+        else:
+            raise ConfigurationError(f"backoff must be one of tenacity's waits, not {backoff!r}")
 
     @property
     def max_attempts(self) -> int:
         """Attempts in all, the first one included."""
         return self._max_attempts
+
+    @property
+    def schedule(self) -> tuple[float, ...]:
+        """Seconds after each attempt but the last, without jitter."""
+        return self._schedule
+
+    @property
+    def jitter(self) -> float:
+        """Part of each delay that is added to it at random."""
+        return self._jitter
+
+    @property
+    def backend(self) -> RetryBackend:
+        """Where a delivery waits, as asked for."""
+        return self._backend
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it depends on the exception if an attempt is followed by another."""
+        return self._retry_on is not None or bool(self._give_up_on)
+
+    def retries(self, kind: type[BaseException]) -> bool:
+        """Whether an exception of this class is followed by another attempt, where one is left."""
+        return not issubclass(kind, self._give_up_on) and (self._retry_on is None or issubclass(kind, self._retry_on))
 
     def delay(self, attempt: int, random: Random) -> float | None:
         """Answer how long to wait after a failed attempt.
@@ -131,25 +172,22 @@ class RetryPolicy:
         """
         if attempt >= self._max_attempts:
             return None
-        base = self._base(attempt)
+        base = self._schedule[attempt - 1]
         return base + base * self._jitter * random.random() if self._jitter else base
 
-    def _base(self, attempt: int) -> float:
-        if self._backoff is not None:
-            return _ask(self._backoff, attempt)
-        return self._delays[min(attempt, len(self._delays)) - 1]
-
     def __repr__(self) -> str:
-        known = [self._base(attempt) for attempt in range(1, min(self._max_attempts, _SHOWN + 1))]
-        schedule = ", ".join(f"{delay:g}" for delay in known) + ("," if len(known) == 1 else "")
-        if self._max_attempts - 1 > _SHOWN:
-            schedule += ", ..."
-        how = f"delays=({schedule})"
-        if self._backoff is not None:
-            name = getattr(self._backoff, "__name__", type(self._backoff).__name__)
-            how = f"backoff={name} (such as {schedule})"
-        jitter = f", jitter={self._jitter:g}" if self._jitter else ""
-        return f"RetryPolicy(max_attempts={self._max_attempts}, {how}{jitter}, backend='memory')"
+        shown = ", ".join(f"{delay:g}" for delay in self._schedule[:_SHOWN]) + ("," * (len(self._schedule) == 1))
+        if len(self._schedule) > _SHOWN:
+            shown += ", ..."
+        how = f"backoff={self._backoff} -> ({shown})" if self._backoff else f"delays=({shown})"
+        parts = [f"max_attempts={self._max_attempts}", how]
+        if self._jitter:
+            parts.append(f"jitter={self._jitter:g}")
+        for name, kinds in (("retry_on", self._retry_on), ("give_up_on", self._give_up_on or None)):
+            if kinds is not None:
+                names = ", ".join(kind.__name__ for kind in kinds) + ("," * (len(kinds) == 1))
+                parts.append(f"{name}=({names})")
+        return f"RetryPolicy({', '.join(parts)}, backend={self._backend!r})"
 
 
 def _ask(backoff: Backoff, attempt: int) -> float:
@@ -178,3 +216,10 @@ def _part(field: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
     raise ConfigurationError(f"{field} must be a number from 0 to 1, not {value!r}")
+
+
+def _exceptions(field: str, value: object) -> tuple[type[BaseException], ...]:
+    kinds = (value,) if isinstance(value, type) else value
+    if isinstance(kinds, Sequence) and all(isinstance(one, type) and issubclass(one, BaseException) for one in kinds):
+        return tuple(kinds)
+    raise ConfigurationError(f"{field} must be an exception class or a sequence of them, not {value!r}")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, RetryPolicy
 
 RANDOM = Random(1)
+RULES = "retry_on=(OSError,), give_up_on=(KeyError, IndexError)"
 
 
 def schedule(policy: RetryPolicy, upto: int = 10) -> list[float | None]:
@@ -56,16 +57,20 @@ def test_jitter_only_adds_and_at_most_its_part(jitter: float, attempt: int, seed
 @pytest.mark.parametrize(
     ("policy", "shown"),
     [
-        (RetryPolicy(5, delays=(1, 10, 60)), "RetryPolicy(max_attempts=5, delays=(1, 10, 60, 60), backend='memory')"),
-        (RetryPolicy(2, delays=(0.5,)), "RetryPolicy(max_attempts=2, delays=(0.5,), backend='memory')"),
-        (RetryPolicy(1), "RetryPolicy(max_attempts=1, delays=(), backend='memory')"),
+        (RetryPolicy(5, delays=(1, 10, 60)), "RetryPolicy(max_attempts=5, delays=(1, 10, 60, 60), backend='queues')"),
+        (RetryPolicy(2, delays=(0.5,)), "RetryPolicy(max_attempts=2, delays=(0.5,), backend='queues')"),
+        (RetryPolicy(1), "RetryPolicy(max_attempts=1, delays=(), backend='queues')"),
         (
             RetryPolicy(100, delays=(1,), jitter=0.5),
-            "RetryPolicy(max_attempts=100, delays=(1, 1, 1, 1, 1, 1, 1, 1, ...), jitter=0.5, backend='memory')",
+            "RetryPolicy(max_attempts=100, delays=(1, 1, 1, 1, 1, 1, 1, 1, ...), jitter=0.5, backend='queues')",
         ),
         (
             RetryPolicy(3, backoff=tenacity.wait_fixed(4)),
-            "RetryPolicy(max_attempts=3, backoff=wait_fixed (such as 4, 4), backend='memory')",
+            "RetryPolicy(max_attempts=3, backoff=wait_fixed -> (4, 4), backend='queues')",
+        ),
+        (
+            RetryPolicy(2, retry_on=OSError, give_up_on=[KeyError, IndexError], backend="memory"),
+            f"RetryPolicy(max_attempts=2, delays=(1,), {RULES}, backend='memory')",
         ),
     ],
 )
@@ -101,12 +106,46 @@ def raising(state: tenacity.RetryCallState) -> float:
         ({"jitter": 1.5}, "jitter"),
         ({"jitter": -0.1}, "jitter"),
         ({"jitter": "much"}, "jitter"),
-        ({"backend": "queues"}, "backend"),
+        ({"backend": "disk"}, "backend"),
+        ({"retry_on": "OSError"}, "retry_on"),
+        ({"retry_on": (OSError, 3)}, "retry_on"),
+        ({"give_up_on": int}, "give_up_on"),
+        ({"retry_on": (ValueError, FileNotFoundError), "give_up_on": OSError}, "FileNotFoundError is in retry_on"),
     ],
 )
 def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         RetryPolicy(**wrong)
+
+
+def test_the_schedule_is_made_once_and_the_backoff_never_asked_again() -> None:
+    """A backoff that breaks later, or answers something else, harms nothing."""
+    asked: list[int] = []
+
+    def once(state: tenacity.RetryCallState) -> float:
+        assert state.attempt_number not in asked
+        asked.append(state.attempt_number)
+        return state.attempt_number * 2.0
+
+    policy = RetryPolicy(4, backoff=once)
+    assert policy.schedule == (2.0, 4.0, 6.0)
+    assert [policy.delay(attempt, RANDOM) for attempt in (1, 2, 3, 4, 1)] == [2.0, 4.0, 6.0, None, 2.0]
+    assert "(2, 4, 6)" in repr(policy)
+    assert asked == [1, 2, 3]
+
+
+def test_rules_by_exception() -> None:
+    plain = RetryPolicy()
+    assert plain.retries(Exception)
+    assert not plain.has_rules
+    chosen = RetryPolicy(retry_on=(OSError, KeyError), give_up_on=FileNotFoundError)
+    assert chosen.has_rules
+    assert [kind for kind in (OSError, TimeoutError, FileNotFoundError, ValueError) if chosen.retries(kind)] == [
+        OSError,
+        TimeoutError,
+    ]
+    assert not RetryPolicy(give_up_on=ValueError).retries(UnicodeDecodeError)
+    assert not RetryPolicy(retry_on=()).retries(OSError)
 
 
 def test_what_a_handler_may_raise() -> None:

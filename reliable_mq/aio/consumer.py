@@ -188,6 +188,7 @@ class AsyncConsumer:
             url,
             delivery_timeout=_REPUBLISH_TIMEOUT,
             retry=RetryPolicy(1),  # the session tries again
+            on_blocked="raise",  # the session decides what to do instead
             tls=tls,
             credentials=credentials,
             heartbeat=heartbeat,
@@ -331,12 +332,13 @@ class AsyncConsumer:
         wait = seconds("timeout", timeout)
         if not isinstance(max_messages, int) or isinstance(max_messages, bool) or max_messages < 1:
             raise ConfigurationError(f"max_messages must be a whole number of at least 1, not {max_messages!r}")
-        self._check_usable()
+        self._check_not_forked()
         subscription = self._subscription
         if subscription is None or subscription.ended.is_set():
             subscription = await self._connect(required=False)
         if not isinstance(subscription, AsyncPullSubscription):
             raise TypeError("a consumer without a handler has another subscription")
+        self._check_loop()
         deliveries = await subscription.take(max_messages, wait)
         if not deliveries and subscription.error is not None:
             raise subscription.error
@@ -384,9 +386,10 @@ class AsyncConsumer:
 
     def _start(self, *, enter: bool = False) -> AsyncSubscription:
         """Give the subscription, started. ``enter``: for the one `run` or ``async with`` that there may be."""
-        self._check_usable()
+        self._check_not_forked()
         if self._stopped:
             raise UsageError("this consumer was stopped, and runs once: make another")
+        self._check_loop()
         if enter and self._entered:
             raise UsageError("this consumer runs already, and runs once: make another")
         self._entered |= enter
@@ -395,10 +398,9 @@ class AsyncConsumer:
             self._subscription = self._started = self._new_subscription()
         return self._subscription
 
-    def _check_usable(self) -> None:
+    def _check_not_forked(self) -> None:
         if os.getpid() != self._made_in:
             raise UsageError("this consumer was made before fork(), in another process; make one here")
-        self._check_loop()
 
     def _check_loop(self) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
@@ -437,7 +439,7 @@ class AsyncConsumer:
                 claiming=self._options.new_claiming(getattr(self._store, "transaction", None)),
                 sink=subscription,
             )
-        if self._options.dead_letter is not None:
+        if self._options.republishes:
             name = f"{self._options.name}-dead-letters-out"
             subscription.republisher = AsyncRepublisher(self._new_publisher(), subscription.published, name)
         subscription.start()

@@ -7,10 +7,11 @@ concerns this delivery alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core import headers
-from reliable_mq.core.attempts import NewerFormat, failures_from_headers
+from reliable_mq.core.attempts import NewerFormat
+from reliable_mq.core.transit import PLAIN, Transit, unpack
 from reliable_mq.errors import ConsumeError
 
 if TYPE_CHECKING:
@@ -18,10 +19,25 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer_statistics import ConsumerStatistics
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["Admission", "used_up"]
+__all__ = ["Admission", "Finding", "used_up"]
 
 _OURS: Final = headers.PREFIX.encode()
 _UNLIMITED: Final = 1 << 62
+_MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has waited
+
+
+class Finding(NamedTuple):
+    """What a look at a delivery has found.
+
+    Attributes:
+        refusal: why it is to be dead-lettered unseen; None where it is not.
+        path: the delay queues that it has still to go through before its next attempt.
+        suspect: whether it was in quarantine before.
+    """
+
+    refusal: str | None
+    path: tuple[int, ...] = ()
+    suspect: bool = False
 
 
 class Admission:
@@ -55,7 +71,7 @@ class Admission:
         self._statistics = statistics
 
     def plain(self, deliveries: list[Delivery]) -> bool:
-        """Whether all of these are ordinary first deliveries, which `refusal` would pass. Cheap."""
+        """Whether all of these are ordinary first deliveries, which `look` would pass. Cheap."""
         max_body, max_header = self._max_body, self._max_header
         for delivery in deliveries:
             properties = delivery.properties
@@ -68,18 +84,24 @@ class Admission:
                 return False
         return True
 
-    def refusal(self, delivery: Delivery) -> str | None:
-        """Answer why a delivery is to be dead-lettered unseen; None where it is not.
+    def look(self, delivery: Delivery) -> Finding:
+        """Look closely at a delivery.
 
-        What is known of its failures is on the delivery then.
+        One that has waited is what it was before then, and what is known of its failures is on it.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1
-        unfit = self._too_large(delivery) or self._not_understood(delivery)
+        transit: Transit | str = PLAIN
+        if _OURS in delivery.properties and len(delivery.properties) <= self._max_header + _MOST_OF_OURS:
+            transit = self._unpacked(delivery)
+        unfit = transit if isinstance(transit, str) else self._too_large(delivery)
         if unfit is not None:
             self._statistics.quarantined += 1
-            return f"not handed to a handler: {unfit}"
-        if delivery.redelivered:
+            return Finding(f"not handed to a handler: {unfit}")
+        return Finding(self._given_up(delivery), *transit)
+
+    def _given_up(self, delivery: Delivery) -> str | None:
+        if delivery.redelivered or delivery.failures is not None:
             delivery.failures = self._book.recall(delivery)
         failures = delivery.failures
         if failures is None:
@@ -98,15 +120,13 @@ class Admission:
                 return f"{size} bytes of {what} are above the limit of {limit}"
         return None
 
-    def _not_understood(self, delivery: Delivery) -> str | None:
+    def _unpacked(self, delivery: Delivery) -> Transit | str:
         """Take over what our headers say of earlier attempts; answer why they cannot be understood, if so."""
-        if _OURS in delivery.properties:
-            try:
-                delivery.failures = failures_from_headers(delivery.headers_beginning(headers.PREFIX))
-            except (NewerFormat, ConsumeError) as error:
-                delivery.flaw = None  # the handler has not asked for what cannot be read
-                return str(error) if self._keeps else None
-        return None
+        try:
+            return unpack(delivery)
+        except (NewerFormat, ConsumeError) as error:
+            delivery.flaw = None  # the handler has not asked for what cannot be read
+            return str(error) if self._keeps else PLAIN
 
 
 def used_up(failed: int, max_attempts: int) -> str:

@@ -12,18 +12,17 @@ without a known format counts as none; at most ``capacity`` messages are remembe
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from reliable_mq.core import headers
+from reliable_mq.core.failure import Failure, printable
 from reliable_mq.errors import ConsumeError
 from reliable_mq.retry import MOST_ATTEMPTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from reliable_mq.core.delivery import Delivery
-    from reliable_mq.core.failure import Failure
 
 __all__ = ["FailureBook", "Failures", "NewerFormat", "failures_from_headers"]
 
@@ -42,7 +41,7 @@ class Failures:
     Attributes:
         count: how many.
         first_at: when the first of them failed, in seconds since 1970; None where nobody said.
-        last: the last of them that this process saw.
+        last: the last of them, as far as it is known.
         due: before when, on the monotonic clock, the next attempt must not be made.
         verdict: why the message is to be dead-lettered, once that is decided.
     """
@@ -76,8 +75,17 @@ def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
     attempt = _whole(table.get(headers.ATTEMPT))
     if version < 1 or not 1 < attempt <= MOST_ATTEMPTS:
         return None
-    first = table.get(headers.FIRST_FAILURE)
-    return Failures(attempt - 1, first.timestamp() if isinstance(first, datetime) else None)
+    retry = table.get(headers.RETRY)
+    said = retry if isinstance(retry, Mapping) else {}
+    failures = Failures(attempt - 1, _time(said.get("first-failure")))
+    kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
+    if isinstance(kind, str) and isinstance(text, str) and at is not None:
+        failures.last = Failure(printable(kind), printable(text), at)
+    return failures
+
+
+def _time(value: object) -> float | None:
+    return value.timestamp() if isinstance(value, datetime) else None
 
 
 def _whole(value: object) -> int:

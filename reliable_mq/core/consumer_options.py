@@ -17,6 +17,7 @@ from reliable_mq.core.batching import Batcher
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.deadletters import DeadLetters, Target
 from reliable_mq.core.handling import Claiming
+from reliable_mq.core.ladder import Ladder
 from reliable_mq.core.positions import StreamPosition
 from reliable_mq.core.setup import Consume, consumer_setup, pull_setup
 from reliable_mq.durations import Duration, seconds
@@ -134,6 +135,7 @@ class ConsumerOptions:
         self._exclusive = exclusive
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
+        self._ladder = self._new_ladder(queue)
         self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
         given = {
@@ -168,6 +170,11 @@ class ConsumerOptions:
                 "unless the broker has a dead-letter exchange for it; give dead_letter"
             )
         return found
+
+    @property
+    def republishes(self) -> bool:
+        """Whether anything is ever published: dead letters, or what waits in delay queues."""
+        return self.dead_letter is not None or self._ladder is not None
 
     def change_prefetch(self, prefetch: int) -> None:
         """Let sessions to come have this prefetch.
@@ -211,6 +218,7 @@ class ConsumerOptions:
             max_body_bytes=max_body,
             max_header_bytes=max_header,
             position=StreamPosition() if self.is_stream else None,
+            ladder=self._ladder,
         )
 
     def new_claiming(self, transaction: Callable[..., Any] | None = None) -> Claiming | None:
@@ -233,7 +241,7 @@ class ConsumerOptions:
         """Give the steps after which the broker delivers; from the offset ``following`` on, in a stream."""
         return consumer_setup(
             self._queue,
-            self.topology,
+            self._declared,
             server.version_tuple,
             prefetch=self.prefetch,
             consumer_tag=consumer_tag,
@@ -244,12 +252,25 @@ class ConsumerOptions:
 
     def pull_setup(self, server: ServerInfo) -> SetupGenerator:
         """Give the steps after which the broker can be asked for deliveries."""
-        return pull_setup(self._queue, self.topology, server.version_tuple)
+        return pull_setup(self._queue, self._declared, server.version_tuple)
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
         """Give the step of `setup` that subscribes."""
         arguments = self._arguments if following is None else {**self._arguments, _OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
+
+    @property
+    def _declared(self) -> list[Declaration]:
+        """What is declared at every connect, beside the queue."""
+        own = () if self._ladder is None else self._ladder.own
+        return [*self.topology, *(self._ladder.queue(step) for step in own if self._ladder is not None)]
+
+    def _new_ladder(self, queue: Queue | str) -> Ladder | None:
+        """The delay queues, where there may be some beside the queue and something would ever wait in them."""
+        if self._retry.backend != "queues" or self._ack_mode == "automatic" or isinstance(queue, str):
+            return None
+        stays = queue.type != "stream" and queue.durable and not (queue.exclusive or queue.auto_delete)
+        return Ladder(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None
 
     def _dead_letter(self, queue: Queue | str, given: object) -> str | None:
         if isinstance(given, OwnDeadLetter):

@@ -21,11 +21,12 @@ class ConsumerStatistics:
         handled: deliveries that a handler finished and whose channel was still there.
         failed: attempts that failed.
         retried: failed attempts that are tried again.
+        delayed: originals acked after the message that waits in a delay queue was confirmed.
         dead_lettered: originals acked after their dead letter was confirmed.
         quarantined: deliveries that were dead-lettered without being handed to a handler: undecodable, above a limit,
             in a newer format.
         rejected: deliveries that ended with ``basic.reject``, for want of a dead-letter queue of ours.
-        republish_failed: dead-letter publishes that were not confirmed and are tried again.
+        republish_failed: publishes of dead letters and retries that were not confirmed.
         duplicates: deliveries acked because the idempotency store has them as done.
         claims_in_progress: deliveries that waited because another holder has claimed them.
         store_failures: times that the idempotency store failed, or refused a token, for a delivery.
@@ -43,6 +44,7 @@ class ConsumerStatistics:
     handled: int = 0
     failed: int = 0
     retried: int = 0
+    delayed: int = 0
     dead_lettered: int = 0
     quarantined: int = 0
     rejected: int = 0

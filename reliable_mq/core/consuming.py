@@ -8,16 +8,19 @@ seconds.
 The way of a delivery::
 
     delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
+    delivered --there are delay queues that it has still to go through--> retry
     delivered --its next attempt is not due yet--> held
     delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
     running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
-    running --failed, attempts left--> held --its delay is over--> work
+    running --failed, attempts left--> retry, or where there are no delay queues: held --its delay is over--> work
     running --claimed elsewhere, the store failed--> held, no attempt --> work
     running --its handler was cancelled--> basic.nack, back to the queue, no attempt; from the second time on, held
     running --its batch failed--> work, alone, no attempt
     running --failed, none left, or the handler says so--> dead letter
-    dead letter --published and confirmed--> finished
-    dead letter --not confirmed--> held --> dead letter again
+    dead letter, retry --published and confirmed--> finished
+    dead letter, retry --not confirmed--> held --> published again
+    retry --cannot be published, or an alarm blocks publishing--> held --its delay is over--> work
+    dead letter --an alarm blocks publishing for long, and the broker itself can dead-letter--> basic.reject
     dead letter --there is no dead-letter queue--> basic.reject
     anything that is not running --drain or stop--> basic.nack, back to the queue
     anything --channel lost--> gone: the broker delivers it again; its result, if one comes, is dropped and counted
@@ -25,7 +28,8 @@ The way of a delivery::
 Invariants:
 
 - a delivery of a lost channel never reaches a handler, and nothing is sent for it on another channel;
-- an original is acked only after its handler finished, its dead letter was confirmed, or the store knew it as done;
+- an original is acked only after its handler finished, the store knew it as done, or what takes its place (a dead
+  letter, the message that waits for the next attempt) was confirmed;
 - no message is handed to a handler as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and
   failed after the message was handed out again;
 - a delivery is in one place at a time: work, running, held, being dead-lettered, finished, or settled;
@@ -47,26 +51,30 @@ from reliable_mq.core.admission import Admission, used_up
 from reliable_mq.core.attempts import FailureBook, Failures
 from reliable_mq.core.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
-from reliable_mq.core.deadletters import Republish
+from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.handling import Failed, Outcome, Result, What
-from reliable_mq.errors import ConfigurationError, PublishRefused, ReliableMQError
+from reliable_mq.core.republishing import Republishing
+from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from random import Random
 
     from reliable_mq.core.acks import Frames
     from reliable_mq.core.batching import Batcher
     from reliable_mq.core.deadletters import DeadLetters
     from reliable_mq.core.failure import Failure
+    from reliable_mq.core.ladder import Ladder
     from reliable_mq.core.positions import StreamPosition
     from reliable_mq.retry import RetryPolicy
+    from reliable_mq.topology import Queue
 
 __all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
 
 _UNIDENTIFIED: Final = "not handed to a handler: it has no message_id, by which the idempotency store would know it"
 _LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
+_PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
 
 
 class State(enum.Enum):
@@ -86,7 +94,8 @@ class NoticeKind(enum.Enum):
     RETRIED = "retried"
     DEAD_LETTERED = "dead-lettered"
     REJECTED = "rejected"
-    REPUBLISH_FAILED = "dead letter not confirmed"
+    NOT_DECLARED = "delay queue not declared, what was to wait there is held here"
+    REPUBLISH_FAILED = "not published again, and stays unacked"
     STORE_FAILED = "idempotency store failed"
     BATCH_FAILED = "and its batch failed, each is tried by itself"
     CANCELLED = "not handled, and no attempt"
@@ -94,10 +103,10 @@ class NoticeKind(enum.Enum):
 
 
 class Notice(NamedTuple):
-    """Something about a delivery that a log should tell."""
+    """Something that a log should tell, most often about a delivery."""
 
     kind: NoticeKind
-    delivery: Delivery
+    delivery: Delivery | None
     text: str
 
 
@@ -117,6 +126,7 @@ class ConsumingSession:
         max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
         claim_wait: seconds until a delivery that is claimed elsewhere is looked at again.
         position: where the consumption of a stream is; None for queues.
+        ladder: the delay queues in which failed deliveries wait; None where they are held here.
 
     Attributes:
         automatic: whether acks are.
@@ -139,11 +149,12 @@ class ConsumingSession:
         max_header_bytes: int | None = None,
         claim_wait: float = 1.0,
         position: StreamPosition | None = None,
+        ladder: Ladder | None = None,
     ) -> None:
         self._queue = queue
         self._retry = retry
         self._random = random
-        self._dead_letters = dead_letters
+        self._out = Republishing(dead_letters, ladder)
         self._broker_dead_letters = broker_dead_letters
         self._acks = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
         self.automatic: Final = acks is None
@@ -155,12 +166,10 @@ class ConsumingSession:
         self._work: list[Delivery] = []
         self._held: list[tuple[float, int, Delivery | Republish]] = []
         self._order = itertools.count()  # breaks ties in _held
-        self._republishes: list[Republish] = []
         self._output: list[bytes] = []
         self._notices: list[Notice] = []
         self._noted: Failure | None = None  # of the last batch that failed
         self._running = 0
-        self._republishing = 0
         self.statistics: ConsumerStatistics = self._acks.statistics
         self.state = State.CONSUMING
         self._admission = Admission(
@@ -186,6 +195,7 @@ class ConsumingSession:
         """A channel is open and subscribed."""
         self._source = Source(generation, channel, self._queue)
         self._acks.opened(generation)
+        self._out.opened()
         if self.state is State.DRAINING:
             self.state = State.CONSUMING
 
@@ -235,24 +245,27 @@ class ConsumingSession:
                     self.statistics.stale += 1
 
     def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
-        """A dead letter that was taken is confirmed, or it is known that it was not."""
-        self._republishing -= 1
+        """What was taken to be published is confirmed, or it is known that it was not."""
+        self._out.settled()
         delivery = republish.delivery
         if delivery.source is not self._source:
             self.statistics.stale += 1
-        elif error is None:
-            self.statistics.dead_lettered += self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
-            self._book.forget(delivery)
+        elif error is not None:
+            self._not_published(republish, error, now)
         else:
-            republish.tries += 1
-            self.statistics.republish_failed += 1
-            self._notices.append(Notice(NoticeKind.REPUBLISH_FAILED, delivery, str(error)))
-            if self._broker_dead_letters and isinstance(error, (PublishRefused, ConfigurationError)):
-                # It cannot be published at all (too large with our headers, say); the broker's own dead-lettering keeps
-                # it.
-                self._reject(delivery, republish.reason)
+            finished = self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
+            if republish.purpose is Purpose.DEAD_LETTER:
+                self.statistics.dead_lettered += finished
+                self._book.forget(delivery)
             else:
-                self._hold(republish, now + self._backoff(republish.tries))
+                self.statistics.delayed += finished
+
+    def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
+        """A queue that was taken is declared, or it is known that it was not."""
+        if error is not None:
+            self._notices.append(Notice(NoticeKind.NOT_DECLARED, None, f"{queue.name!r}: {error}"))
+        for republish in self._out.declared(queue.name, ok=error is None):
+            self._hold_instead(republish.delivery, now)
 
     def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
         """These were handed out, and no handler has begun with them, nor will."""
@@ -264,7 +277,7 @@ class ConsumingSession:
         while self._held and self._held[0][0] <= now:
             item = heapq.heappop(self._held)[2]
             if isinstance(item, Republish):
-                self._republishes.append(item)
+                self._out.again(item)
             elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
                 self._dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
             else:
@@ -281,7 +294,7 @@ class ConsumingSession:
             self.position.lost(self._acks.lowest)
         self.statistics.lost += self._acks.lost()
         self._take_everything()
-        self._republishes.clear()
+        self._out.lost()
         self._output.clear()
 
     def drain(self) -> None:
@@ -328,9 +341,11 @@ class ConsumingSession:
 
     def take_republishes(self) -> list[Republish]:
         """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
-        republishes, self._republishes = self._republishes, []
-        self._republishing += len(republishes)
-        return republishes
+        return self._out.take()
+
+    def take_declarations(self) -> Iterable[Queue]:
+        """Take the queues to declare on the open channel; each is to be answered with `declared`."""
+        return self._out.take_declarations()
 
     def take_notices(self) -> list[Notice]:
         """Take what to log."""
@@ -362,8 +377,8 @@ class ConsumingSession:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is handed out or to be, and no dead letter is being published."""
-        return not (self._running or self._republishing or self._republishes or self._work)
+        """Whether nothing is handed out or to be, and nothing is being published."""
+        return not (self._running or self._work) and self._out.idle
 
     @property
     def running(self) -> int:
@@ -388,9 +403,12 @@ class ConsumingSession:
     # Results
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
-        reason = self._admission.refusal(delivery)
-        if reason is not None:
-            self._dead_letter(delivery, reason)
+        finding = self._admission.look(delivery)
+        if finding.refusal is not None:
+            self._dead_letter(delivery, finding.refusal)
+        elif finding.path:
+            if not self._out.forward(delivery, finding.path):
+                self._hold(delivery, now + sum(finding.path) / 1000)
         elif delivery.failures is not None and delivery.failures.due > now:
             self._hold(delivery, delivery.failures.due)
         else:
@@ -445,14 +463,41 @@ class ConsumingSession:
         if delay is None:
             self._dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
             return
+        if failure.kind is not None and not self._retry.retries(failure.kind):
+            self._dead_letter(delivery, f"the retry policy gives up on {_shown(failure)}")
+            return
         if failure.delay is not None:
             delay = failure.delay
-        # A retry that goes through a delay queue is a Republish too: published, confirmed, then the original is acked.
         failures.due = now + delay
         delivery.redelivered = True
         self.statistics.retried += 1
         self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}"))
-        self._hold(delivery, failures.due)
+        if not self._out.delay(delivery, delay):
+            self._hold(delivery, failures.due)
+
+    def _not_published(self, republish: Republish, error: ReliableMQError, now: float) -> None:
+        republish.tries += 1
+        delivery = republish.delivery
+        self.statistics.republish_failed += 1
+        self._notices.append(Notice(NoticeKind.REPUBLISH_FAILED, delivery, str(error)))
+        refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
+        blocked = isinstance(error, PublishBlocked)
+        if republish.purpose is Purpose.DEAD_LETTER:
+            # The broker's own dead-lettering keeps what cannot be published, and needs no connection that publishes.
+            if self._broker_dead_letters and (refused or (blocked and republish.tries >= _PATIENCE)):
+                self._reject(delivery, republish.reason)
+                return
+        elif refused or blocked:
+            self._hold_instead(delivery, now)
+            return
+        elif isinstance(error, PublishReturned) and republish.tries == 1:
+            self._out.missing(republish)
+            return
+        self._hold(republish, now + self._backoff(republish.tries))
+
+    def _hold_instead(self, delivery: Delivery, now: float) -> None:
+        """It was to wait in a delay queue, and cannot."""
+        self._hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
 
     def _duplicate(self, outcome: Outcome, now: float) -> None:
         delivery = outcome.delivery
@@ -504,11 +549,10 @@ class ConsumingSession:
     def _dead_letter(self, delivery: Delivery, reason: str) -> None:
         if delivery.failures is not None:
             delivery.failures.verdict = reason
-        if self._dead_letters is None:
-            self._reject(delivery, reason)
-        else:
+        if self._out.dead_letter(delivery, reason):
             self._notices.append(Notice(NoticeKind.DEAD_LETTERED, delivery, reason))
-            self._republishes.append(self._dead_letters.make(delivery, reason))
+        else:
+            self._reject(delivery, reason)
 
     def _reject(self, delivery: Delivery, reason: str) -> None:
         source = delivery.source

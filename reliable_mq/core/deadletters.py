@@ -9,6 +9,7 @@ original stays so when a dead letter is dead-lettered again.
 
 from __future__ import annotations
 
+import enum
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reliable_mq.core.delivery import Delivery
+    from reliable_mq.topology import Queue
 
-__all__ = ["DeadLetters", "Republish", "Target"]
+__all__ = ["DeadLetters", "Purpose", "Republish", "Target"]
 
 _EMPTY: Final[Mapping[str, object]] = {}
 _CLEARED: Final = ("user_id", "expiration")
@@ -50,6 +52,17 @@ class Target(NamedTuple):
     routing_key: str
 
 
+class Purpose(enum.Enum):
+    """What for a message is published again."""
+
+    DEAD_LETTER = "dead letter"
+    """It is given up."""
+    RETRY = "retry"
+    """It waits in a delay queue for its next attempt."""
+    QUARANTINE = "quarantine"
+    """It may be what kills its consumer, and is handled by itself from here on."""
+
+
 class Republish:
     """A message to publish, mandatory and confirmed, before its original may be acked.
 
@@ -57,13 +70,26 @@ class Republish:
         delivery: the original, unsettled until this is confirmed.
         exchange, routing_key: where to.
         properties: encoded.
-        reason: why.
+        reason: why, of a dead letter.
+        purpose: what for.
+        queue: the queue that it goes to, where that may have to be declared.
         tries: how often it was not confirmed.
     """
 
-    __slots__ = ("delivery", "exchange", "properties", "reason", "routing_key", "tries")
+    __slots__ = ("delivery", "exchange", "properties", "purpose", "queue", "reason", "routing_key", "tries")
 
-    def __init__(self, delivery: Delivery, target: Target, properties: bytes, reason: str) -> None:
+    def __init__(
+        self,
+        delivery: Delivery,
+        target: Target,
+        properties: bytes,
+        reason: str,
+        *,
+        purpose: Purpose = Purpose.DEAD_LETTER,
+        queue: Queue | None = None,
+    ) -> None:
+        self.purpose = purpose
+        self.queue = queue
         self.delivery = delivery
         self.exchange = target.exchange
         self.routing_key = target.routing_key

@@ -218,6 +218,13 @@ class Delivery(RawDelivery):
         except CodecError as error:
             raise self._broken(error) from error
 
+    def restore(self, exchange: str, routing_key: str, properties: bytes) -> None:
+        """Make it what it was before it waited for this attempt; before anybody sees it."""
+        self.exchange = exchange
+        self.routing_key = routing_key
+        self.properties = properties
+        self._decoded = None
+
     def _text(self, name: str) -> str | None:
         text: str | None = self._read(name)
         return text

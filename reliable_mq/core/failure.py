@@ -8,7 +8,7 @@ Invariants: a description is bounded, printable, and encodable as UTF-8; making 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from reliable_mq.retry import DeadLetter, RetryLater
@@ -29,6 +29,7 @@ class Failure:
         at: when, in seconds since 1970.
         delay: seconds to wait for the next attempt, where the handler chose them.
         verdict: why it is to be dead-lettered now, where the handler chose that.
+        kind: the class, where the policy is to decide by it.
     """
 
     exception_type: str
@@ -36,6 +37,7 @@ class Failure:
     at: float
     delay: float | None = None
     verdict: str | None = None
+    kind: type[BaseException] | None = field(default=None, compare=False, repr=False)
 
 
 def describe(error: BaseException, at: float) -> Failure:
@@ -52,6 +54,7 @@ def describe(error: BaseException, at: float) -> Failure:
         at,
         delay=error.delay if isinstance(error, RetryLater) else None,
         verdict=printable(str(error.reason)) if isinstance(error, DeadLetter) else None,
+        kind=None if isinstance(error, (RetryLater, DeadLetter)) else kind,
     )
 
 

@@ -9,6 +9,8 @@ constant               type       meaning
 POSSIBLE_DUPLICATE     bool       published again after an unknown outcome: the broker may have the message twice
 FORMAT                 int        version of the headers below, now `FORMAT_VERSION`
 ATTEMPT                int        which attempt the next delivery of this message is, from 1
+RETRY                  table      of a message that waits for its next attempt: how to make it what it was, see
+                                  :mod:`reliable_mq.core.transit`
 ATTEMPTS               int        of a dead letter: how many attempts were made at it
 DEAD_LETTER_REASON     str        why it was dead-lettered
 EXCEPTION_TYPE         str        class of the exception that the last attempt raised, with its module
@@ -37,6 +39,7 @@ PREFIX: Final = "x-reliable-mq-"
 POSSIBLE_DUPLICATE: Final = "x-reliable-mq-possible-duplicate"
 FORMAT: Final = "x-reliable-mq-format"
 ATTEMPT: Final = "x-reliable-mq-attempt"
+RETRY: Final = "x-reliable-mq-retry"
 ATTEMPTS: Final = "x-reliable-mq-attempts"
 DEAD_LETTER_REASON: Final = "x-reliable-mq-dead-letter-reason"
 EXCEPTION_TYPE: Final = "x-reliable-mq-exception-type"
@@ -53,6 +56,9 @@ ORIGINAL_BCC: Final = "x-reliable-mq-original-bcc"
 ORIGINAL_USER_ID: Final = "x-reliable-mq-original-user-id"
 ORIGINAL_EXPIRATION: Final = "x-reliable-mq-original-expiration"
 ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
+
+#: Before the name of a header, in lower case, that had to give way until the message is handed out again.
+ORIGINAL: Final = "x-reliable-mq-original-"
 
 #: What FORMAT holds.
 FORMAT_VERSION: Final = 1

@@ -41,6 +41,7 @@ __all__ = [
     "StepGenerator",
     "StepRefused",
     "consumer_setup",
+    "declare",
     "is_missing",
     "parse_version",
     "publisher_setup",
@@ -241,6 +242,16 @@ def pull_setup(queue: Queue | str, topology: Iterable[Declaration], version: tup
         BrokerUnavailable: likewise.
     """
     yield from _queue_setup(queue, topology, version)
+
+
+def declare(queue: Queue, version: tuple[int, ...]) -> SetupGenerator:
+    """Declare one queue on a channel that is in use.
+
+    Raises:
+        TopologyMismatch: it exists and differs.
+        BrokerUnavailable: the broker refused it for another reason.
+    """
+    yield from _carry_out(_declare(queue, version))
 
 
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:

@@ -31,6 +31,7 @@ COUNTERS = {
         ("handled", "handled", "Deliveries that a handler finished."),
         ("failed", "failed_attempts", "Attempts that failed."),
         ("retried", "retried", "Failed attempts that are tried again."),
+        ("delayed", "delayed", "Originals acked after the message that waits in a delay queue was confirmed."),
         ("dead_lettered", "dead_lettered", "Originals acked after their dead letter was confirmed."),
         (
             "quarantined",
@@ -38,7 +39,7 @@ COUNTERS = {
             "Deliveries dead-lettered without a handler: undecodable, too large, newer format.",
         ),
         ("rejected", "rejected", "Deliveries ended by basic.reject, for want of a dead-letter queue of ours."),
-        ("republish_failed", "republish_failed", "Dead-letter publishes that were not confirmed and are tried again."),
+        ("republish_failed", "republish_failed", "Publishes of dead letters and retries that were not confirmed."),
         ("duplicates", "duplicates", "Deliveries acked because the idempotency store has them as done."),
         ("claims_in_progress", "claims_in_progress", "Deliveries that waited because another holder has claimed them."),
         ("store_failures", "store_failures", "Failures of the idempotency store."),

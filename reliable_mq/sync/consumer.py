@@ -184,6 +184,7 @@ class Consumer:
             url,
             delivery_timeout=_REPUBLISH_TIMEOUT,
             retry=RetryPolicy(1),  # the session tries again
+            on_blocked="raise",  # the session decides what to do instead
             tls=tls,
             credentials=credentials,
             heartbeat=heartbeat,
@@ -413,7 +414,7 @@ class Consumer:
                 sink=subscription,
             )
             self._workers.start()
-        if self._options.dead_letter is not None:
+        if self._options.republishes:
             name = f"{self._options.name}-dead-letters-out"
             subscription.republisher = Republisher(self._new_publisher(), subscription.published, name)
         subscription.start()

@@ -11,6 +11,7 @@ from reliable_mq.core.consuming import ConsumingSession, NoticeKind
 from reliable_mq.core.deadletters import DeadLetters, Republish, Target
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Failed
+from reliable_mq.core.ladder import Ladder
 from tests.core.deliveries import delivery, failure
 
 CHANNEL = 3
@@ -25,16 +26,20 @@ def make(
     automatic: bool = False,
     batch: tuple[int, float] | None = None,
     max_body_bytes: int | None = None,
+    retry: RetryPolicy | None = None,
+    queues: bool = False,
 ) -> ConsumingSession:
+    policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
     session = ConsumingSession(
         queue="orders",
-        retry=RetryPolicy(max_attempts, delays=(1, 10)),
+        retry=policy,
         random=Random(1),
         dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0") if dead_letters else None,
         broker_dead_letters=broker_dead_letters,
         acks=None if automatic else AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
+        ladder=Ladder("orders", policy) if queues else None,
     )
     session.opened(1, CHANNEL)
     return session

@@ -16,7 +16,7 @@ from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 
 def test_our_header_says_which_attempt_is_next() -> None:
     first = datetime(2024, 5, 6, tzinfo=UTC)
-    found = failures_from_headers({headers.FORMAT: 1, headers.ATTEMPT: 3, headers.FIRST_FAILURE: first})
+    found = failures_from_headers({headers.FORMAT: 1, headers.ATTEMPT: 3, headers.RETRY: {"first-failure": first}})
     assert found is not None
     assert (found.count, found.first_at) == (2, first.timestamp())
 
@@ -47,7 +47,9 @@ def test_what_is_out_of_range_of_another_type_or_not_ours_counts_as_none(table: 
 
 
 def test_a_first_failure_that_is_no_time_is_not_believed() -> None:
-    found = failures_from_headers({headers.FORMAT: 1, headers.ATTEMPT: 2, headers.FIRST_FAILURE: "yesterday"})
+    found = failures_from_headers(
+        {headers.FORMAT: 1, headers.ATTEMPT: 2, headers.RETRY: {"first-failure": "yesterday"}}
+    )
     assert found is not None
     assert found.first_at is None
 

@@ -112,7 +112,7 @@ def test_the_set_up_declares_a_queue_and_checks_a_name() -> None:
     made = options(orders, prefetch=7, exclusive=True, dead_letter=Queue("bin", dead_letter=None))
     steps = list(made.setup(SERVER, "tag", None))
     declared = [step.name for step in steps if isinstance(step, DeclareQueue)]
-    assert declared == ["bin", "orders.dead", "orders"]
+    assert declared == ["bin", "orders.retry.1000", "orders.retry.10000", "orders.retry.60000", "orders.dead", "orders"]
     assert steps[-2:] == [SetPrefetch(7), Consume("orders", "tag", exclusive=True)]
     assert list(options("orders").pull_setup(SERVER)) == [CheckQueue("orders")]
     assert list(options(EVENTS).setup(SERVER, "tag", 9))[-1] == Consume(

@@ -14,9 +14,10 @@ from reliable_mq import PublishReturned, RetryPolicy
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
 from reliable_mq.core.consuming import ConsumingSession, State
-from reliable_mq.core.deadletters import DeadLetters, Republish, Target
+from reliable_mq.core.deadletters import DeadLetters, Purpose, Republish, Target
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Failed, Outcome, Result, What
+from reliable_mq.core.ladder import Ladder
 from tests.core.deliveries import delivery, failure
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -33,6 +34,8 @@ class Broker:
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
+        self.waiting: list[Republish] = []  # in delay queues
+        self.waited: dict[str, Republish] = {}  # the retries that are in the queue, or unacked, by their ids there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
         self.tag = 0
@@ -43,8 +46,20 @@ class Broker:
             message_id, redelivered = self.queue.popleft()
             self.tag += 1
             self.unacked[self.tag] = message_id
-            sent.append(delivery(self.tag, message_id=message_id, redelivered=redelivered))
+            retry = self.waited.get(message_id)
+            if retry is None:
+                sent.append(delivery(self.tag, message_id=message_id, redelivered=redelivered))
+            else:
+                body = retry.delivery.body
+                sent.append(Delivery("ctag", self.tag, redelivered, "", "orders", retry.properties, body))
         return sent
+
+    def expire(self, retry: Republish) -> None:
+        """What waited goes back to its queue: a message of its own, which stands for the same one."""
+        self.waiting.remove(retry)
+        key = f"{identity(retry)}+{len(self.waited)}"
+        self.waited[key] = retry
+        self.queue.append((key, False))
 
     def close(self) -> None:
         self.queue.extendleft((message_id, True) for message_id in reversed(self.unacked.values()))
@@ -71,6 +86,14 @@ class Broker:
         return settled
 
 
+def base(key: str) -> str:
+    return key.partition("+")[0]
+
+
+def identity(item: Delivery | Republish) -> str:
+    return (item if isinstance(item, Delivery) else item.delivery).message_id or ""
+
+
 class Consuming(RuleBasedStateMachine):
     """A queue of messages with ids, and one session that consumes it.
 
@@ -88,17 +111,20 @@ class Consuming(RuleBasedStateMachine):
     """
 
     batch = False
+    queues = False
 
     def __init__(self) -> None:
         super().__init__()
+        policy = RetryPolicy(MAX_ATTEMPTS, delays=(1, 10))
         self.session = ConsumingSession(
             queue="orders",
-            retry=RetryPolicy(MAX_ATTEMPTS, delays=(1, 10)),
+            retry=policy,
             random=Random(1),
             dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0"),
             broker_dead_letters=True,
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             batcher=Batcher(3, 2.0) if self.batch else None,
+            ladder=Ladder("orders", policy) if self.queues else None,
         )
         self.broker = Broker()
         self.now = 0.0
@@ -112,6 +138,7 @@ class Consuming(RuleBasedStateMachine):
         self.failed: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
         self.outlived: set[str] = set()  # failed on a channel that is gone, after they were delivered on the next
+        self.replaced: set[str] = set()  # ids of originals whose retry was confirmed
         self.handled: set[str] = set()
         self.dead: set[str] = set()
         self.open_channel()
@@ -123,6 +150,8 @@ class Consuming(RuleBasedStateMachine):
         self.session.tick(self.now)
         self.work.extend(self.session.take_batches())
         self.work.extend([item] for item in self.session.take_work())
+        for queue in self.session.take_declarations():
+            self.session.declared(queue, None, self.now)
         self.publishing += self.session.take_republishes()
         self.session.take_notices()
         output = self.session.take_output(self.now)
@@ -169,6 +198,8 @@ class Consuming(RuleBasedStateMachine):
 
     def close_channel(self) -> None:
         self.open = False
+        copies = {identity(retry) for retry in (*self.broker.waiting, *self.broker.waited.values())}
+        self.outlived |= copies & set(map(base, self.broker.unacked.values()))
         self.broker.close()
         self.session.lost(self.generation)
         self.withdraw()
@@ -230,7 +261,7 @@ class Consuming(RuleBasedStateMachine):
     def fail_one(self, item: Delivery, delay: float | None, final: bool) -> None:
         message_id = item.message_id or ""
         self.failed[message_id] = self.failed.get(message_id, 0) + 1
-        if not self.current(item) and self.open and message_id in self.broker.unacked.values():
+        if not self.current(item) and self.open and message_id in map(base, self.broker.unacked.values()):
             self.outlived.add(message_id)
         if self.current(item) and not final:
             policy = 1.0 if item.attempt == 1 else 10.0
@@ -257,9 +288,25 @@ class Consuming(RuleBasedStateMachine):
         republish = data.draw(st.sampled_from(self.publishing))
         self.publishing.remove(republish)
         if confirmed:
-            self.settled_well(republish.delivery, self.dead)
+            self.confirmed(republish)
         self.session.published(republish, None if confirmed else RETURNED, self.now)
         self.turn()
+
+    def confirmed(self, republish: Republish) -> None:
+        if republish.purpose is Purpose.DEAD_LETTER:
+            self.settled_well(republish.delivery, self.dead)
+            return
+        self.broker.waiting.append(republish)
+        self.replaced.add(identity(republish))
+        if self.current(republish.delivery):
+            self.may_ack[self.generation, republish.delivery.delivery_tag] = self.now
+        else:
+            self.outlived.add(identity(republish))  # it is in two places now, and so may its attempts be
+
+    @precondition(lambda self: self.broker.waiting)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        self.broker.expire(data.draw(st.sampled_from(self.broker.waiting)))
 
     # Time, and the end
 
@@ -288,8 +335,9 @@ class Consuming(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         known = {message_id for message_id, _ in self.broker.queue} | set(self.broker.unacked.values())
+        known = set(map(base, known)) | set(map(identity, self.broker.waiting))
         assert known | self.handled | self.dead == {f"m{number}" for number in range(1, self.published + 1)}
-        assert set(self.broker.acked) <= self.handled | self.dead
+        assert set(map(base, self.broker.acked)) <= self.handled | self.dead | self.replaced
 
     @invariant()
     def the_counts_agree(self) -> None:
@@ -311,9 +359,11 @@ class Consuming(RuleBasedStateMachine):
         if not self.open:
             self.open_channel()
         for _ in range(1000):
-            if not (self.broker.queue or self.broker.unacked):
+            if not (self.broker.queue or self.broker.unacked or self.broker.waiting):
                 break
             self.now += 61.0
+            for retry in list(self.broker.waiting):
+                self.broker.expire(retry)
             self.turn()
             sent = self.broker.deliver(PREFETCH)
             if sent:
@@ -326,7 +376,7 @@ class Consuming(RuleBasedStateMachine):
                 self.finish(item)
             for republish in list(self.publishing):
                 self.publishing.remove(republish)
-                self.settled_well(republish.delivery, self.dead)
+                self.confirmed(republish)
                 self.session.published(republish, None, self.now)
                 self.turn()
         assert not self.broker.queue
@@ -354,7 +404,15 @@ class ConsumingBatches(Consuming):
     batch = True
 
 
+class ConsumingWithDelayQueues(Consuming):
+    """The same with delay queues: what fails is a message of its own until it is handed out again."""
+
+    queues = True
+
+
 TestConsuming = Consuming.TestCase
 TestConsuming.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestConsumingWithDelayQueues = ConsumingWithDelayQueues.TestCase
+TestConsumingWithDelayQueues.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestConsumingBatches = ConsumingBatches.TestCase
 TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

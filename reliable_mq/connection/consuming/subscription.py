@@ -25,11 +25,12 @@ import enum
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reliable_mq.core.consuming import NoticeKind
 from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.setup import Cancel, SetPrefetch, is_missing
+from reliable_mq.core.setup import Cancel, SetPrefetch, declare, is_missing
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.topology import Queue
 
 __all__ = ["BaseSubscription", "Connection", "Event", "Outlet", "Republisher"]
 
@@ -58,6 +60,7 @@ _LEVELS = {
     NoticeKind.RETRIED: logging.INFO,
     NoticeKind.DEAD_LETTERED: logging.WARNING,
     NoticeKind.REJECTED: logging.ERROR,
+    NoticeKind.NOT_DECLARED: logging.WARNING,
     NoticeKind.REPUBLISH_FAILED: logging.ERROR,
     NoticeKind.STORE_FAILED: logging.ERROR,
     NoticeKind.BATCH_FAILED: logging.WARNING,
@@ -160,6 +163,7 @@ class BaseSubscription:
         self._options = options
         self._consumer_tag = options.name
         self._prefetch = options.prefetch  # that the broker was told
+        self._version: tuple[int, ...] = ()  # of the broker
         self._phase = _Phase.RUNNING
         self._results: deque[Result] = deque()
         self._reported_at = 0.0  # when the oldest of them was
@@ -245,6 +249,7 @@ class BaseSubscription:
         """A channel is set up, and subscribed unless the consumer is stopping."""
         self.reconnects += self._connection_lost
         self._connection_lost = False
+        self._version = server.version_tuple
         self.session.opened(generation, channel)
         if self._phase is _Phase.RESUBSCRIBING:
             self._phase = _Phase.RUNNING
@@ -355,13 +360,16 @@ class BaseSubscription:
         work = session.take_work() or session.take_batches()
         if work:
             self.outlet.put(work)
+        for queue in session.take_declarations():
+            self._io.run(declare(queue, self._version), partial(self._declared, queue))
         for republish in session.take_republishes():
             if self.republisher is not None:
                 self.republisher.put(republish)
         if self._phase is not _Phase.CANCELLING:
             self._send(now)
         for notice in session.take_notices():
-            logger.log(_LEVELS[notice.kind], "%s %s: %s", notice.delivery, notice.kind.value, notice.text)
+            subject = notice.delivery or f"consumer {self._options.name!r}:"
+            logger.log(_LEVELS[notice.kind], "%s %s: %s", subject, notice.kind.value, notice.text)
         if session.drained:
             if self._phase is _Phase.RESUBSCRIBING:
                 self._resubscribe()
@@ -407,6 +415,11 @@ class BaseSubscription:
         """Take back what nobody has begun with, unless it would never come again."""
         if not self.session.automatic:
             self.session.withdrawn(self.outlet.withdraw())
+
+    def _declared(self, queue: Queue, outcome: object) -> None:
+        error = outcome if isinstance(outcome, Exception) else None
+        self.session.declared(queue, error, time.monotonic())
+        self._pump()
 
     def _resubscribe(self) -> None:
         if self._phase is _Phase.RESUBSCRIBING:

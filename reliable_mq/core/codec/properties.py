@@ -320,6 +320,14 @@ class Properties:
         table = b"".join(entries)
         return decode_table(_UINT32.pack(len(table)) + table)
 
+    def header_names(self) -> frozenset[str]:
+        """The names of the headers; no value is decoded."""
+        span = (self._values or self._decode()).get("headers")
+        if span is None:
+            return frozenset()
+        start, end = span
+        return frozenset(name.decode("utf-8", "surrogateescape") for name, _, _ in walk_table(self.raw, start + 4, end))
+
     @property
     def content_type(self) -> str | None:
         """The content type."""
@@ -391,18 +399,20 @@ def rewrite_properties(
     *,
     set_headers: Mapping[str, FieldValue] | None = None,
     drop_headers: Collection[str] = (),
+    rename_headers: Mapping[str, str] | None = None,
     clear: Collection[str] = (),
 ) -> bytes:
     """Change some headers and properties, and copy every other byte as it is.
 
     A header that is set replaces all entries of its name and comes last. Where the header table cannot be walked (an
-    unknown type letter, say), what is set goes in front of it, the rest of it stays untouched and nothing is dropped:
-    in front, because at its end a broken length could swallow it.
+    unknown type letter, say), what is set goes in front of it, the rest of it stays untouched and nothing is dropped or
+    renamed: in front, because at its end a broken length could swallow it.
 
     Args:
         raw: properties as a delivery brought them.
         set_headers: headers to set.
         drop_headers: names of headers to leave out.
+        rename_headers: new names of headers, by their old ones; the values stay byte for byte, and where they are.
         clear: names of properties to leave out, as in `Properties`.
 
     Raises:
@@ -412,9 +422,10 @@ def rewrite_properties(
     segments = split_properties(raw)
     for name in clear:
         segments.pop(name, None)
-    if set_headers or drop_headers:
+    if set_headers or drop_headers or rename_headers:
         ours = encode_table(set_headers or {})[4:]
-        table = _rewrite_table(segments.get("headers", b"\0\0\0\0"), ours, {*(set_headers or ()), *drop_headers})
+        dropped = {*(set_headers or ()), *drop_headers}
+        table = _rewrite_table(segments.get("headers", b"\0\0\0\0"), ours, dropped, rename_headers or {})
         if table:
             segments["headers"] = _UINT32.pack(len(table)) + table
         else:
@@ -422,12 +433,18 @@ def rewrite_properties(
     return join_properties(segments)
 
 
-def _rewrite_table(table: bytes, ours: bytes, dropped: set[str]) -> bytes:
-    """Give the body of the table without the dropped entries and with our (encoded) ones."""
+def _rewrite_table(table: bytes, ours: bytes, dropped: set[str], renamed: Mapping[str, str]) -> bytes:
+    """Give the body of the table without the dropped entries, with some renamed, and with our (encoded) ones."""
     try:
         entries = walk_table(table, 4, len(table))
     except CodecError:
         return ours + table[4:]
     names = {name.encode("utf-8", "surrogateescape") for name in dropped}
-    kept = [table[start:end] for name, start, end in entries if name not in names]
+    new_names = {old.encode(): encode_short_string(new, "a header's name") for old, new in renamed.items()}
+    kept: list[bytes] = []
+    for name, start, end in entries:
+        if name in new_names:
+            kept.append(new_names[name] + table[start + 1 + len(name) : end])
+        elif name not in names:
+            kept.append(table[start:end])
     return b"".join((*kept, ours))

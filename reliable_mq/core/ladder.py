@@ -1,0 +1,91 @@
+"""Delay queues: which there are beside a queue, and through which of them a message goes to wait for so long.
+
+A message expires at the head of its queue only, so each delay queue has one delay, and what expires goes back to the
+queue at least once. The delays of the policy have queues of their own, declared with the queue. Any other delay (of
+``RetryLater``, or with jitter) goes through a few queues of a fixed series, one after the other, declared when one is
+first needed: 1, 2, 5, 10, 20, 50, ... times a tenth of a second.
+
+A series that is fixed needs no cleaning up. Nor could it be done: ``x-expires`` deletes a quorum queue with the
+messages that wait in it, publishing and declaring again do not renew it, there is no "delete if empty" for quorum
+queues, and messages that have expired and wait for their queue to take them back are in no count that AMQP shows (all
+of it on 4.0 and 4.3).
+
+Invariants: a path takes at least the delay that was asked for, and more than that by a second or a tenth of it at most;
+it has no more than a handful of steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Queue
+from reliable_mq.topology.arguments import SHORT_STRING_BYTES
+
+if TYPE_CHECKING:
+    from reliable_mq.retry import RetryPolicy
+
+__all__ = ["LONGEST_PATH", "Ladder"]
+
+#: Milliseconds, up to RabbitMQ's longest time to live: ten years.
+LONGEST: Final = 315_360_000_000
+SERIES: Final = tuple(step * 10**power for power in range(2, 12) for step in (1, 2, 5) if step * 10**power <= LONGEST)
+#: No path of ours is longer; one that is was made by somebody else.
+LONGEST_PATH: Final = 16
+_MOST_OWN: Final = 16  # delays of a policy that have queues of their own
+_TOLERANCE: Final = 1000  # milliseconds, or a tenth
+_NAME: Final = "{queue}.retry.{milliseconds}"
+
+
+class Ladder:
+    """The delay queues of one queue, in milliseconds.
+
+    Args:
+        queue: its name.
+        policy: whose delays have queues of their own, unless they are many, or a matter of chance.
+
+    Attributes:
+        own: those delays, in order.
+
+    Raises:
+        ConfigurationError: the queue's name leaves no room for theirs.
+    """
+
+    def __init__(self, queue: str, policy: RetryPolicy) -> None:
+        own = {milliseconds(delay) for delay in policy.schedule if delay > 0}
+        if policy.jitter or len(own) > _MOST_OWN:
+            own.clear()
+        self._queue = queue
+        self.own: Final = tuple(sorted(own))
+        self._steps: Final = sorted({*SERIES, *own})
+        longest = _NAME.format(queue=queue, milliseconds=self._steps[-1])
+        if len(longest.encode()) > SHORT_STRING_BYTES:
+            raise ConfigurationError(
+                f"the name of queue {queue!r} leaves no room for those of its delay queues, such as {longest!r}: "
+                "shorten it, or give the retry policy backend='memory'"
+            )
+
+    def path(self, delay: float) -> tuple[int, ...]:
+        """The delay queues that make a message wait for ``delay`` seconds, by their milliseconds; none for 0."""
+        left = milliseconds(min(delay, LONGEST / 1000))
+        tolerance = max(_TOLERANCE, left // 10)
+        path: list[int] = []
+        while left > 0:
+            at = bisect_left(self._steps, left)
+            if at == len(self._steps) or (at and self._steps[at] - left > tolerance):
+                at -= 1
+            path.append(self._steps[at])
+            left -= self._steps[at]
+        return tuple(path)
+
+    def queue(self, step: int) -> Queue:
+        """The delay queue of so many milliseconds."""
+        name = _NAME.format(queue=self._queue, milliseconds=step)
+        return Queue(name, message_ttl=step / 1000, dead_letter=self._queue)
+
+
+def milliseconds(delay: float) -> int:
+    """Round up: a delay is never cut short."""
+    return ceil(round(delay * 1000, 6))

@@ -1,0 +1,248 @@
+"""What fails waits in delay queues: published and confirmed before its original is acked, or held instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq import (
+    BrokerUnavailable,
+    ConfigurationError,
+    PublishBlocked,
+    PublishError,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    RetryPolicy,
+)
+from reliable_mq.core import headers
+from reliable_mq.core.codec import encode_ack, encode_reject
+from reliable_mq.core.consuming import ConsumingSession, NoticeKind
+from reliable_mq.core.deadletters import Purpose, Republish
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.failure import Failure
+from reliable_mq.core.handling import Failed
+from tests.core.deliveries import delivery, failure
+from tests.core.sessions import CHANNEL, deliver, fail, items, kinds, make, only_republish
+from tests.core.test_transit import waited
+
+BLOCKED = PublishBlocked("memory alarm")
+NACKED = PublishNacked("full")
+RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="orders.retry.1000")
+REFUSED = PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR")
+
+
+def failed_once(session: ConsumingSession, *, delay: float | None = None) -> tuple[Delivery, Republish]:
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=delay)
+    return item, only_republish(session)
+
+
+def test_a_failed_delivery_waits_in_the_delay_queue_of_its_attempt() -> None:
+    """And its original is acked once that is confirmed, not before."""
+    session = make(queues=True)
+    item, republish = failed_once(session)
+    assert (republish.routing_key, republish.purpose, republish.delivery) == ("orders.retry.1000", Purpose.RETRY, item)
+    assert (session.take_output(99.0), session.held, session.drained) == (b"", 0, False)
+    session.published(republish, None, 99.0)
+    assert session.take_output(200.0) == encode_ack(CHANNEL, 1, multiple=False)
+    assert session.drained
+    assert (session.statistics.retried, session.statistics.delayed, session.statistics.dead_lettered) == (1, 1, 0)
+    [again] = deliver(session, [waited_delivery(republish, 2)], 200.0)
+    assert (again.attempt, again.redelivered) == (2, True)
+    fail(session, again, 200.0)
+    republish = only_republish(session)
+    assert republish.routing_key == "orders.retry.10000"
+    [last] = deliver(session, [waited_delivery(republish, 3)], 300.0)
+    fail(session, last, 300.0)
+    assert only_republish(session).purpose is Purpose.DEAD_LETTER
+
+
+def waited_delivery(republish: Republish, tag: int) -> Delivery:
+    found = waited(republish.properties)
+    found.delivery_tag = tag
+    return found
+
+
+def test_a_delay_that_the_handler_chose_goes_through_further_queues() -> None:
+    """Declared first; from one to the next without a handler seeing it."""
+    session = make(queues=True)
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=70)
+    assert session.take_republishes() == []
+    [queue] = session.take_declarations()
+    assert queue.name == "orders.retry.50000"
+    session.declared(queue, None, 0.0)
+    republish = only_republish(session)
+    session.published(republish, None, 0.0)
+    assert deliver(session, [waited_delivery(republish, 2)], 50.0) == []
+    [queue] = session.take_declarations()
+    assert queue.name == "orders.retry.20000"
+    session.declared(queue, None, 50.0)
+    republish = only_republish(session)
+    session.published(republish, None, 50.0)
+    [again] = deliver(session, [waited_delivery(republish, 3)], 70.0)
+    assert again.attempt == 2
+    assert session.statistics.delayed == 2
+
+
+def test_where_there_are_no_delay_queues_any_more_the_rest_of_the_way_is_held() -> None:
+    session = make(queues=True)
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=70)
+    [queue] = session.take_declarations()
+    session.declared(queue, None, 0.0)
+    other = make()
+    assert deliver(other, [waited_delivery(only_republish(session), 1)], 50.0) == []
+    other.tick(69.9)
+    assert other.take_work() == []
+    other.tick(70.0)
+    assert [one.attempt for one in other.take_work()] == [2]
+
+
+@pytest.mark.parametrize("delay", [0, 0.0])
+def test_without_a_delay_it_is_tried_again_at_once(delay: float) -> None:
+    session = make(queues=True)
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=delay)
+    session.tick(0.0)
+    assert session.take_work() == [item]
+
+
+def test_a_queue_that_cannot_be_declared_is_said_and_the_delivery_held() -> None:
+    session = make(queues=True)
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=70)
+    [queue] = session.take_declarations()
+    session.take_notices()
+    session.declared(queue, BrokerUnavailable("403", permanent=True), 1.0)
+    [notice] = session.take_notices()
+    assert (notice.kind, notice.delivery) == (NoticeKind.NOT_DECLARED, None)
+    assert "orders.retry.50000" in notice.text
+    session.tick(69.0)
+    assert session.take_work() == []
+    session.tick(70.0)
+    assert session.take_work() == [item]
+
+
+@pytest.mark.parametrize("error", [BLOCKED, REFUSED, ConfigurationError("too long")], ids=repr)
+def test_a_retry_that_cannot_be_published_is_held_for_what_is_left_of_its_delay(error: PublishError) -> None:
+    """Under an alarm too: consuming goes on."""
+    session = make(queues=True)
+    item, republish = failed_once(session, delay=10)
+    session.published(republish, error, 4.0)
+    assert NoticeKind.REPUBLISH_FAILED in kinds(session)
+    session.tick(9.9)
+    assert session.take_work() == []
+    session.tick(10.0)
+    assert session.take_work() == [item]
+    assert item.attempt == 2
+
+
+def test_a_retry_whose_queue_is_gone_is_published_again_once_that_is_declared() -> None:
+    session = make(queues=True)
+    _item, republish = failed_once(session)
+    session.published(republish, RETURNED, 1.0)
+    [queue] = session.take_declarations()
+    session.declared(queue, None, 1.0)
+    assert only_republish(session) is republish
+    session.published(republish, RETURNED, 2.0)
+    assert list(session.take_declarations()) == [], "somebody deletes it again and again: wait"
+    session.tick(3.9)
+    assert session.take_republishes() == []
+    session.tick(4.0)
+    assert only_republish(session) is republish
+
+
+def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:
+    session = make(queues=True)
+    _item, republish = failed_once(session)
+    session.published(republish, NACKED, 0.0)
+    session.tick(0.9)
+    assert session.take_republishes() == []
+    session.tick(1.0)
+    assert only_republish(session) is republish
+    session.published(republish, None, 1.0)
+    assert session.statistics.delayed == 1
+
+
+def test_a_dead_letter_under_an_alarm_is_left_to_the_broker_after_a_few_tries() -> None:
+    """Which needs nothing that publishes. Where the broker has no dead-letter exchange, it waits."""
+    for broker_dead_letters in (True, False):
+        session = make(max_attempts=1, broker_dead_letters=broker_dead_letters)
+        [item] = deliver(session, items(1))
+        fail(session, item)
+        republish = only_republish(session)
+        now = 0.0
+        for _ in range(3):
+            assert session.take_output(now) == b""
+            session.published(republish, BLOCKED, now)
+            now += 10
+            session.tick(now)
+            session.take_republishes()
+        rejected = encode_reject(CHANNEL, 1, requeue=False)
+        assert session.take_output(now) == (rejected if broker_dead_letters else b"")
+        assert session.statistics.rejected == broker_dead_letters
+
+
+def test_what_is_published_while_the_channel_is_lost_is_no_ack() -> None:
+    session = make(queues=True)
+    _item, republish = failed_once(session)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    session.published(republish, None, 1.0)
+    assert session.take_output(10.0) == b""
+    assert (session.statistics.stale, session.statistics.delayed) == (1, 0)
+
+
+def test_the_original_that_comes_again_beside_its_retry_knows_its_attempts() -> None:
+    """The retry was confirmed, the ack of its original lost: both are known to have failed once, and wait."""
+    session = make(queues=True)
+    item, republish = failed_once(session)
+    session.published(republish, None, 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert deliver(session, [delivery(1, redelivered=True, message_id=item.message_id)], 0.5) == []
+    session.tick(1.0)
+    [again] = session.take_work()
+    assert again.attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "given_up"),
+    [
+        (RetryPolicy(3, give_up_on=ValueError), UnicodeDecodeError, True),
+        (RetryPolicy(3, give_up_on=ValueError), OSError, False),
+        (RetryPolicy(3, retry_on=OSError), ValueError, True),
+        (RetryPolicy(3, retry_on=OSError), TimeoutError, False),
+        (RetryPolicy(3, retry_on=OSError), None, False),
+    ],
+)
+def test_the_policy_decides_by_the_exception(
+    policy: RetryPolicy, kind: type[BaseException] | None, given_up: bool
+) -> None:
+    """Where the handler has not chosen itself (None)."""
+    session = make(retry=policy)
+    [item] = deliver(session, items(1))
+    session.finished([Failed(item, Failure("E", "text", 1.0, kind=kind))], 0.0)
+    assert bool(session.take_republishes()) == given_up
+    assert session.held == (not given_up)
+    if given_up:
+        assert item.failures is not None
+        assert item.failures.verdict == "the retry policy gives up on E: text"
+
+
+def test_a_stop_lets_what_is_being_published_end() -> None:
+    """A retry of a handler that ends during the stop is published, too: its count of attempts outlives the process."""
+    session = make(queues=True)
+    first, second = deliver(session, items(2))
+    fail(session, first)
+    session.stop()
+    session.finished([Failed(second, failure())], 0.0)
+    republishes = session.take_republishes()
+    assert [republish.delivery for republish in republishes] == [first, second]
+    for republish in republishes:
+        assert not session.drained
+        session.published(republish, None, 0.0)
+    assert session.drained
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=True)
+    assert headers.ATTEMPT.encode() in republishes[1].properties

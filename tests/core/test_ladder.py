@@ -1,0 +1,71 @@
+"""Delay queues: long enough, not much longer, and few."""
+
+from __future__ import annotations
+
+import pytest
+import tenacity
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from reliable_mq import ConfigurationError, RetryPolicy
+from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, Ladder
+
+
+def ladder(*delays: float, jitter: float = 0.0) -> Ladder:
+    return Ladder("orders", RetryPolicy(len(delays) + 1, delays=delays, jitter=jitter))
+
+
+@given(st.floats(0, 1e9), st.lists(st.floats(0, 1e5), min_size=1, max_size=4))
+@example(1e-9, [1.0])
+@example(0.1 + 0.2, [0.3])
+def test_a_path_takes_as_long_as_asked_and_little_more(delay: float, delays: list[float]) -> None:
+    """By a second or a tenth at most, in a few steps."""
+    path = ladder(*delays).path(delay)
+    asked = min(delay * 1000, LONGEST)
+    assert asked - 1e-3 <= sum(path) <= asked + max(1000, asked * 0.1) + 1
+    assert len(path) <= LONGEST_PATH // 2
+    assert list(path) == sorted(path, reverse=True)
+
+
+def test_what_the_policy_asks_for_is_kept_exactly_and_in_one_step() -> None:
+    made = ladder(0.25, 7, 61.5, 0)
+    assert made.own == (250, 7000, 61500)
+    assert [made.path(delay) for delay in (0.25, 7, 61.5, 0)] == [(250,), (7000,), (61500,), ()]
+
+
+def test_other_delays_are_put_together_from_a_fixed_series() -> None:
+    made = ladder(1.0)
+    assert made.path(88) == (50_000, 20_000, 20_000)
+    assert made.path(86_400) == (50_000_000, 20_000_000, 20_000_000)
+    assert made.path(1e9)[0] <= LONGEST <= sum(made.path(1e9))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RetryPolicy(4, delays=(1, 2, 3), jitter=0.1),
+        RetryPolicy(100, backoff=tenacity.wait_incrementing(start=1, increment=1)),
+    ],
+    ids=["jitter", "many"],
+)
+def test_delays_by_chance_and_great_many_have_no_queues_of_their_own(policy: RetryPolicy) -> None:
+    assert Ladder("orders", policy).own == ()
+
+
+def test_a_delay_queue_gives_back_what_it_has_at_least_once() -> None:
+    queue = ladder(10).queue(10_000)
+    assert queue.name == "orders.retry.10000"
+    assert queue.arguments_for((4, 0)) == {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": -1,
+        "x-message-ttl": 10_000,
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": "orders",
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }
+
+
+def test_a_name_without_room_for_the_delay_queues_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leaves no room for those of its delay queues"):
+        Ladder("q" * 240, RetryPolicy())

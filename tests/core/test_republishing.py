@@ -1,0 +1,108 @@
+"""What is published again waits for its queue, and is never two things at once."""
+
+from __future__ import annotations
+
+from reliable_mq import RetryPolicy
+from reliable_mq.core.deadletters import DeadLetters, Purpose, Target
+from reliable_mq.core.delivery import Source
+from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.republishing import Republishing
+from reliable_mq.core.transit import Transit, unpack
+from tests.core.deliveries import BROKEN_TABLE, delivery
+from tests.core.test_transit import waited
+
+DEAD = DeadLetters(Target("", "orders.dead"), consumer="c", version="0")
+
+
+def opened(*delays: float) -> Republishing:
+    made = Republishing(DEAD, Ladder("orders", RetryPolicy(len(delays) + 1, delays=delays)))
+    made.opened()
+    return made
+
+
+def test_a_delay_of_the_policy_needs_no_declaration() -> None:
+    out = opened(10)
+    assert out.delay(delivery(), 10)
+    [republish] = out.take()
+    assert (republish.exchange, republish.routing_key, republish.purpose) == ("", "orders.retry.10000", Purpose.RETRY)
+    assert list(out.take_declarations()) == []
+    assert not out.idle
+    out.settled()
+    assert out.idle
+
+
+def test_another_delay_waits_for_its_queue_to_be_declared_once() -> None:
+    out = opened(10)
+    assert out.delay(delivery(1), 70)
+    assert out.delay(delivery(2), 70)
+    assert not out.idle
+    assert out.take() == []
+    [queue] = out.take_declarations()
+    assert queue.name == "orders.retry.50000"
+    assert list(out.take_declarations()) == []
+    assert out.declared(queue.name, ok=True) == []
+    first, second = out.take()
+    assert (first.delivery.delivery_tag, second.delivery.delivery_tag) == (1, 2)
+    assert unpack(waited(first.properties)) == Transit((20_000,))
+    assert out.delay(delivery(3), 70)
+    assert len(out.take()) == 1, "it is known now"
+
+
+def test_a_queue_that_may_not_be_declared_is_asked_for_once_a_channel() -> None:
+    out = opened(10)
+    assert out.delay(delivery(), 70)
+    [queue] = out.take_declarations()
+    [waiting] = out.declared(queue.name, ok=False)
+    assert waiting.queue == queue
+    assert not out.delay(delivery(), 70)
+    assert out.idle
+    out.opened()
+    assert out.delay(delivery(), 70)
+
+
+def test_a_queue_that_is_missing_is_declared_again() -> None:
+    out = opened(10)
+    out.delay(delivery(), 10)
+    [republish] = out.take()
+    out.settled()
+    out.missing(republish)
+    [queue] = out.take_declarations()
+    assert queue.name == "orders.retry.10000"
+    out.declared(queue.name, ok=True)
+    assert out.take() == [republish]
+
+
+def test_a_dead_letter_queue_that_is_missing_is_nobodys_to_declare() -> None:
+    out = opened(10)
+    assert out.dead_letter(delivery(source=Source(1, 1, "orders")), "why")
+    [republish] = out.take()
+    out.settled()
+    out.missing(republish)
+    assert list(out.take_declarations()) == []
+    assert out.take() == [republish]
+
+
+def test_nothing_of_a_lost_channel_is_published() -> None:
+    out = opened(10)
+    out.delay(delivery(), 10)
+    out.delay(delivery(), 70)
+    out.lost()
+    assert out.idle
+    assert out.take() == []
+    assert list(out.take_declarations()) == []
+    out.opened()
+    assert out.declared("orders.retry.50000", ok=True) == [], "an answer that comes late"
+    assert out.take() == []
+
+
+def test_what_has_to_be_held_instead() -> None:
+    """No delay queues, no delay, or properties that would not come back."""
+    without = Republishing(None, None)
+    without.opened()
+    assert not without.delay(delivery(), 10)
+    assert not without.forward(delivery(), (1000,))
+    assert not without.dead_letter(delivery(), "why")
+    out = opened(10)
+    assert not out.delay(delivery(), 0)
+    assert not out.delay(delivery(headers=BROKEN_TABLE), 10)
+    assert out.idle
