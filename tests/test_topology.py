@@ -95,7 +95,6 @@ def test_limits_are_sent_under_their_names_and_in_their_units() -> None:
         max_length=3,
         max_length_bytes=100,
         message_ttl=1.5,
-        max_priority=9,
         single_active_consumer=True,
     )
     assert queue.arguments_for(V4_3) == {
@@ -104,9 +103,9 @@ def test_limits_are_sent_under_their_names_and_in_their_units() -> None:
         "x-max-length": 3,
         "x-max-length-bytes": 100,
         "x-message-ttl": 1500,
-        "x-max-priority": 9,
         "x-single-active-consumer": True,
     }
+    assert Queue("q", type="classic", max_priority=9).arguments_for(V4_3)["x-max-priority"] == 9
     assert Queue("q", message_ttl=timedelta(minutes=1)).arguments_for(V4_3)["x-message-ttl"] == 60_000
     assert Queue("q", message_ttl=0).arguments_for(V4_3)["x-message-ttl"] == 0
     age = Queue("q", type="stream", max_age=timedelta(days=1)).arguments_for(V4_3)["x-max-age"]

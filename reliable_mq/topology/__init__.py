@@ -12,6 +12,7 @@ Invariants:
 
 from reliable_mq.topology.declaring import Declaration, declarations
 from reliable_mq.topology.exchange import Binding, Exchange
+from reliable_mq.topology.linting import TopologyWarning
 from reliable_mq.topology.mismatch import mismatch_from_reply
 from reliable_mq.topology.queue import OWN, OwnDeadLetter, Queue, QueueType
 
@@ -23,6 +24,7 @@ __all__ = [
     "OwnDeadLetter",
     "Queue",
     "QueueType",
+    "TopologyWarning",
     "declarations",
     "mismatch_from_reply",
 ]

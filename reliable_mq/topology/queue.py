@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal, get_args
@@ -10,6 +11,7 @@ from typing import Final, Literal, get_args
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES, Arguments, check_flag, check_name, check_new_name
+from reliable_mq.topology.linting import TopologyWarning, lint_arguments
 
 __all__ = ["OWN", "OwnDeadLetter", "Queue", "QueueType"]
 
@@ -92,7 +94,8 @@ class Queue:
         arguments: further ones by RabbitMQ's names. They win over our defaults; None leaves a default of ours out.
 
     Raises:
-        ConfigurationError: something that RabbitMQ refuses, or that contradicts itself; names the field.
+        ConfigurationError: something that RabbitMQ refuses, that does nothing (a misspelt argument, say), or that
+            contradicts itself; names the field. Of what loses messages and may yet be meant, a `TopologyWarning` tells.
     """
 
     name: str
@@ -119,6 +122,7 @@ class Queue:
         self._check_numbers()
         self._check_dead_letter()
         self._check_arguments()
+        self._lint()
 
     @property
     def dead_letter_queue(self) -> Queue | None:
@@ -240,6 +244,13 @@ class Queue:
                 f"must be reject-publish, or dead-lettering is not at least once; if that is meant, also give "
                 f"{_STRATEGY}=at-most-once",
             )
+
+    def _lint(self) -> None:
+        for flaw in lint_arguments(self.arguments_for(_NEWEST), self.type):
+            if flaw.certain:
+                raise self._error(f"argument {flaw.argument}", f"{flaw.text} ({flaw.fix})")
+            text = f"argument {flaw.argument} of queue {self.name!r} {flaw.text}: {flaw.fix}"
+            warnings.warn(text, TopologyWarning, stacklevel=4)  # where the queue is made
 
     def _error(self, what: str, text: str) -> ConfigurationError:
         return ConfigurationError(f"{what} of queue {self.name!r} {text}")
