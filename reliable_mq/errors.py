@@ -12,7 +12,8 @@ The tree, and what each branch asks of the caller::
     │   ├── PublishReturned     no queue is bound for it (mandatory publish)
     │   ├── PublishRefused      the broker closed the channel over it, or it was refused before it was sent
     │   ├── PublishUnconfirmed  its deadline passed: it may or may not have arrived
-    │   └── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
+    │   ├── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
+    │   └── OutboxError         the outbox could not store the message, or cannot be read
     └── ConsumeError
         ├── ConsumerCancelled   the broker ended the subscription (queue deleted, leader lost)
         ├── StaleDelivery       the delivery belongs to a channel that is gone; it will come again
@@ -35,6 +36,7 @@ __all__ = [
     "ConsumeError",
     "ConsumerCancelled",
     "IdempotencyStoreError",
+    "OutboxError",
     "PublishBlocked",
     "PublishError",
     "PublishNacked",
@@ -201,6 +203,21 @@ class PublishBlocked(PublishError):
     def __init__(self, message: str, *, message_id: str | None = None, reason: str = "") -> None:
         super().__init__(message, message_id=message_id)
         self.reason = reason
+
+
+class OutboxError(PublishError):
+    """The outbox failed: its disk is full, its file or database cannot be reached, locked for too long, or damaged.
+
+    Of a message that was to be stored, ``may_have_arrived`` says whether it may be in the outbox all the same, so that
+    it may be published; where False, it is not there. Rows that were stored before are safe.
+    """
+
+    def of(self, what: str, message_id: str) -> OutboxError:
+        """Make the error of one message out of that of a transaction: raising one adds to its traceback."""
+        own = OutboxError(f"{what} was not stored: {self}", message_id=message_id)
+        own.may_have_arrived = self.may_have_arrived
+        own.__cause__ = self.__cause__
+        return own
 
 
 class ConsumeError(ReliableMQError):

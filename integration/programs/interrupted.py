@@ -64,7 +64,7 @@ def main(url: str, seed: int, duration: float) -> None:
     publisher.flush(20)
     assert publisher.outstanding == 0
     assert all(confirmation.done() for confirmation in confirmations)
-    assert publisher._window.count <= 0, "places of the window are lost"
+    assert publisher._options.window.count <= 0, "places of the window are lost"
     last = [publisher.submit(Message(b"last"), routing_key="orders", timeout=10) for _ in range(10 * WINDOW)]
     assert [confirmation.exception(20) for confirmation in last] == [None] * len(last)
     publisher.close(10)

@@ -166,7 +166,8 @@ class BlockingPublisher:
         try:
             return self._loop.call(call())
         finally:
-            if self.publisher._opening is None or self.publisher._over:  # there is nothing that runs
+            publisher = self.publisher
+            if publisher._opening is publisher._storing is None or publisher._over:  # there is nothing that runs
                 self._stop()
 
     def _stop(self) -> None:

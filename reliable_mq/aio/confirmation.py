@@ -26,6 +26,8 @@ __all__ = ["AsyncConfirmation"]
 
 logger = logging.getLogger(__name__)
 
+_WELL = (Outcome.CONFIRMED, Outcome.STORED)
+
 _TOLD: list[Callable[[], object]] = []  # stands for the watchers of a confirmation whose watchers have been told
 
 
@@ -124,7 +126,7 @@ class AsyncConfirmation(Publication):
     def _see(self) -> None:
         if not self.seen:
             self.seen = True
-            if self.watchers is _TOLD and self.outcome is not Outcome.CONFIRMED:
+            if self.watchers is _TOLD and self.outcome not in _WELL:
                 self.home.failure_seen()
 
     def _watch(self, watcher: Callable[[], object]) -> None:

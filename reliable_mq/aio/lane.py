@@ -224,6 +224,11 @@ class AsyncPublishingLane:
         self._unseen -= 1
 
     @property
+    def tried(self) -> bool:
+        """Whether an attempt to connect has ended, well or not."""
+        return self.connected or self._attempts_failed > 0
+
+    @property
     def frame_max(self) -> int:
         """Bytes that a frame may have, as negotiated."""
         return self.session.frame_max

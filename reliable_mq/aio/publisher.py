@@ -14,27 +14,33 @@ import time
 import warnings
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
+from reliable_mq.aio.carrier import AsyncRowCarrier
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.lane import AsyncPublishingLane
+from reliable_mq.aio.storing import AsyncStoredConfirmation, AsyncStoringLane
+from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
 from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.durations import Duration, seconds
-from reliable_mq.errors import PublishError, UsageError
+from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.metrics.publisher import publisher_readings
 from reliable_mq.metrics.registry import register
+from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from prometheus_client import CollectorRegistry
     from tenacity.stop import stop_base
     from tenacity.wait import wait_base
 
+    from reliable_mq.core.outbox import OutboxRow
     from reliable_mq.core.publication import Receipt
     from reliable_mq.message import Message
     from reliable_mq.metrics.registry import Reading
@@ -78,6 +84,9 @@ class AsyncPublisher:
         retry: how a nacked message is tried again before it is reported (``PublishNacked``).
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
+        outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
+            returns once a message is stored there, whether or not the broker is there; a relay in this process
+            publishes it, again and again until it is confirmed, and at the next start what this process has left.
         reconnect_wait: a tenacity wait, asked after each round over the hosts; default exponential from 0.2 s to 30 s
             with jitter.
         reconnect_stop: a tenacity stop; default never. When it stops, all that is unconfirmed fails and the publisher
@@ -107,6 +116,7 @@ class AsyncPublisher:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        outbox: Outbox | None = None,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
         credentials: Credentials | CredentialsCallback | None = None,
@@ -121,6 +131,11 @@ class AsyncPublisher:
         self._opening: AsyncPublishingLane | None = None
         self._openers = 0  # tasks that wait for the first verdict
         self._over = False  # what failed has been reported
+        self._storing: AsyncStoringLane | None = None  # the way into the outbox
+        self._storing_opens: asyncio.Task[AsyncStoringLane] | None = None
+        if outbox is not None and not isinstance(outbox, Outbox):
+            raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
+        self._outbox = outbox
         self._options = PublisherOptions(
             parse_url(url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout),
             name=name,
@@ -145,9 +160,10 @@ class AsyncPublisher:
     async def publish(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> Receipt:
-        """Publish a message and wait until the broker has it.
+        """Publish a message and wait until the broker has it, or the outbox, where there is one.
 
-        Takes a round trip to the broker, and as long as the window is full or the broker away, up to ``timeout``.
+        Takes a round trip to the broker, and as long as the window is full or the broker away, up to ``timeout``. With
+        an outbox: until its transaction is on disk.
 
         Args:
             message: what to publish.
@@ -156,9 +172,11 @@ class AsyncPublisher:
             timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
 
         Returns:
-            A receipt, with the message's id and the number of attempts.
+            A receipt, with the message's id and the number of attempts; its ``status`` is ``"confirmed"``, or
+            ``"stored"`` with an outbox.
 
         Raises:
+            OutboxError: with an outbox alone: it could not be stored.
             PublishError: it was not confirmed; the subclass says why. After ``PublishUnconfirmed`` it may have arrived
                 all the same.
             BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
@@ -176,6 +194,8 @@ class AsyncPublisher:
         """
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
+        if self._outbox is not None:
+            return await self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
         options = self._options
         lane = self._lane or await self._open(options.delivery_timeout if limit is None else limit)
         size = options.check(message, exchange, routing_key, lane.frame_max)
@@ -205,15 +225,15 @@ class AsyncPublisher:
         Returns:
             How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
         """
-        confirmed = 0
+        well = 0
         failures: list[tuple[Message, PublishError]] = []
         pending: deque[AsyncConfirmation] = deque()
 
         def collect(confirmation: AsyncConfirmation) -> None:
-            nonlocal confirmed
+            nonlocal well
             error = confirmation.exception()
             if error is None:
-                confirmed += 1
+                well += 1
             else:
                 failures.append((confirmation.message, error))
 
@@ -242,17 +262,31 @@ class AsyncPublisher:
                 with suppress(PublishError):  # it is collected with the others
                     await confirmation
             collect(confirmation)
-        return PublishReport(confirmed, tuple(failures))
+        if self._outbox is not None:
+            return PublishReport(0, tuple(failures), stored=well)
+        return PublishReport(well, tuple(failures))
 
     async def flush(self, timeout: Duration | None = None) -> None:
         """Wait until everything submitted before is settled, well or not.
 
+        With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
+        set aside, or waits behind what is.
+
         Args:
-            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound.
+            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound, unless there is an
+                outbox.
 
         Raises:
             TimeoutError: some are still outstanding. They are still being published.
+            OutboxError: the outbox cannot be read.
         """
+        if self._outbox is not None:
+            storing = await self._store_lane(self._outbox)
+            left = await storing.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout))
+            if left:
+                text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
+                raise TimeoutError(text) from storing.relay.error
+            return
         lane = self._lane
         if lane is not None and not await lane.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout)):
             raise TimeoutError(f"{lane.outstanding} messages are still outstanding after {timeout} s")
@@ -287,6 +321,9 @@ class AsyncPublisher:
         limit = seconds("timeout", timeout)
         if os.getpid() != self._made_in:
             return
+        if self._storing is not None and not self._over:
+            await self._close_storing(self._storing, limit)
+            limit = 0.0  # what the relay has not got confirmed is still in the outbox
         self._closed = True
         lane = self._opening
         if lane is not None and not self._over:
@@ -296,7 +333,10 @@ class AsyncPublisher:
             return
         if self._registration is not None:
             self._registration.close()
+        failed: Sequence[AsyncConfirmation]
         failed, count = ([], 0) if lane is None else lane.take_failures()
+        if self._storing is not None:
+            failed, count = self._storing.take_failures()
         if count:
             raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
 
@@ -304,10 +344,13 @@ class AsyncPublisher:
         """Connect.
 
         Where no host can be reached now, the publisher goes on trying, and publishes wait; what time cannot heal is
-        raised.
+        raised. With an outbox it is opened, and connecting is left to the relay.
         """
         try:
-            self._lane or await self._open(_FOR_EVER)
+            if self._outbox is not None:
+                await self._store_lane(self._outbox)
+            else:
+                self._lane or await self._open(_FOR_EVER)
         except asyncio.CancelledError:
             await self.close(0)
             raise
@@ -324,6 +367,8 @@ class AsyncPublisher:
                 raise
             logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
         except asyncio.CancelledError:  # nobody will take the closing up again
+            if self._storing is not None:
+                self._storing.abort()
             if self._opening is not None:
                 self._opening.abort()
             raise
@@ -337,7 +382,9 @@ class AsyncPublisher:
 
     @property
     def outstanding(self) -> int:
-        """Messages submitted and not settled."""
+        """Messages submitted and not settled: with an outbox, not stored."""
+        if self._storing is not None:
+            return self._storing.outstanding
         lane = self._lane
         return 0 if lane is None else lane.outstanding
 
@@ -363,6 +410,82 @@ class AsyncPublisher:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"
         hosts = ", ".join(map(str, self._options.settings.endpoints))
         return f"<AsyncPublisher {self._options.name!r} to {hosts}: {state}>"
+
+    # With an outbox
+
+    async def _store_lane(self, outbox: Outbox) -> AsyncStoringLane:
+        """Open the outbox and start the relay, where that is not done."""
+        if os.getpid() != self._made_in:
+            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
+        if self._storing is not None:
+            return self._storing
+        if self._closed:
+            raise UsageError("this publisher is closed; nothing was stored")
+        if self._storing_opens is None:
+            self._storing_opens = asyncio.get_running_loop().create_task(self._start_storing(outbox))
+        opens = self._storing_opens
+        try:
+            return await asyncio.shield(opens)
+        finally:
+            if opens.done() and self._storing_opens is opens:
+                self._storing_opens = None
+
+    async def _start_storing(self, outbox: Outbox) -> AsyncStoringLane:
+        carrier = AsyncRowCarrier(asyncio.get_running_loop(), self._connect_relay, self._relay)
+        storing = AsyncStoringLane(outbox, carrier, self._options)
+        await storing.start()
+        self._storing = storing
+        return storing
+
+    async def _store(
+        self,
+        message: Message,
+        exchange: str,
+        routing_key: str,
+        accepted_at: float,
+        limit: float | None,
+        outbox: Outbox,
+    ) -> AsyncStoredConfirmation:
+        storing, options, lane = self._storing or await self._store_lane(outbox), self._options, self._lane
+        frame_max = options.settings.frame_max if lane is None else lane.frame_max
+        size = options.check(message, exchange, routing_key, frame_max)
+        key = outbox.ordering_key(message, exchange, routing_key)
+        mandatory = options.mandatory
+        confirmation = AsyncStoredConfirmation(
+            message, exchange, routing_key, mandatory, size, accepted_at, limit, storing
+        )
+        await storing.submit(confirmation, NewRow(message, exchange, routing_key, mandatory, key))
+        return confirmation
+
+    async def _connect_relay(self) -> None:
+        self._lane or await self._open(_FOR_EVER)
+
+    async def _relay(self, row: OutboxRow, done: Callable[[AsyncConfirmation], None]) -> None:
+        """Publish a row of the outbox."""
+        lane = self._lane or await self._open(_FOR_EVER)
+        if lane.fatal is not None:  # what it ended over may be mended; rows wait for that
+            self._lane = self._opening = None
+            await lane.close(0)
+            lane = await self._open(_FOR_EVER)
+        size = self._options.check(row.message, row.exchange, row.routing_key, lane.frame_max)
+        confirmation = AsyncConfirmation(
+            row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, lane
+        )
+        confirmation.in_doubt = row.possible_duplicate
+        confirmation.seen = True
+        confirmation.watchers = [partial(done, confirmation)]
+        if not lane.take(confirmation):
+            await lane.wait_for_room(confirmation)
+
+    async def _close_storing(self, storing: AsyncStoringLane, limit: float) -> None:
+        """Close the way into the outbox, and the relay."""
+
+        def worth_waiting() -> bool:
+            """Whether the broker is there, or may be: it has had no chance to answer yet."""
+            lane = self._opening
+            return self.connected or (lane is not None and not lane.tried)
+
+        await storing.close(limit, worth_waiting)
 
     # Private
 

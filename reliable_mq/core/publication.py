@@ -1,8 +1,8 @@
 """One publish: what was asked for, how far it has come, and how it ended.
 
-A publication has one of five outcomes. *Unknown* is an outcome of an attempt long before it is one of the publication:
-a publish whose channel was lost is sent again, with the same ``message_id``; only when its deadline passes does it end
-as unknown.
+A publication has one of five outcomes; one that goes into an outbox has a sixth, *stored*. *Unknown* is an outcome of
+an attempt long before it is one of the publication: a publish whose channel was lost is sent again, with the same
+``message_id``; only when its deadline passes does it end as unknown.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Outcome(enum.Enum):
 
     CONFIRMED = "confirmed"
     """The broker acked it: it is on every queue it was routed to, and on disk where message and queue are durable."""
+    STORED = "stored"
+    """It is durable in the outbox, and the relay will publish it."""
     NACKED = "nacked"
     """The broker refused it, as often as the retry policy allowed."""
     RETURNED = "returned"

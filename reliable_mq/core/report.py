@@ -24,14 +24,16 @@ class PublishReport:
     Attributes:
         confirmed: how many the broker has.
         failures: every other message with its error, in the order in which they settled.
+        stored: how many are durable in the outbox, where there is one; then none is counted as confirmed.
     """
 
     confirmed: int
     failures: tuple[tuple[Message, PublishError], ...] = ()
+    stored: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether every message was confirmed."""
+        """Whether every message was confirmed, or stored."""
         return not self.failures
 
     def raise_for_failures(self) -> None:

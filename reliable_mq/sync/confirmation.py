@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 0.2
 """Seconds after which a caller that waits asks the I/O thread whether it has heard of everything."""
 
+_WELL = (Outcome.CONFIRMED, Outcome.STORED)
+
 _TOLD: list[Callable[[], object]] = []  # stands for the watchers of a confirmation whose watchers have been told
 
 
@@ -127,7 +129,7 @@ class Confirmation(Publication):
         with self.home.lock:
             if not self.seen:
                 self.seen = True
-                if self.watchers is _TOLD and self.outcome is not Outcome.CONFIRMED:
+                if self.watchers is _TOLD and self.outcome not in _WELL:
                     self.home.failure_seen()
 
     def _watch(self, watcher: Callable[[], object]) -> bool:

@@ -29,11 +29,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from reliable_mq.core import setup
 from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.core.publication import Outcome, Reply
 from reliable_mq.core.publishing import PublishingSession
-from reliable_mq.core.window import PublishWindow
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishUnconfirmed, UsageError
 from reliable_mq.sync.callbacks import CallbackThread
 from reliable_mq.sync.condition import Condition
@@ -41,17 +39,16 @@ from reliable_mq.sync.confirmation import PATIENCE
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reliable_mq.core.codec import RawDelivery
-    from reliable_mq.core.recovery import Loss, Recovery
+    from reliable_mq.core.publisher_options import PublisherOptions
+    from reliable_mq.core.publishing import PublishingSession
+    from reliable_mq.core.recovery import Loss
     from reliable_mq.core.setup import ServerInfo
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.retry import RetryPolicy
-    from reliable_mq.settings import ConnectionSettings
     from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.sync.io_thread import TimerHandle
-    from reliable_mq.topology import Declaration
 
 __all__ = ["PublishingLane"]
 
@@ -76,35 +73,17 @@ class PublishingLane:
         forked: whether this is a copy in a forked child, where the lane's thread does not exist.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        settings: ConnectionSettings,
-        topology: Sequence[Declaration],
-        recovery: Recovery,
-        retry: RetryPolicy,
-        window: PublishWindow,
-        confirm_timeout: float,
-        delivery_timeout: float,
-        raise_when_blocked: bool,
-    ) -> None:
+    def __init__(self, options: PublisherOptions) -> None:
         self.lock = threading.RLock()
-        self.window = window
-        self.session: PublishingSession[Confirmation] = PublishingSession(
-            retry=retry,
-            confirm_timeout=confirm_timeout,
-            delivery_timeout=delivery_timeout,
-            random=random.Random(),
-        )
-        self.session.frame_max = settings.frame_max  # until a broker has had its say
+        self.window = options.window
+        self.session: PublishingSession[Confirmation] = options.new_session(random.Random())
         self.fatal: ReliableMQError | None = None
         self.forked = False
         self.reconnects = 0
         self.connected = False
         self._connection_lost = False
-        self._delivery_timeout = delivery_timeout
-        self._raise_when_blocked = raise_when_blocked
+        self._delivery_timeout = options.delivery_timeout
+        self._raise_when_blocked = options.raise_when_blocked
         self._changed = Condition(self.lock)
         self._waiting = 0  # callers that wait for _changed
         self._flushing: list[float] = []  # since when, for each caller that waits for what was submitted before
@@ -124,14 +103,14 @@ class PublishingLane:
         self._timer_at = 0.0
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
-        self._callbacks = CallbackThread(f"{name}-callbacks")
+        self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._crowded = False  # more callbacks wait to be called than the window has places
         self._io = IOThread(
-            name=name,
-            settings=settings,
-            setup=lambda server: setup.publisher_setup(topology, server.version_tuple),
+            name=options.name,
+            settings=options.settings,
+            setup=options.setup,
             client=self,
-            recovery=recovery,
+            recovery=options.new_recovery(),
         )
         _lanes.add(self)
 
@@ -251,6 +230,11 @@ class PublishingLane:
         """This is a copy in a forked child: the connection and the thread are the parent's."""
         self.forked = True
         self.lock = threading.RLock()
+
+    @property
+    def tried(self) -> bool:
+        """Whether an attempt to connect has ended, well or not."""
+        return self.connected or self._attempts_failed > 0
 
     @property
     def frame_max(self) -> int:

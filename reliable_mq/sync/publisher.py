@@ -15,19 +15,20 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
-from reliable_mq.core.codec import header_frame_size, publish_head
-from reliable_mq.core.recovery import Recovery
+from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
-from reliable_mq.core.window import PublishWindow
 from reliable_mq.durations import Duration, seconds
-from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, UsageError
+from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.metrics.publisher import publisher_readings
 from reliable_mq.metrics.registry import register
+from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
+from reliable_mq.sync.carrier import RowCarrier
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.lane import PublishingLane
-from reliable_mq.topology import declarations
+from reliable_mq.sync.storing import StoredConfirmation, StoringLane
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tenacity.stop import stop_base
     from tenacity.wait import wait_base
 
+    from reliable_mq.core.outbox import OutboxRow
     from reliable_mq.core.publication import Receipt
     from reliable_mq.core.statistics import PublisherStatistics
     from reliable_mq.metrics.registry import Reading
@@ -49,13 +51,7 @@ __all__ = ["PublishReport", "Publisher"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_RETRY = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5.0), jitter=0.5)
-"""How a nacked publish is tried again: six attempts over about ten seconds, since a full queue empties or does not."""
-
-_CONTENT_TOO_LARGE = 311  # the AMQP reply code for a body that is too large
-_TARGETS_KEPT = 4096  # pairs of exchange and routing key known to be valid
 _CLOSE_TIMEOUT = 30.0
-_DUPLICATE_HEADER_BYTES = 64  # what the header of a possible duplicate adds, at most
 _FOR_EVER = float("inf")
 
 
@@ -81,6 +77,9 @@ class Publisher:
         retry: how a nacked message is tried again before it is reported (``PublishNacked``).
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
+        outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
+            returns once a message is stored there, whether or not the broker is there; a relay in this process
+            publishes it, again and again until it is confirmed, and at the next start what this process has left.
         reconnect_wait: a tenacity wait, asked after each round over the hosts; default exponential from 0.2 s to 30 s
             with jitter.
         reconnect_stop: a tenacity stop; default never. When it stops, all that is unconfirmed fails and the publisher
@@ -110,6 +109,7 @@ class Publisher:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        outbox: Outbox | None = None,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
         credentials: Credentials | CredentialsCallback | None = None,
@@ -119,38 +119,27 @@ class Publisher:
         name: str = "publisher",
         registry: CollectorRegistry | None = None,
     ) -> None:
-        if on_blocked not in ("wait", "raise"):
-            raise ConfigurationError(f"on_blocked must be 'wait' or 'raise', not {on_blocked!r}")
-        if not isinstance(retry, RetryPolicy):
-            raise ConfigurationError(f"retry must be a RetryPolicy, not {retry!r}")
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
-        if not isinstance(mandatory, bool):
-            raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
-        if not isinstance(max_message_bytes, int) or isinstance(max_message_bytes, bool) or max_message_bytes < 0:
-            raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
-        self._settings = parse_url(
-            url,
-            tls=tls,
-            credentials=credentials,
-            heartbeat=heartbeat,
-            connect_timeout=connect_timeout,
+        if outbox is not None and not isinstance(outbox, Outbox):
+            raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
+        self._options = PublisherOptions(
+            parse_url(url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout),
+            name=name,
+            topology=topology,
+            max_outstanding=max_outstanding,
+            max_outstanding_bytes=max_outstanding_bytes,
+            max_message_bytes=max_message_bytes,
+            mandatory=mandatory,
+            confirm_timeout=confirm_timeout,
+            delivery_timeout=delivery_timeout,
+            retry=retry,
+            on_blocked=on_blocked,
+            reconnect_wait=reconnect_wait,
+            reconnect_stop=reconnect_stop,
         )
-        self._name = name
-        self._topology = declarations(topology)
-        self._mandatory = mandatory
-        self._max_message_bytes = max_message_bytes
-        self._retry = retry
-        self._raise_when_blocked = on_blocked == "raise"
-        self._confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
-        self._delivery_timeout = seconds("delivery_timeout", delivery_timeout, positive=True)
-        self._window = PublishWindow(max_outstanding, max_outstanding_bytes)
-        self._max_outstanding = max_outstanding
-        self._reconnect = reconnect_wait, reconnect_stop
-        self._new_recovery()  # so that a wrong reconnect_wait or reconnect_stop is refused here
-        self._targets: set[tuple[str, str]] = set()
+        self._outbox = outbox
         self._made_in = os.getpid()
-        self._lock = threading.RLock()  # for the six below; held for moments only
+        self._lock = threading.RLock()  # for the seven below; held for moments only
+        self._storing: StoringLane | None = None  # the way into the outbox
         self._starting = False  # the owner of the lock is starting a lane
         self._opening: PublishingLane | None = None  # which becomes _lane, too, with its first verdict
         self._openers = 0  # callers that wait for it
@@ -164,9 +153,10 @@ class Publisher:
     def publish(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> Receipt:
-        """Publish a message and wait until the broker has it.
+        """Publish a message and wait until the broker has it, or the outbox, where there is one.
 
         Blocks for a round trip to the broker, and as long as the window is full or the broker away, up to ``timeout``.
+        With an outbox: until its transaction is on disk.
 
         Args:
             message: what to publish.
@@ -175,9 +165,11 @@ class Publisher:
             timeout: seconds after which it is given up; None for the publisher's ``delivery_timeout``.
 
         Returns:
-            A receipt, with the message's id and the number of attempts.
+            A receipt, with the message's id and the number of attempts; its ``status`` is ``"confirmed"``, or
+            ``"stored"`` with an outbox.
 
         Raises:
+            OutboxError: with an outbox alone: it could not be stored.
             PublishError: it was not confirmed; the subclass says why. After ``PublishUnconfirmed`` it may have arrived
                 all the same.
             BrokerUnavailable, TopologyMismatch: this was the first call, and connecting cannot succeed.
@@ -194,24 +186,12 @@ class Publisher:
         """
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
-        lane = self._lane or self._open(self._delivery_timeout if limit is None else limit)
-        if not isinstance(message, Message):
-            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
-        if (exchange, routing_key) not in self._targets:
-            self._check_target(exchange, routing_key)
-        size = len(message.body)
-        if size > self._max_message_bytes or message.encoded_properties is not None:
-            self._check_size(message, lane)
-        confirmation = Confirmation(
-            message,
-            exchange,
-            routing_key,
-            self._mandatory,
-            size,
-            accepted_at,
-            limit,
-            lane,
-        )
+        if self._outbox is not None:
+            return self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
+        options = self._options
+        lane = self._lane or self._open(options.delivery_timeout if limit is None else limit)
+        size = options.check(message, exchange, routing_key, lane.frame_max)
+        confirmation = Confirmation(message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane)
         lane.submit(confirmation)
         return confirmation
 
@@ -234,15 +214,15 @@ class Publisher:
         Returns:
             How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
         """
-        confirmed = 0
+        well = 0
         failures: list[tuple[Message, PublishError]] = []
         pending: deque[Confirmation] = deque()
 
         def collect(confirmation: Confirmation) -> None:
-            nonlocal confirmed
+            nonlocal well
             error = confirmation.exception()
             if error is None:
-                confirmed += 1
+                well += 1
             else:
                 failures.append((confirmation.message, error))
 
@@ -253,24 +233,38 @@ class Publisher:
                 failures.append((message, error))
             while pending and pending[0].outcome is not None:
                 collect(pending.popleft())
-            if len(pending) > 2 * self._max_outstanding:  # a slow one is in front: keep only what is outstanding
+            if len(pending) > 2 * self._options.max_outstanding:  # a slow one is in front: keep what is outstanding
                 for confirmation in pending:
                     if confirmation.outcome is not None:
                         collect(confirmation)
                 pending = deque(confirmation for confirmation in pending if confirmation.outcome is None)
         for confirmation in pending:
             collect(confirmation)
-        return PublishReport(confirmed, tuple(failures))
+        if self._outbox is not None:
+            return PublishReport(0, tuple(failures), stored=well)
+        return PublishReport(well, tuple(failures))
 
     def flush(self, timeout: Duration | None = None) -> None:
         """Wait until everything submitted before is settled, well or not.
 
+        With an outbox: until everything that was in it at this moment is confirmed, also of earlier processes, or is
+        set aside, or waits behind what is.
+
         Args:
-            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound.
+            timeout: seconds; None for as long as it takes, which the messages' own deadlines bound, unless there is an
+                outbox.
 
         Raises:
             TimeoutError: some are still outstanding. They are still being published.
+            OutboxError: the outbox cannot be read.
         """
+        if self._outbox is not None:
+            storing = self._store_lane(self._outbox)
+            left = storing.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout))
+            if left:
+                text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
+                raise TimeoutError(text) from storing.relay.error
+            return
         lane = self._lane
         if lane is not None and not lane.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout)):
             raise TimeoutError(f"{lane.outstanding} messages are still outstanding after {timeout} s")
@@ -288,7 +282,7 @@ class Publisher:
         """
         first = self._lane is None
         lane = self._lane or self._open(_FOR_EVER, required=True)
-        error = None if first else lane.wait_connected(self._first_verdict)
+        error = None if first else lane.wait_connected(self._options.first_verdict)
         if error is not None:
             raise error
 
@@ -305,6 +299,9 @@ class Publisher:
         limit = seconds("timeout", timeout)
         if os.getpid() != self._made_in:
             return
+        if self._storing is not None:
+            self._close_storing(self._storing, limit)
+            limit = 0.0  # what the relay has not got confirmed is still in the outbox
         lane = self._opening
         if lane is not None:
             lane.check_closable()
@@ -320,7 +317,10 @@ class Publisher:
         _open_publishers.discard(self)
         if self._registration is not None:
             self._registration.close()
+        failed: Sequence[Confirmation]
         failed, count = ([], 0) if lane is None else lane.take_failures()
+        if self._storing is not None:
+            failed, count = self._storing.take_failures()
         if count:
             raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
 
@@ -328,10 +328,13 @@ class Publisher:
         """Connect.
 
         Where no host can be reached now, the publisher goes on trying, and publishes wait; what time cannot heal is
-        raised.
+        raised. With an outbox it is opened, and connecting is left to the relay.
         """
         try:
-            self._lane or self._open(_FOR_EVER)
+            if self._outbox is not None:
+                self._store_lane(self._outbox)
+            else:
+                self._lane or self._open(_FOR_EVER)
         except (KeyboardInterrupt, SystemExit):
             self.close(0)
             raise
@@ -352,7 +355,9 @@ class Publisher:
 
     @property
     def outstanding(self) -> int:
-        """Messages submitted and not settled."""
+        """Messages submitted and not settled: with an outbox, not stored."""
+        if self._storing is not None:
+            return self._storing.outstanding
         lane = self._lane
         return 0 if lane is None else lane.outstanding
 
@@ -376,7 +381,74 @@ class Publisher:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"
-        return f"<Publisher {self._name!r} to {', '.join(map(str, self._settings.endpoints))}: {state}>"
+        return f"<Publisher {self._options.name!r} to {', '.join(map(str, self._options.settings.endpoints))}: {state}>"
+
+    # With an outbox
+
+    def _store_lane(self, outbox: Outbox) -> StoringLane:
+        """Open the outbox and start the relay, where that is not done."""
+        if os.getpid() != self._made_in:
+            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
+        with self._lock:
+            if self._storing is None:
+                if self._closed:
+                    raise UsageError("this publisher is closed; nothing was stored")
+                storing = StoringLane(outbox, RowCarrier(self._connect_relay, self._relay), self._options)
+                storing.start()
+                self._storing = storing
+                _open_publishers.add(self)
+            return self._storing
+
+    def _store(
+        self,
+        message: Message,
+        exchange: str,
+        routing_key: str,
+        accepted_at: float,
+        limit: float | None,
+        outbox: Outbox,
+    ) -> StoredConfirmation:
+        storing, options, lane = self._storing or self._store_lane(outbox), self._options, self._lane
+        frame_max = options.settings.frame_max if lane is None else lane.frame_max
+        size = options.check(message, exchange, routing_key, frame_max)
+        key = outbox.ordering_key(message, exchange, routing_key)
+        mandatory = options.mandatory
+        confirmation = StoredConfirmation(message, exchange, routing_key, mandatory, size, accepted_at, limit, storing)
+        storing.submit(confirmation, NewRow(message, exchange, routing_key, mandatory, key))
+        return confirmation
+
+    def _connect_relay(self) -> None:
+        self._lane or self._open(_FOR_EVER)
+
+    def _relay(self, row: OutboxRow) -> Confirmation:
+        """Publish a row of the outbox, on the relay's thread."""
+        lane = self._lane or self._open(_FOR_EVER)
+        if lane.fatal is not None:  # what it ended over may be mended; rows wait for that
+            with self._lock:
+                if self._lane is lane:
+                    self._lane = self._opening = None
+            lane.close(0)
+            lane = self._open(_FOR_EVER)
+        size = self._options.check(row.message, row.exchange, row.routing_key, lane.frame_max)
+        confirmation = Confirmation(
+            row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, lane
+        )
+        confirmation.in_doubt = row.possible_duplicate
+        confirmation.seen = True
+        confirmation.watchers = []  # the relay looks by itself
+        lane.submit(confirmation)
+        return confirmation
+
+    def _close_storing(self, storing: StoringLane, limit: float) -> None:
+        """Close the way into the outbox, and the relay."""
+        storing.check_closable()
+
+        def worth_waiting() -> bool:
+            """Whether the broker is there, or may be: it has had no chance to answer yet."""
+            lane = self._opening
+            return self.connected or (lane is not None and not lane.tried)
+
+        storing.close(limit, worth_waiting)
 
     # Private
 
@@ -393,7 +465,8 @@ class Publisher:
             lane = self._opening or self._start()
             self._openers += 1
         try:
-            error = lane.wait_connected(min(self._first_verdict, timeout), len(self._settings.endpoints))
+            options = self._options
+            error = lane.wait_connected(min(options.first_verdict, timeout), len(options.settings.endpoints))
         except BaseException:
             with self._lock:
                 self._openers -= 1
@@ -416,7 +489,7 @@ class Publisher:
             raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
         self._starting = True
         try:
-            lane = self._new_lane()
+            lane = PublishingLane(self._options)
             lane.start()
             self._opening = lane
             _open_publishers.add(self)
@@ -424,29 +497,11 @@ class Publisher:
             self._starting = False
         return lane
 
-    def _new_lane(self) -> PublishingLane:
-        return PublishingLane(
-            name=self._name,
-            settings=self._settings,
-            topology=self._topology,
-            recovery=self._new_recovery(),
-            retry=self._retry,
-            window=self._window,
-            confirm_timeout=self._confirm_timeout,
-            delivery_timeout=self._delivery_timeout,
-            raise_when_blocked=self._raise_when_blocked,
-        )
-
-    @property
-    def _first_verdict(self) -> float:
-        """Seconds after which every host has had its first attempt."""
-        return self._settings.connect_timeout * len(self._settings.endpoints) + 1.0
-
     def _readings(self) -> Iterator[Reading]:
         lane = self._lane
         if lane is not None:
             yield from publisher_readings(
-                self._name,
+                self._options.name,
                 lane.session.statistics,
                 outstanding=lane.outstanding,
                 oldest_age=lane.oldest_age,
@@ -455,36 +510,6 @@ class Publisher:
                 blocked_seconds=lane.blocked_seconds,
                 reconnects=lane.reconnects,
                 stale_confirms=lane.session.stale_confirms,
-            )
-
-    def _new_recovery(self) -> Recovery:
-        wait, stop = self._reconnect
-        return Recovery(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
-
-    def _check_target(self, exchange: str, routing_key: str) -> None:
-        publish_head(1, exchange, routing_key, self._mandatory)  # refuses what cannot be encoded, naming it
-        if len(self._targets) >= _TARGETS_KEPT:
-            self._targets.clear()
-        self._targets.add((exchange, routing_key))
-
-    def _check_size(self, message: Message, lane: PublishingLane) -> None:
-        size = len(message.body)
-        if size > self._max_message_bytes:
-            raise PublishRefused(
-                f"message {message.message_id} was not sent: its body has {size} bytes, and max_message_bytes is "
-                f"{self._max_message_bytes}; split it, or raise the limit here and in the broker (max_message_size)",
-                message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
-                reply_text="refused before sending",
-            )
-        header, limit = header_frame_size(message.encoded_properties or b""), lane.frame_max
-        if header + _DUPLICATE_HEADER_BYTES > limit:
-            raise PublishRefused(
-                f"message {message.message_id} was not sent: its properties and headers take {header} bytes, "
-                f"and one frame of this connection holds {limit}; move data into the body",
-                message_id=message.message_id,
-                reply_code=_CONTENT_TOO_LARGE,
-                reply_text="refused before sending",
             )
 
 

@@ -1,0 +1,139 @@
+"""Publishes through a SQLite outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
+
+Usage: ``python -m integration.programs.outboxing URL PATH FACE COUNT KILL_AT``. Writes ``attempt ID`` before and
+``accepted ID`` after each publish to stdout, unbuffered, and at the end ``lines N``: how many lines of the modules
+below ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0 is never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import reliable_mq
+from reliable_mq import AsyncPublisher, Message, Publisher, Queue
+from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+PACKAGE = os.path.dirname(reliable_mq.__file__)  # noqa: PTH120  # compared with the file names of code
+TRACED = tuple(
+    f"{PACKAGE}/{module}"
+    for module in (
+        "outbox/",
+        "core/outbox.py",
+        "sync/storing.py",
+        "sync/carrier.py",
+        "sync/publisher.py",
+        "aio/storing.py",
+        "aio/carrier.py",
+        "aio/publisher.py",
+    )
+)
+ORDERS = Queue("orders", type="classic", dead_letter=None)
+THREADS = 3
+
+
+class Killer:
+    """Counts the lines that run in the modules above; kills the process at one of them."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.lines = 0
+        self._kill_at = kill_at
+        self._traced: dict[str, bool] = {}
+
+    def install(self) -> None:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        traced = self._traced.get(name)
+        if traced is None:
+            traced = self._traced[name] = name.startswith(TRACED)
+        return self._line if traced else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._line
+
+
+def tell(what: str, message: Message | str) -> None:
+    text = message if isinstance(message, str) else message.message_id
+    os.write(1, f"{what} {text}\n".encode())
+
+
+def messages(thread: int, count: int) -> list[Message]:
+    """Every other one has a key, which is its correlation id; bodies have numbers to see the order by."""
+    return [
+        Message(b"%d" % number, correlation_id=f"{os.getpid()}-{thread}" if number % 2 else None)
+        for number in range(count)
+    ]
+
+
+def publish(publisher: Publisher, thread: int, count: int) -> None:
+    """One after the other in one thread, pipelined in the others."""
+    confirmations = []
+    for message in messages(thread, count):
+        tell("attempt", message)
+        if thread == 0:
+            publisher.publish(message, routing_key="orders")
+            tell("accepted", message)
+        else:
+            confirmations.append(publisher.submit(message, routing_key="orders"))
+    for confirmation in confirmations:
+        confirmation.result()
+        tell("accepted", confirmation.message_id)
+
+
+def run(url: str, outbox: SQLiteOutbox, count: int) -> None:
+    with Publisher(url, topology=[ORDERS], outbox=outbox) as publisher:
+        threads = [threading.Thread(target=publish, args=(publisher, number, count)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        publisher.flush(60)
+
+
+async def publish_async(publisher: AsyncPublisher, task: int, count: int) -> None:
+    confirmations = []
+    for message in messages(task, count):
+        tell("attempt", message)
+        if task == 0:
+            await publisher.publish(message, routing_key="orders")
+            tell("accepted", message)
+        else:
+            confirmations.append(await publisher.submit(message, routing_key="orders"))
+    for confirmation in confirmations:
+        await confirmation
+        tell("accepted", confirmation.message_id)
+
+
+async def run_async(url: str, outbox: SQLiteOutbox, count: int) -> None:
+    async with AsyncPublisher(url, topology=[ORDERS], outbox=outbox) as publisher:
+        await asyncio.gather(*(publish_async(publisher, number, count) for number in range(THREADS)))
+        await publisher.flush(60)
+
+
+def main(url: str, path: str, face: str, count: int, kill_at: int) -> None:
+    outbox = SQLiteOutbox(path, ordering_key=lambda message, _exchange, _key: message.correlation_id)
+    killer = Killer(kill_at)
+    killer.install()
+    if face == "aio":
+        asyncio.run(run_async(url, outbox, count))
+    else:
+        run(url, outbox, count)
+    tell("lines", str(killer.lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

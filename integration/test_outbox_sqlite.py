@@ -1,0 +1,288 @@
+"""A publisher with a SQLite outbox: what it accepted is published, whatever dies in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.programs import environment
+from integration.support.seeds import soaking
+from integration.support.waiting import wait_until
+from reliable_mq import Message, Publisher, Queue, RetryPolicy, UsageError
+from reliable_mq.core.outbox import NewRow
+from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", type="classic", dead_letter=None)
+
+
+def bodies(vhost: VirtualHost, queue: str) -> list[tuple[str, bytes]]:
+    """Everything in a queue, in order, as (message id, body); it is emptied."""
+    found = []
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        while True:
+            method, properties, body = channel.basic_get(queue, auto_ack=True)
+            if method is None:
+                return found
+            found.append((properties.message_id, body))
+
+
+def assert_in_order(found: list[bytes]) -> None:
+    """First occurrences come in the order of their numbers."""
+    numbers = list(dict.fromkeys(int(body) for body in found))
+    assert numbers == sorted(numbers)
+
+
+# -- row 33: killed ----------------------------------------------------------------------------------------------------
+
+
+class Killed:
+    """Runs the program again and again on one file, and keeps the account of what it said."""
+
+    def __init__(self, vhost: VirtualHost, path: Path, face: str, checker: Checker) -> None:
+        self._command = [sys.executable, "-m", "integration.programs.outboxing", vhost.url, str(path), face]
+        self._checker = checker
+        self.accepted = 0
+
+    def run(self, count: int, kill_at: int) -> int | None:
+        """Run once; return how many lines ran, or None where it was killed."""
+        done = subprocess.run(
+            [*self._command, str(count), str(kill_at)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            timeout=100,
+            check=False,
+        )
+        lines = None
+        for line in done.stdout.decode().splitlines():
+            what, _, text = line.partition(" ")
+            if what == "attempt":
+                self._checker.attempted(text)
+            elif what == "accepted":
+                self._checker.confirmed(text)
+                self.accepted += 1
+            else:
+                lines = int(text)
+        assert done.returncode == (0 if lines is not None else -9), done.returncode
+        return lines
+
+
+@pytest.mark.parametrize("face", ["sync", "aio"])
+def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_its_next_start(
+    face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+) -> None:
+    """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
+    killed = Killed(vhost, tmp_path / "outbox", face, checker)
+    total = killed.run(15, 0)
+    assert total is not None
+    deaths = 0
+    for _ in range(25 if soaking() else 6):
+        # Most of the lines belong to storing and relaying; the first few to the start, which is to be hit as well.
+        limit = total if rng.random() < 0.8 else total // 20
+        deaths += killed.run(15, rng.randrange(1, limit + 1)) is None
+    assert deaths > 0
+    with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
+        publisher.flush(30)
+    assert SQLiteOutbox(tmp_path / "outbox").status().rows == 0
+    checker.drain(vhost, ["orders"])
+    balance = checker.close()
+    assert balance.confirmed == killed.accepted
+    assert balance.drained >= balance.confirmed
+
+
+def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
+    vhost: VirtualHost, tmp_path: Path, rng: random.Random
+) -> None:
+    """First occurrences of the messages of a key come in the order in which they were accepted."""
+    path = tmp_path / "outbox"
+    outbox = SQLiteOutbox(path)
+    numbers = iter(range(100_000))
+    outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
+    command = [sys.executable, "-m", "integration.programs.outboxing", vhost.url, str(path), "sync", "0"]
+    for _ in range(4):
+        subprocess.run([*command, str(rng.randrange(500, 12_000))], env=environment(), timeout=60, check=False)
+        outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(30)
+    found = [body for _, body in bodies(vhost, "orders")]
+    assert len(set(found)) == 340
+    assert_in_order(found)
+
+
+# -- the behaviour, on either face -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_there(
+    vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
+) -> None:
+    """Publishing does not wait for a broker; a receipt says that the message is stored, and the same id arrives."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    began = time.monotonic()
+    with Publisher(proxy.url, topology=[ORDERS], outbox=outbox, connect_timeout=5) as publisher:
+        receipt = publisher.publish(Message(b"1", message_id="mine"), routing_key="orders")
+        assert (receipt.message_id, receipt.status) == ("mine", "stored")
+        report = publisher.publish_many([Message(b"2"), Message(b"3")], routing_key="orders")
+        assert (report.confirmed, report.stored, report.ok) == (0, 2, True)
+        assert time.monotonic() - began < 5
+        with pytest.raises(TimeoutError, match="3 messages are still in"):
+            publisher.flush(0.3)
+        assert outbox.status().rows == 3
+        proxy.accept_connections()
+        publisher.flush(30)
+        assert outbox.status().rows == 0
+        assert publisher.statistics.confirmed == 3
+    found = bodies(vhost, "orders")
+    assert [body for _, body in found] == [b"1", b"2", b"3"]
+    assert found[0][0] == "mine"
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_next(
+    vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
+) -> None:
+    """It does not wait for a broker that was seen to be away, and raises nothing: the message is safe."""
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    began = time.monotonic()
+    with Publisher(proxy.url, outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders")
+    assert time.monotonic() - began < 15
+    with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
+        publisher.flush(20)
+    assert [body for _, body in bodies(vhost, "orders")] == [b"1"]
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_back(
+    vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """Unroutable and refused messages do not stop the others, nor flush; retry publishes them once that is mended."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.publish(Message(b"unroutable", message_id="a"), routing_key="later")
+        publisher.publish(Message(b"refused", message_id="b"), exchange="nowhere", routing_key="x")
+        for number in range(20):
+            publisher.publish(Message(b"%d" % number), routing_key="orders")
+        publisher.flush(30)
+        aside = {one.message_id: one.reason for one in outbox.set_aside()}
+        assert aside.keys() == {"a", "b"}
+        assert "NO_ROUTE" in aside["a"]
+        assert "404" in aside["b"]
+        assert outbox.status().set_aside == 2
+    with Publisher(vhost.url, topology=[Queue("later", dead_letter=None)], outbox=outbox) as publisher:
+        assert outbox.retry(["a"]) == 1
+        publisher.flush(30)
+    assert bodies(vhost, "later") == [("a", b"unroutable")]
+    assert sorted(int(body) for _, body in bodies(vhost, "orders")) == list(range(20))
+    assert outbox.purge() == 1
+    assert outbox.status().set_aside == 0
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_set_aside(
+    vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """One that is set aside holds its own key, no other; what waits goes on, in order, when it is put back."""
+    outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda message, _exchange, _key: message.correlation_id)
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.publish(Message(b"0", correlation_id="held", message_id="first"), routing_key="later")
+        for number in range(1, 251):
+            publisher.submit(Message(b"%d" % number, correlation_id="held"), routing_key="orders")
+            publisher.submit(Message(b"%d" % (1000 + number), correlation_id="free"), routing_key="orders")
+        publisher.flush(30)
+        found = [body for _, body in bodies(vhost, "orders")]
+        assert [int(body) for body in found] == list(range(1001, 1251))
+        status = outbox.status()
+        assert (status.rows, status.held, status.set_aside) == (250, 250, 1)
+        with vhost.connect() as connection:
+            connection.channel().queue_declare("later")
+        assert outbox.retry() == 1
+        publisher.flush(30)
+        vhost.wait_for_messages("orders", 250)
+        assert [int(body) for _, body in bodies(vhost, "orders")] == list(range(1, 251))
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost, tmp_path: Path) -> None:
+    """A full queue delays its own messages, and those of other queues go on."""
+    full = Queue(
+        "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
+    )
+    outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda _message, _exchange, key: key)
+    once = RetryPolicy(max_attempts=1)
+    with Publisher(vhost.url, topology=[ORDERS, full], outbox=outbox, retry=once) as publisher:
+        for number in range(3):
+            publisher.publish(Message(b"%d" % number), routing_key="full")
+        wait_until(lambda: outbox.status().delayed == 1, timeout=20, what="a row that is delayed")
+        publisher.publish(Message(b"4"), routing_key="orders")
+        vhost.wait_for_messages("orders", 1)
+        taken: list[bytes] = []
+
+        def take() -> bool:
+            taken.extend(body for _, body in bodies(vhost, "full"))
+            return len(taken) == 3
+
+        wait_until(take, timeout=30, what="three messages")
+        publisher.flush(20)
+    assert taken == [b"0", b"1", b"2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # that is what is tested
+def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parents_works_on(
+    vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """The child's copies raise, its end costs the parent neither the outbox nor the relay."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.publish(Message(b"parent"), routing_key="orders")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(UsageError, match="fork"):
+                    publisher.publish(Message(b"child"), routing_key="orders")
+                with pytest.raises(UsageError, match="fork"):
+                    outbox.status()
+                publisher.close()
+                with Publisher(vhost.url, outbox=SQLiteOutbox(tmp_path / "outbox")) as own:
+                    own.publish(Message(b"child"), routing_key="orders")
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        publisher.publish(Message(b"parent"), routing_key="orders")
+        publisher.flush(20)
+    vhost.wait_for_messages("orders", 3)
+
+
+def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Checker) -> None:
+    """All that any of them stored is published once, and the one that relays hands over when it leaves."""
+    path = tmp_path / "outbox"
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(Killed(vhost, path, face, checker).run, 60, 0) for face in ("sync", "aio") * 2]
+        assert all(run.result() for run in runs)
+    with Publisher(vhost.url, outbox=SQLiteOutbox(path)) as publisher:
+        publisher.flush(30)
+    checker.drain(vhost, ["orders"])
+    balance = checker.close()
+    assert balance.confirmed == 4 * 3 * 60
+    assert not balance.duplicated

@@ -1,0 +1,293 @@
+"""What an outbox holds and what becomes of it: the row with its format, the fate of a row, and the order of a relay.
+
+A row is a message that is durable and not yet confirmed, with where it goes. A relay takes rows, publishes them, and
+says of each what is to become of it; everything that it decides, it decides here.
+
+Invariants:
+
+- a row of a newer format is never decoded: it stays where it is, for a relay that knows it;
+- of the rows with one ordering key at most one is outstanding at a time, in the order in which they were taken; where
+  one of them was not confirmed, those behind it are handed back untouched, so none ever overtakes it;
+- every row that was taken gets exactly one fate.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from reliable_mq.core.codec import CodecError, split_properties
+from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned
+from reliable_mq.message import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reliable_mq.errors import ReliableMQError
+
+__all__ = [
+    "COLUMNS",
+    "FORMAT",
+    "LONGEST_DELAY",
+    "Fate",
+    "NewRow",
+    "OutboxRow",
+    "RelaySession",
+    "Settlement",
+    "UnreadableRow",
+    "delay_after",
+    "row_from",
+    "values_of",
+]
+
+FORMAT: Final = 1
+"""The format of the rows that are written here: what the columns mean. Rows of a greater one are left alone."""
+
+COLUMNS: Final = (
+    "format",
+    "message_id",
+    "exchange",
+    "routing_key",
+    "mandatory",
+    "ordering_key",
+    "properties",
+    "body",
+    "attempts",
+    "possible_duplicate",
+)
+"""The columns that make a message; a backend has more, of its own."""
+
+_DELAYS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
+LONGEST_DELAY: Final = _DELAYS[-1]
+"""Seconds; a row that is due later than this was written by a clock that has jumped since."""
+
+_REASON_CHARACTERS: Final = 1000
+
+
+class NewRow(NamedTuple):
+    """A message on its way into an outbox.
+
+    Attributes:
+        message: to publish.
+        exchange: where to.
+        routing_key: with which key.
+        mandatory: whether it is set aside where no queue is bound for it, or dropped by the broker.
+        ordering_key: rows with the same key are published one after the other; None for no order.
+    """
+
+    message: Message
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    ordering_key: str | None
+
+
+class OutboxRow(NamedTuple):
+    """A row as a relay gets it.
+
+    Attributes:
+        id: the order in which rows were accepted.
+        message: with the ``message_id`` and the properties that it was accepted with, byte for byte.
+        exchange, routing_key, mandatory, ordering_key: see `NewRow`.
+        attempts: how often a relay has had it and could not get it confirmed.
+        possible_duplicate: whether it may have been published before.
+    """
+
+    id: int
+    message: Message
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    ordering_key: str | None
+    attempts: int
+    possible_duplicate: bool
+
+
+class UnreadableRow(Exception):
+    """A row that cannot be made into a message.
+
+    Attributes:
+        newer: whether a newer version of this package has written it, which is no fault of the row.
+    """
+
+    def __init__(self, reason: str, *, newer: bool = False) -> None:
+        super().__init__(reason)
+        self.newer = newer
+
+
+def values_of(row: NewRow) -> tuple[Any, ...]:
+    """Give the values of `COLUMNS`."""
+    message = row.message
+    return (
+        FORMAT,
+        message.message_id,
+        row.exchange,
+        row.routing_key,
+        int(row.mandatory),
+        row.ordering_key,
+        message.encoded_properties,
+        message.body,
+        0,
+        0,
+    )
+
+
+def row_from(id: int, values: Sequence[Any], *, in_doubt: bool = False) -> OutboxRow:  # noqa: A002
+    """Make a row again.
+
+    Args:
+        id: its place in the order.
+        values: of `COLUMNS`.
+        in_doubt: that it may have been published before is known from elsewhere.
+
+    Raises:
+        UnreadableRow: it is of a newer format, or no row that was ever written here.
+    """
+    format_, message_id, exchange, routing_key, mandatory, key, properties, body, attempts, duplicate = values
+    if not isinstance(format_, int) or format_ < 1:
+        raise UnreadableRow(f"row {id} has format {format_!r}, which does not exist")
+    if format_ > FORMAT:
+        raise UnreadableRow(
+            f"row {id} has format {format_}, and this version of reliable_mq knows {FORMAT}: it was written by a newer "
+            "one; let that one relay it",
+            newer=True,
+        )
+    if not (isinstance(message_id, str) and isinstance(exchange, str) and isinstance(routing_key, str)):
+        raise UnreadableRow(f"row {id} is damaged: message_id, exchange and routing_key are text")
+    if not isinstance(body, (bytes, memoryview)) or not isinstance(properties, (bytes, memoryview, type(None))):
+        raise UnreadableRow(f"row {id} is damaged: body and properties are binary")
+    if properties is not None:
+        properties = bytes(properties)
+        try:
+            split_properties(properties)
+        except CodecError as error:
+            raise UnreadableRow(f"row {id} is damaged: its properties are not those of a message: {error}") from error
+    return OutboxRow(
+        id,
+        Message._from_wire(bytes(body), properties, message_id),  # noqa: SLF001  # as it was, byte for byte
+        exchange,
+        routing_key,
+        bool(mandatory),
+        key,
+        int(attempts),
+        in_doubt or bool(duplicate),
+    )
+
+
+class Fate(enum.Enum):
+    """What is to become of a row that a relay has taken."""
+
+    CONFIRMED = "confirmed"
+    """The broker has it: remove it."""
+    LATER = "later"
+    """It was not confirmed, which may change: try it again after a delay."""
+    SET_ASIDE = "set aside"
+    """It will not be confirmed as things are: keep it, with the reason, until somebody decides."""
+    BACK = "back"
+    """Nothing was tried: it is as it was."""
+
+
+class Settlement(NamedTuple):
+    """The fate of one row.
+
+    Attributes:
+        row: which.
+        fate: what becomes of it.
+        delay: seconds until it may be tried again.
+        reason: why it was not confirmed.
+        possible_duplicate: whether it may have arrived all the same.
+    """
+
+    row: OutboxRow
+    fate: Fate
+    delay: float = 0.0
+    reason: str | None = None
+    possible_duplicate: bool = False
+
+
+def delay_after(attempts: int) -> float:
+    """Give the seconds that a row waits which has failed so often."""
+    return _DELAYS[min(attempts, len(_DELAYS)) - 1]
+
+
+class RelaySession:
+    """Which of the rows that a relay has taken may be published now, and what becomes of each. Not thread-safe.
+
+    Attributes:
+        ready: rows to publish now, in order; the relay takes them off.
+        settlements: fates to carry out, in order; the relay takes them off.
+        trouble: why nothing could be published at all, until something is; the relay pauses.
+    """
+
+    def __init__(self) -> None:
+        self.ready: deque[OutboxRow] = deque()
+        self.settlements: list[Settlement] = []
+        self.trouble: ReliableMQError | None = None
+        self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
+        self._waiting = 0
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for one of their ordering key."""
+        return self._waiting
+
+    def taken(self, rows: Iterable[OutboxRow]) -> None:
+        """Rows were taken from the outbox, in its order."""
+        for row in rows:
+            if row.ordering_key is None:
+                self.ready.append(row)
+            elif row.ordering_key in self._behind:
+                self._behind[row.ordering_key].append(row)
+                self._waiting += 1
+            else:
+                self._behind[row.ordering_key] = deque()
+                self.ready.append(row)
+
+    def settled(self, row: OutboxRow, error: ReliableMQError | None) -> None:
+        """The publish of a row has ended: confirmed, or with an error."""
+        if error is None:
+            self.trouble = None
+            self.settlements.append(Settlement(row, Fate.CONFIRMED))
+            self._next(row)
+            return
+        if isinstance(error, (PublishReturned, PublishRefused, ConfigurationError)):
+            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+            doubt = isinstance(error, PublishError) and error.may_have_arrived
+            self.settlements.append(Settlement(row, Fate.SET_ASIDE, 0.0, reason, doubt))
+        elif isinstance(error, PublishError):
+            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+            delay = delay_after(row.attempts + 1)
+            self.settlements.append(Settlement(row, Fate.LATER, delay, reason, error.may_have_arrived))
+        else:  # it says nothing about this row
+            self.trouble = error
+            self.settlements.append(Settlement(row, Fate.BACK))
+        self._hand_back(row)
+
+    def stopped(self) -> None:
+        """The relay stops: hand back what is not outstanding."""
+        while self.ready:
+            row = self.ready.popleft()
+            self.settlements.append(Settlement(row, Fate.BACK))
+            self._hand_back(row)
+        for key in [key for key, behind in self._behind.items() if behind]:
+            self.settlements.extend(Settlement(row, Fate.BACK) for row in self._behind[key])
+            self._waiting -= len(self._behind[key])
+            self._behind[key].clear()
+
+    def _next(self, row: OutboxRow) -> None:
+        if row.ordering_key is None:
+            return
+        behind = self._behind[row.ordering_key]
+        if behind:
+            self._waiting -= 1
+            self.ready.append(behind.popleft())
+        else:
+            del self._behind[row.ordering_key]
+
+    def _hand_back(self, row: OutboxRow) -> None:
+        if row.ordering_key is None:
+            return
+        behind = self._behind.pop(row.ordering_key)
+        self._waiting -= len(behind)
+        self.settlements.extend(Settlement(one, Fate.BACK) for one in behind)

@@ -1,0 +1,172 @@
+"""What an outbox does: for the publisher that stores in it, the relay that empties it, and who looks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.message import Message
+
+__all__ = ["Claims", "Outbox", "OutboxStatus", "SetAside", "Taken", "ordering_by"]
+
+OrderingKey = Callable[["Message", str, str], "str | None"]
+"""From a message, its exchange and its routing key to the key of its order; None for no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxStatus:
+    """What is in an outbox.
+
+    Attributes:
+        rows: messages that wait to be published, those that are just being published included.
+        delayed: of these, the ones that were not confirmed and wait for another attempt.
+        held: of these, the ones that wait behind a row of their ordering key that is set aside or not readable.
+        set_aside: messages that will not be published until somebody decides.
+        unreadable: rows of a newer format, for a relay of a newer version.
+        oldest_age: seconds since the oldest message that waits was stored; 0 where none waits. By the wall clock.
+    """
+
+    rows: int
+    delayed: int = 0
+    held: int = 0
+    set_aside: int = 0
+    unreadable: int = 0
+    oldest_age: float = 0.0
+
+
+class SetAside(NamedTuple):
+    """A message that will not be published until somebody decides.
+
+    Attributes:
+        message_id, exchange, routing_key: of the message.
+        attempts: how often it was tried.
+        reason: why it was set aside.
+        age: seconds since it was stored.
+    """
+
+    message_id: str
+    exchange: str
+    routing_key: str
+    attempts: int
+    reason: str
+    age: float
+
+
+class Taken(NamedTuple):
+    """What a relay gets at a time.
+
+    Attributes:
+        rows: to publish, in order.
+        damaged: fates of rows that cannot be published.
+    """
+
+    rows: list[OutboxRow]
+    damaged: list[Settlement]
+
+
+class Claims(Protocol):
+    """One relay's hold on rows. For one thread; every method may block.
+
+    Each raises `OutboxError` where the outbox cannot answer; the same call may be made again.
+    """
+
+    def take(self, limit: int) -> Taken:
+        """Take up to ``limit`` rows that no other relay has and that are due, in order. Fewer says nothing."""
+        ...
+
+    def decided(self, settlements: Sequence[Settlement]) -> None:
+        """Fates are decided, and will be carried out. Does not block."""
+        ...
+
+    def written(self, settlements: Sequence[Settlement]) -> None:
+        """Fates are carried out: these rows are no longer ours. Does not block."""
+        ...
+
+    def keep(self) -> None:
+        """See to it that no other relay gets what this one has. Called every few seconds."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all that is left; other relays may have it."""
+        ...
+
+
+@runtime_checkable
+class Outbox(Protocol):
+    """Where messages are durable until they are confirmed. Thread-safe; every method may block.
+
+    Each raises `OutboxError` where it cannot answer, and `UsageError` in a forked child.
+    """
+
+    poll_interval: float
+    """Seconds after which a relay that has nothing to do looks for rows of other processes."""
+
+    def open(self) -> None:
+        """Make ready; does nothing where it is. The other methods do it, too."""
+        ...
+
+    def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
+        """Give the ordering key of a message that a publisher stores."""
+        ...
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        """Store messages and carry out fates, in one transaction that is durable when this returns.
+
+        Raises:
+            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+        """
+        ...
+
+    def claims(self) -> Claims:
+        """Make what one relay takes its rows from."""
+        ...
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        """Count the rows that are still to be published by themselves: not those set aside, nor those held.
+
+        Args:
+            up_to: only rows up to this one.
+
+        Returns:
+            The count, and the id of the last row that was stored.
+        """
+        ...
+
+    def status(self) -> OutboxStatus:
+        """Count what is in it."""
+        ...
+
+    def set_aside(self, limit: int = 100) -> list[SetAside]:
+        """Give the messages that were set aside, the oldest first."""
+        ...
+
+    def retry(self, message_ids: Sequence[str] | None = None) -> int:
+        """Put messages that were set aside back; all of them where no ids are given. Returns how many that were."""
+        ...
+
+    def purge(self, message_ids: Sequence[str] | None = None) -> int:
+        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections, until the next call. What is stored stays."""
+        ...
+
+
+def ordering_by(function: OrderingKey | None, message: Message, exchange: str, routing_key: str) -> str | None:
+    """Ask a user's function for the ordering key of a message.
+
+    Raises:
+        ConfigurationError: it answers something else than text or None.
+    """
+    if function is None:
+        return None
+    key = function(message, exchange, routing_key)
+    if key is not None and not isinstance(key, str):
+        raise ConfigurationError(f"ordering_key must give text or None, not {type(key).__name__}")
+    return key

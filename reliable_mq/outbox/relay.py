@@ -1,0 +1,261 @@
+"""The relay: a thread that takes rows out of an outbox, has them published, and sees to their fates.
+
+What to publish and what becomes of each row is decided by `reliable_mq.core.outbox.RelaySession`; how a row gets onto a
+connection is the business of the face (`Carrier`).
+
+Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding; an error that says nothing
+about a row makes the relay pause, with growing pauses, and never ends it; at the end rows without an outcome are handed
+back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+from reliable_mq.core.outbox import Fate, RelaySession, Settlement
+from reliable_mq.errors import ReliableMQError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reliable_mq.core.outbox import OutboxRow
+    from reliable_mq.outbox.protocol import Claims, Outbox
+
+__all__ = ["Carrier", "OutboxRelay"]
+
+logger = logging.getLogger(__name__)
+
+_PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
+_ROWS_AT_A_TIME: Final = 500
+_KEEP_EVERY: Final = 5.0  # seconds
+_ERRORS_SAID_EVERY: Final = 30.0  # seconds
+
+
+class Carrier(Protocol):
+    """Publishes rows, on one of the faces. Called on the relay's thread."""
+
+    def connect(self) -> None:
+        """Begin to connect; may wait for the first verdict, and raise where trying again cannot help."""
+        ...
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """Publish rows, in order. Every row comes back once through ``take_settled``, whatever happens to it."""
+        ...
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        """Give the rows whose publish has ended since the last call, and with which error. Does not block."""
+        ...
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call ``wake`` when there may be something to take; at once, where there is."""
+        ...
+
+
+class OutboxRelay:
+    """See the module. ``start``, ``stop`` and ``join`` may be called by any thread.
+
+    Args:
+        outbox: to take rows from.
+        carrier: to publish them with.
+        settle: carries out fates, without blocking; ``settled`` is called when they are.
+        limit: rows that may be outstanding at a time.
+        name: of the thread.
+
+    Attributes:
+        confirmed, retried, set_aside: rows by fate, since the start.
+        error: why nothing can be published at present; None where that is not known to be so.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        carrier: Carrier,
+        *,
+        settle: Callable[[list[Settlement]], None],
+        limit: int,
+        name: str,
+    ) -> None:
+        self.confirmed = self.retried = self.set_aside = 0
+        self.error: Exception | None = None
+        self._outbox = outbox
+        self._carrier = carrier
+        self._settle = settle
+        self._limit = limit
+        self._session = RelaySession()
+        self._claims: Claims | None = None
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # for _written
+        self._written: list[Settlement] = []
+        self._outstanding = 0  # rows at the carrier
+        self._unwritten = 0  # fates on their way
+        self._stop_by: float | None = None
+        self._pauses = 0
+        self._paused_until = 0.0
+        self._look_at = 0.0  # when to look for rows of other processes
+        self._keep_at = 0.0
+        self._error_said_at = float("-inf")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Take hold of the outbox, and start the thread.
+
+        Raises:
+            OutboxError: it cannot be opened.
+        """
+        self._claims = self._outbox.claims()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be new rows. Does not block."""
+        self._look_at = 0.0
+        self._wake.set()
+
+    def settled(self, settlements: Sequence[Settlement]) -> None:
+        """Fates are carried out. Does not block."""
+        with self._lock:
+            self._written.extend(settlements)
+        self._wake.set()
+
+    def stop(self, timeout: float) -> None:
+        """Take no more rows, and end when those that are outstanding have an outcome; within ``timeout`` seconds.
+
+        Does not wait.
+        """
+        self._stop_by = time.monotonic() + timeout
+        self._wake.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end for up to ``timeout`` seconds; return whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def outstanding(self) -> int:
+        """Rows that are being published, or whose fate is being carried out."""
+        return self._outstanding + self._unwritten
+
+    # On its thread
+
+    def _run(self) -> None:
+        claims = self._claims
+        assert claims is not None  # noqa: S101  # start() has made it
+        try:
+            self._connect()
+            while not self._ended():
+                self._wake.clear()
+                try:
+                    moved = self._turn(claims)
+                except ReliableMQError as error:
+                    moved = False
+                    self._pause(error)
+                except Exception as error:
+                    moved = False
+                    logger.exception("the relay of %r goes on after an error", self._outbox)
+                    self._pause(error)
+                if not moved:
+                    self._wait()
+        finally:
+            try:
+                claims.close()
+            except ReliableMQError:
+                logger.exception("letting go of %r", self._outbox)
+
+    def _connect(self) -> None:
+        try:
+            self._carrier.connect()
+        except ReliableMQError as error:
+            self._pause(error)
+
+    def _turn(self, claims: Claims) -> bool:
+        """Do what there is to do; return whether that was anything."""
+        session = self._session
+        with self._lock:
+            written, self._written = self._written, []
+        if written:
+            self._unwritten -= len(written)
+            claims.written(written)
+        settled = self._carrier.take_settled()
+        self._outstanding -= len(settled)
+        for row, error in settled:
+            session.settled(row, error)
+        if settled:
+            self._see_trouble()
+        taken = 0
+        stopping = self._stop_by is not None
+        now = time.monotonic()
+        if now >= self._keep_at:
+            self._keep_at = now + _KEEP_EVERY
+            claims.keep()
+        if stopping:
+            session.stopped()
+        elif now >= self._paused_until:
+            taken = self._take(claims, now)
+        if session.ready and not stopping and now >= self._paused_until:
+            rows = list(session.ready)
+            session.ready.clear()
+            self._outstanding += len(rows)
+            self._carrier.send(rows)
+        self._decide(claims)
+        return bool(written or settled or taken)
+
+    def _take(self, claims: Claims, now: float) -> int:
+        session = self._session
+        room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
+        # A few rows at a time would cost a look at the outbox each.
+        if room < min(_ROWS_AT_A_TIME, self._limit // 2) or (now < self._look_at and not self._outstanding):
+            return 0
+        taken = claims.take(min(room, _ROWS_AT_A_TIME))
+        if not taken.rows and not taken.damaged:
+            self._look_at = now + self._outbox.poll_interval
+        session.taken(taken.rows)
+        session.settlements.extend(taken.damaged)
+        return len(taken.rows)
+
+    def _decide(self, claims: Claims) -> None:
+        settlements = self._session.settlements
+        if not settlements:
+            return
+        self._session.settlements = []
+        for settlement in settlements:
+            if settlement.fate is Fate.SET_ASIDE:
+                self.set_aside += 1
+                logger.error("message %s is set aside: %s", settlement.row.message.message_id, settlement.reason)
+            elif settlement.fate is Fate.LATER:
+                self.retried += 1
+            elif settlement.fate is Fate.CONFIRMED:
+                self.confirmed += 1
+                self._pauses = 0
+                self.error = None
+        claims.decided(settlements)
+        self._unwritten += len(settlements)
+        self._settle(settlements)
+
+    def _see_trouble(self) -> None:
+        trouble, self._session.trouble = self._session.trouble, None
+        if trouble is not None:
+            self._pause(trouble)
+
+    def _pause(self, error: Exception) -> None:
+        now = time.monotonic()
+        self.error = error
+        self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
+        self._pauses += 1
+        if now - self._error_said_at >= _ERRORS_SAID_EVERY:
+            self._error_said_at = now
+            logger.error("nothing of %r can be published for now, and it is tried again: %s", self._outbox, error)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        until = max(now + self._outbox.poll_interval, min(self._paused_until, now + 1.0))
+        self._carrier.watch(self._wake.set)
+        self._wake.wait(until - now)
+
+    def _ended(self) -> bool:
+        if self._stop_by is None:
+            return False
+        done = not self._outstanding and not self._unwritten and not self._session.settlements
+        return done or time.monotonic() >= self._stop_by

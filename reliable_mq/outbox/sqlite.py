@@ -1,0 +1,387 @@
+"""An outbox in one SQLite file: embedded, fast, for the processes of one machine.
+
+What is stored is on disk: the file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
+commit serves all that came in meanwhile (`reliable_mq.outbox.writer`). A power cut or a kill at any moment leaves what
+was committed, whatever is torn behind it: each frame of the write-ahead log has a checksum, and a page that a
+checkpoint left half written is still in the log.
+
+Any number of processes may store in one file. One of them at a time relays, and holds a lock on the file beside it for
+that, which ends with the process, however it ends; the next one takes over at once.
+
+Invariants: ids grow in the order in which transactions commit, and none is ever used again; the connection that writes
+is used under a lock; no connection is used on the other side of a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
+from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
+from reliable_mq.outbox.sqlite_claims import SQLiteClaims
+from reliable_mq.outbox.sqlite_errors import outbox_error, uncertain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reliable_mq.message import Message
+    from reliable_mq.outbox.protocol import OrderingKey
+
+__all__ = ["SQLiteOutbox"]
+
+T = TypeVar("T")
+
+_APPLICATION: Final = 0x524D516F  # "RMQo": whose file it is
+_VERSION: Final = 1  # of the tables
+
+_TABLES: Final = (
+    """
+    CREATE TABLE outbox (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        format INTEGER NOT NULL,
+        message_id TEXT NOT NULL,
+        exchange TEXT NOT NULL,
+        routing_key TEXT NOT NULL,
+        mandatory INTEGER NOT NULL,
+        ordering_key TEXT,
+        properties BLOB,
+        body BLOB NOT NULL,
+        attempts INTEGER NOT NULL,
+        possible_duplicate INTEGER NOT NULL,
+        stored_at REAL NOT NULL,
+        state INTEGER NOT NULL DEFAULT 0,
+        available_at REAL,
+        reason TEXT
+    )
+    """,
+    # Few rows are not ready (state 0), and they are looked for all the time.
+    "CREATE INDEX outbox_not_ready ON outbox (state, available_at) WHERE state > 0",
+    "CREATE INDEX outbox_in_order ON outbox (ordering_key, id) WHERE ordering_key IS NOT NULL",
+    # Grows with every change that may make rows behind a relay's position ready again.
+    "CREATE TABLE outbox_epoch (epoch INTEGER NOT NULL)",
+    "INSERT INTO outbox_epoch VALUES (0)",
+)
+
+_INSERT: Final = f"INSERT INTO outbox ({', '.join(COLUMNS)}, stored_at) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"  # noqa: S608
+_REMOVE: Final = "DELETE FROM outbox WHERE id = ?"
+_CHANGE: Final = """
+    UPDATE outbox SET state = ?, available_at = ?, reason = ?, attempts = attempts + 1,
+    possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
+"""
+# Behind a row of the same key that does not move by itself.
+_HELD: Final = """
+    EXISTS (SELECT 1 FROM outbox AS before WHERE before.ordering_key = outbox.ordering_key AND before.id < outbox.id
+    AND (before.state = 2 OR before.format > :format))
+"""
+_MOVES: Final = f"state < 2 AND format <= :format AND (ordering_key IS NULL OR NOT {_HELD})"
+_STATUS: Final = f"""
+    SELECT
+        count(*) FILTER (WHERE state < 2 AND format <= :format),
+        count(*) FILTER (WHERE state = 1 AND format <= :format),
+        count(*) FILTER (WHERE state < 2 AND format <= :format AND ordering_key IS NOT NULL AND {_HELD}),
+        count(*) FILTER (WHERE state = 2 AND format <= :format),
+        count(*) FILTER (WHERE format > :format),
+        min(stored_at) FILTER (WHERE state < 2)
+    FROM outbox
+"""  # noqa: S608
+
+
+class SQLiteOutbox:
+    """An outbox in a SQLite file. Thread-safe; any number of processes may have the same file open.
+
+    Give it to one publisher: ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are made
+    where they do not exist, readable by their owner only; beside it are the files ``-wal`` and ``-shm`` of SQLite and
+    the lock ``-relay``, which belong to it. Put it on a local disk: neither SQLite's nor our locks hold on a network
+    file system.
+
+    Args:
+        path: of the file.
+        ordering_key: a function of a message, its exchange and its routing key. Messages for which it gives the same
+            text are published one after the other, each when the one before is confirmed; None means no order. It is
+            called by `publish` on the caller's thread.
+        timeout: seconds to wait for a process that is writing to the same file.
+        poll_interval: seconds after which a relay that has nothing to do looks for rows of other processes.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ordering_key: OrderingKey | None = None,
+        timeout: Duration = 30.0,
+        poll_interval: Duration = 0.1,
+    ) -> None:
+        name = os.fspath(path)
+        if not isinstance(name, str) or not name or name.startswith((":memory:", "file:")):
+            raise ConfigurationError(f"path must be that of a file, not {path!r}")
+        if ordering_key is not None and not callable(ordering_key):
+            raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
+        self.path = Path(name).absolute()
+        self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
+        self._timeout = seconds("timeout", timeout, positive=True)
+        self._ordering_key = ordering_key
+        self._made_in = os.getpid()
+        self._lock = threading.Lock()  # for the connection
+        self._connection: sqlite3.Connection | None = None
+
+    # For a publisher
+
+    def open(self) -> None:
+        """Open the file, and make it where it does not exist.
+
+        Raises:
+            OutboxError: it cannot be opened, is damaged, no outbox, or one of a newer version.
+            UsageError: on the wrong side of a fork.
+        """
+        with self._lock:
+            self._open()
+
+    def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
+        """Give the ordering key of a message."""
+        return ordering_by(self._ordering_key, message, exchange, routing_key)
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        """Store messages and carry out fates, in one transaction that is on disk when this returns.
+
+        Raises:
+            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+        """
+        now = time.time()
+        stored = [(*values_of(row), now) for row in rows]
+        removed = [(one.row.id,) for one in settlements if one.fate is Fate.CONFIRMED]
+        changed = [
+            (
+                1 if one.fate is Fate.LATER else 2,
+                now + one.delay if one.fate is Fate.LATER else None,
+                one.reason,
+                one.possible_duplicate,
+                one.row.id,
+            )
+            for one in settlements
+            if one.fate in (Fate.LATER, Fate.SET_ASIDE)
+        ]
+        if not (stored or removed or changed):
+            return
+
+        def work(connection: sqlite3.Connection) -> None:
+            if stored:
+                connection.executemany(_INSERT, stored)
+            if removed:
+                connection.executemany(_REMOVE, removed)
+            if changed:
+                connection.executemany(_CHANGE, changed)
+
+        self._transact(work, f"storing {len(stored)} messages" if stored else "removing what was published")
+
+    def claims(self) -> Claims:
+        """Make what one relay takes its rows from."""
+        self.open()
+        return SQLiteClaims(self.path, self._timeout)
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int, int]:
+            last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
+            limit = last[0] if last else 0
+            arguments = {"format": FORMAT, "up_to": limit if up_to is None else up_to}
+            query = f"SELECT count(*) FROM outbox WHERE id <= :up_to AND {_MOVES}"  # noqa: S608
+            (count,) = connection.execute(query, arguments).fetchone()
+            return count, limit
+
+        return self._ask(work)
+
+    # For who looks after it
+
+    def status(self) -> OutboxStatus:
+        """Count what is in it."""
+
+        def work(connection: sqlite3.Connection) -> OutboxStatus:
+            found = connection.execute(_STATUS, {"format": FORMAT}).fetchone()
+            rows, delayed, held, set_aside, unreadable, oldest = found
+            age = 0.0 if oldest is None else max(time.time() - oldest, 0.0)
+            return OutboxStatus(rows, delayed, held, set_aside, unreadable, age)
+
+        return self._ask(work)
+
+    def set_aside(self, limit: int = 100) -> list[SetAside]:
+        """Give the messages that were set aside, the oldest first."""
+        query = (
+            "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "
+            "WHERE state = 2 AND format <= ? ORDER BY id LIMIT ?"
+        )
+        return self._ask(
+            lambda connection: list(map(SetAside._make, connection.execute(query, (time.time(), FORMAT, limit))))
+        )
+
+    def retry(self, message_ids: Sequence[str] | None = None) -> int:
+        """Put messages that were set aside back, all of them or those with these ids. Returns how many that were."""
+        query = "UPDATE outbox SET state = 0, available_at = NULL, reason = NULL WHERE state = 2 AND format <= ?"
+        return self._decide(query, message_ids)
+
+    def purge(self, message_ids: Sequence[str] | None = None) -> int:
+        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        return self._decide("DELETE FROM outbox WHERE state = 2 AND format <= ?", message_ids)
+
+    def close(self) -> None:
+        """Close the file; what is stored stays. The next call opens it again. Does nothing in a forked child."""
+        if os.getpid() != self._made_in:
+            return
+        with self._lock:
+            self._drop()
+
+    def __repr__(self) -> str:
+        return f"SQLiteOutbox({str(self.path)!r})"
+
+    # Private
+
+    def _decide(self, query: str, message_ids: Sequence[str] | None) -> int:
+        def work(connection: sqlite3.Connection) -> int:
+            if message_ids is None:
+                count = connection.execute(query, (FORMAT,)).rowcount
+            else:
+                wanted = [(FORMAT, message_id) for message_id in message_ids]
+                count = connection.executemany(f"{query} AND message_id = ?", wanted).rowcount if wanted else 0
+            if count:
+                connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
+            return count
+
+        return self._transact(work, "changing what was set aside")
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
+        with self._lock:
+            connection = self._open()
+            committing = False
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                result = work(connection)
+                committing = True
+                connection.execute("COMMIT")
+            except BaseException as error:
+                self._roll_back(connection, error)
+                if not isinstance(error, sqlite3.Error):
+                    raise
+                failure = outbox_error(error, self.path, what)
+                failure.may_have_arrived = committing and uncertain(error)
+                raise failure from error
+            return result
+
+    def _ask(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        with self._lock:
+            connection = self._open()
+            try:
+                return work(connection)
+            except sqlite3.Error as error:
+                raise outbox_error(error, self.path, "reading") from error
+
+    def _roll_back(self, connection: sqlite3.Connection, error: BaseException) -> None:
+        with suppress(sqlite3.Error):
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        if uncertain(error):
+            self._drop()  # the next call starts from what the file says
+
+    def _open(self) -> sqlite3.Connection:
+        if os.getpid() != self._made_in:
+            raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
+        if self._connection is None:
+            try:
+                self._connection = self._connect()
+            except (sqlite3.Error, OSError) as error:
+                raise outbox_error(error, self.path, "opening") from error
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> sqlite3.Connection:
+        new = not self.path.exists()
+        if new:
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(self.path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+        try:
+            _use_wal(connection, self._timeout)
+            # FULL: an fsync at every commit. NORMAL would do without in WAL mode, and forget what was accepted.
+            connection.execute("PRAGMA synchronous = FULL")
+            self._check_version(connection)
+        except BaseException:
+            connection.close()
+            raise
+        if new:
+            _sync_directory(self.path.parent)
+        return connection
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        application, version = _identity(connection)
+        if application == version == 0:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                application, version = self._create(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        if application != _APPLICATION:
+            raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
+        if version > _VERSION:
+            raise OutboxError(
+                f"{self.path} has format {version}, and this version of reliable_mq knows {_VERSION}: it was made by a "
+                "newer one; use that one"
+            )
+
+    @staticmethod
+    def _create(connection: sqlite3.Connection) -> tuple[int, int]:
+        """Make the tables, unless another process was quicker or there is something else in the file."""
+        identity = _identity(connection)
+        if identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+            return identity
+        for statement in _TABLES:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        connection.execute(f"PRAGMA user_version = {_VERSION}")
+        return _APPLICATION, _VERSION
+
+
+def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return application, version
+
+
+def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:
+    """Switch to WAL mode. SQLite does not wait for others here, whatever its timeout."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            if mode != "wal":
+                raise sqlite3.OperationalError(f"its file system cannot do write-ahead logs (journal mode {mode})")
+            return
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""The thread that writes to an outbox: one transaction, and so one fsync, for all that came in meanwhile.
+
+Messages of many callers and the fates of rows that a relay has settled go into the same transaction.
+
+Invariants: what is put in is answered exactly once, in order; a message that could not be stored is answered with the
+error and never tried again, so that it is not stored after its caller was told; a fate is tried again until it is
+carried out, or the writer ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+from reliable_mq.core.outbox import NewRow, Settlement
+from reliable_mq.errors import OutboxError, ReliableMQError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reliable_mq.outbox.protocol import Outbox
+
+__all__ = ["OutboxWriter"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_A_TIME: Final = 1000
+_BYTES_AT_A_TIME: Final = 8 * 1024 * 1024
+_RETRY_AFTER: Final = 1.0  # seconds, for fates that could not be carried out
+_ERRORS_SAID_EVERY: Final = 10.0  # seconds
+
+T = TypeVar("T")
+
+
+class _Message(NamedTuple, Generic[T]):
+    """A message to store, and whose it is."""
+
+    owner: T
+    row: NewRow
+
+
+class OutboxWriter(Generic[T]):
+    """See the module. ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
+
+    Args:
+        outbox: to write to.
+        name: of the thread.
+        on_stored: called on the writer's thread with the owners of messages, and the error where they are not stored.
+        on_settled: likewise with fates that were carried out.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        name: str,
+        on_stored: Callable[[list[T], OutboxError | None], None],
+        on_settled: Callable[[list[Settlement]], None],
+    ) -> None:
+        self._outbox = outbox
+        self._on_stored = on_stored
+        self._on_settled = on_settled
+        self._queue: SimpleQueue[_Message[T] | list[Settlement] | Callable[[], object] | None] = SimpleQueue()
+        self._settlements: list[Settlement] = []
+        self._settle_at = 0.0
+        self._error_said_at = float("-inf")
+        self._ending = False
+        self._calls: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def store(self, owner: T, row: NewRow) -> None:
+        """Store a message soon. Does not block."""
+        self._queue.put(_Message(owner, row))
+
+    def settle(self, settlements: list[Settlement]) -> None:
+        """Carry out fates soon. Does not block."""
+        self._queue.put(settlements)
+
+    def call(self, call: Callable[[], object]) -> None:
+        """Call a function when all that was put in before has its answer. Does not block."""
+        self._queue.put(call)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End when all that was put in before is written, or could not be. Does not wait."""
+        self._queue.put(None)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end for up to ``timeout`` seconds; return whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # On its thread
+
+    def _run(self) -> None:
+        while True:
+            messages = self._gather()
+            try:
+                self._write(messages)
+            except Exception:
+                logger.exception("writing to %r", self._outbox)
+                self._answer(messages, OutboxError(f"writing to {self._outbox!r} failed; the log says how"))
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call()
+            if self._ending and self._queue.empty():
+                return
+
+    def _gather(self) -> list[_Message[T]]:
+        """Wait for something to write, and take all that is there, up to what one transaction should have."""
+        messages: list[_Message[T]] = []
+        size = 0
+        timeout = None if not self._settlements else max(self._settle_at - time.monotonic(), 0.0)
+        try:
+            item = self._queue.get_nowait() if self._ending else self._queue.get(timeout=timeout)
+            while True:
+                if item is None:
+                    self._ending = True
+                elif isinstance(item, _Message):
+                    messages.append(item)
+                    size += len(item.row.message.body)
+                    if len(messages) >= _ROWS_AT_A_TIME or size >= _BYTES_AT_A_TIME:
+                        break
+                elif isinstance(item, list):
+                    self._settlements.extend(item)
+                else:
+                    self._calls.append(item)
+                item = self._queue.get_nowait()
+        except Empty:
+            pass
+        return messages
+
+    def _write(self, messages: list[_Message[T]]) -> None:
+        settlements = self._settlements if time.monotonic() >= self._settle_at or self._ending else []
+        if not messages and not settlements:
+            return
+        try:
+            self._outbox.write([message.row for message in messages], settlements)
+        except ReliableMQError as error:
+            failure = error if isinstance(error, OutboxError) else OutboxError(str(error))
+            if messages and settlements and not failure.may_have_arrived:
+                self._write_settlements()  # which may need no room
+            elif settlements:
+                self._settle_later(failure)
+            self._answer(messages, failure)
+        else:
+            self._settled(settlements)
+            self._answer(messages, None)
+
+    def _write_settlements(self) -> None:
+        settlements = self._settlements
+        try:
+            self._outbox.write([], settlements)
+        except ReliableMQError as error:
+            self._settle_later(error)
+        else:
+            self._settled(settlements)
+
+    def _settled(self, settlements: list[Settlement]) -> None:
+        if settlements:
+            self._settlements = []
+            self._settle_at = 0.0
+            self._on_settled(settlements)
+
+    def _settle_later(self, error: ReliableMQError) -> None:
+        now = time.monotonic()
+        self._settle_at = now + _RETRY_AFTER
+        if now - self._error_said_at >= _ERRORS_SAID_EVERY:
+            self._error_said_at = now
+            logger.error("%s; %d rows that were published stay there for now", error, len(self._settlements))
+
+    def _answer(self, messages: Sequence[_Message[T]], error: OutboxError | None) -> None:
+        if messages:
+            self._on_stored([message.owner for message in messages], error)

@@ -1,0 +1,231 @@
+"""Rows of an outbox, their format, and what a relay decides about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reliable_mq import (
+    BrokerUnavailable,
+    ConfigurationError,
+    Message,
+    Outcome,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+)
+from reliable_mq.core.outbox import (
+    COLUMNS,
+    FORMAT,
+    LONGEST_DELAY,
+    Fate,
+    NewRow,
+    OutboxRow,
+    RelaySession,
+    UnreadableRow,
+    delay_after,
+    row_from,
+    values_of,
+)
+from reliable_mq.core.stored import StoredPublication
+from reliable_mq.errors import OutboxError
+
+RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q")
+REFUSED = PublishRefused("too large", reply_code=406, reply_text="PRECONDITION_FAILED")
+
+
+def row(number: int, key: str | None = None, attempts: int = 0) -> OutboxRow:
+    return OutboxRow(number, Message(b"x", message_id=f"m{number}"), "", "q", True, key, attempts, False)
+
+
+def values(**changed: Any) -> list[Any]:
+    made = values_of(NewRow(Message(b"body", message_id="m"), "x", "key", True, None))
+    given = dict(zip(COLUMNS, made, strict=True))
+    assert changed.keys() <= given.keys()
+    return list((given | changed).values())
+
+
+def numbers(rows: Any) -> list[int]:
+    return [one.id for one in rows]
+
+
+def fates(session: RelaySession) -> list[tuple[int, Fate]]:
+    taken, session.settlements = session.settlements, []
+    return [(one.row.id, one.fate) for one in taken]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(b"", message_id="m"),
+        Message(b"x" * 1000, headers={"a": 1}, message_id="m", priority=3, persistent=False),
+    ],
+)
+def test_a_row_gives_back_the_message_byte_for_byte(message: Message) -> None:
+    """What goes onto the wire is what was accepted, the id included."""
+    made = row_from(7, values_of(NewRow(message, "exchange", "key", False, "order")))
+    assert (made.id, made.exchange, made.routing_key, made.mandatory, made.ordering_key) == (
+        7,
+        "exchange",
+        "key",
+        False,
+        "order",
+    )
+    assert made.message.body == message.body
+    assert made.message.message_id == message.message_id
+    assert made.message.encoded_properties == message.encoded_properties
+    assert (made.attempts, made.possible_duplicate) == (0, False)
+
+
+def test_a_row_of_a_newer_format_is_not_decoded() -> None:
+    """Whatever its columns hold, a newer format is only said to be one."""
+    with pytest.raises(UnreadableRow, match="newer") as caught:
+        row_from(1, values(format=FORMAT + 1, body=None, properties="what is this"))
+    assert caught.value.newer
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": 0},
+        {"format": "1"},
+        {"message_id": None},
+        {"exchange": b"x"},
+        {"routing_key": 3},
+        {"body": "text"},
+        {"properties": "text"},
+        {"properties": b"\xff"},
+    ],
+)
+def test_a_damaged_row_is_refused(changed: dict[str, Any]) -> None:
+    """What no version has ever written is not published."""
+    with pytest.raises(UnreadableRow) as caught:
+        row_from(1, values(**changed))
+    assert not caught.value.newer
+
+
+def test_a_row_may_be_in_doubt_by_itself_or_by_what_is_known_of_it() -> None:
+    """Either way it is marked as a possible duplicate."""
+    assert row_from(1, values(possible_duplicate=1)).possible_duplicate
+    assert row_from(1, values(), in_doubt=True).possible_duplicate
+    assert not row_from(1, values()).possible_duplicate
+
+
+def test_a_database_that_gives_memory_views_is_understood() -> None:
+    """psycopg2 and others give binary columns that way."""
+    wired = Message(b"body", message_id="m", type="t")
+    made = row_from(1, values(body=memoryview(b"body"), properties=memoryview(wired.encoded_properties or b"")))
+    assert made.message.body == b"body"
+    assert made.message.type == "t"
+
+
+def test_delays_grow_to_a_longest_one() -> None:
+    """A full queue is not asked again and again."""
+    delays = [delay_after(attempts) for attempts in range(1, 20)]
+    assert delays == sorted(delays)
+    assert delays[0] == 1
+    assert delays[-1] == LONGEST_DELAY
+
+
+def test_rows_without_a_key_are_ready_at_once_in_order() -> None:
+    """Nothing waits for anything."""
+    session = RelaySession()
+    session.taken([row(1), row(2), row(3)])
+    assert numbers(session.ready) == [1, 2, 3]
+    assert session.waiting == 0
+
+
+def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
+    """The second is published when the first is confirmed; another key does not wait."""
+    session = RelaySession()
+    session.taken([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "a")])
+    assert numbers(session.ready) == [1, 3]
+    assert session.waiting == 2
+    session.ready.clear()
+    session.settled(row(1, "a"), None)
+    assert numbers(session.ready) == [2]
+    session.settled(row(3, "b"), None)
+    session.settled(row(2, "a"), None)
+    session.settled(row(4, "a"), None)
+    assert session.waiting == 0
+    session.taken([row(5, "a")])
+    assert numbers(session.ready) == [2, 4, 5]
+    assert fates(session) == [(number, Fate.CONFIRMED) for number in (1, 3, 2, 4)]
+
+
+@pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
+def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key(error: Any) -> None:
+    """What was behind it goes back untouched, and what comes later is a matter of the outbox."""
+    session = RelaySession()
+    session.taken([row(1, "a"), row(2, "a"), row(3)])
+    session.settled(row(1, "a"), error)
+    first = session.settlements[0]
+    assert first.reason == f"{type(error).__name__}: {error}"
+    assert not first.possible_duplicate
+    assert fates(session) == [(1, Fate.SET_ASIDE), (2, Fate.BACK)]
+    assert session.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "doubt"), [(PublishNacked("full"), False), (PublishUnconfirmed("late", sent=True), True)]
+)
+def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) -> None:
+    """A nack and an unknown outcome may be another one next time; an unknown one may be a duplicate then."""
+    session = RelaySession()
+    session.taken([row(1, attempts=2), row(2, "a"), row(3, "a")])
+    session.settled(row(1, attempts=2), error)
+    session.settled(row(2, "a"), error)
+    first = session.settlements[0]
+    assert (first.delay, first.possible_duplicate) == (delay_after(3), doubt)
+    assert fates(session) == [(1, Fate.LATER), (2, Fate.LATER), (3, Fate.BACK)]
+
+
+def test_an_error_about_the_connection_hands_rows_back() -> None:
+    """It says nothing about a row; it is remembered until something is confirmed."""
+    session = RelaySession()
+    session.taken([row(1), row(2)])
+    error = BrokerUnavailable("nobody there")
+    session.settled(row(1), error)
+    assert session.trouble is error
+    session.settled(row(2), None)
+    assert session.trouble is None
+    assert fates(session) == [(1, Fate.BACK), (2, Fate.CONFIRMED)]
+
+
+def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
+    """What is outstanding still gets its fate, and nothing follows it."""
+    session = RelaySession()
+    session.taken([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
+    outstanding = session.ready.popleft()
+    session.stopped()
+    assert sorted(fates(session)) == [(2, Fate.BACK), (3, Fate.BACK), (4, Fate.BACK), (5, Fate.BACK)]
+    assert session.waiting == 0
+    session.settled(outstanding, None)
+    assert not session.ready
+    assert fates(session) == [(1, Fate.CONFIRMED)]
+    session.stopped()
+    assert fates(session) == []
+
+
+class Stored(StoredPublication):
+    __slots__ = ("error",)
+
+
+@pytest.mark.parametrize(("arrived", "outcome"), [(False, Outcome.REFUSED), (True, Outcome.UNKNOWN)])
+def test_a_publish_ends_when_its_message_is_stored_or_is_known_not_to_be(arrived: bool, outcome: Outcome) -> None:
+    """The receipt says stored; an error says whether the message may be there all the same."""
+    stored = Stored(Message(b"", message_id="m"), "", "q", True, 0, 0.0, None)
+    assert stored.failure() is None
+    stored.stored(None)
+    assert stored.outcome is Outcome.STORED
+    assert stored.failure() is None
+    receipt = stored.receipt()
+    assert (receipt.message_id, receipt.status, receipt.attempts) == ("m", "stored", 0)
+    failed = Stored(Message(b"", message_id="m"), "", "q", True, 0, 0.0, None)
+    error = OutboxError("the disk is full")
+    error.may_have_arrived = arrived
+    failed.stored(error)
+    assert failed.outcome is outcome
+    assert failed.failure() is error
