@@ -1,0 +1,194 @@
+"""Where aio-pika and aiormq break when they consume, and our consumer free of it, by the number of the bug.
+
+As ``test_aio_bugs.py`` for publishing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from integration.support.consuming import numbered, publish, send
+from integration.support.waiting import until
+from reliable_mq import AsyncConsumer, AsyncPublisher, Message, Queue, TopologyMismatch
+from reliable_mq.core.codec import join_properties
+
+if TYPE_CHECKING:
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders")
+
+
+class Bodies:
+    """A coroutine handler that keeps the bodies that it was given."""
+
+    def __init__(self) -> None:
+        self.handled: list[bytes] = []
+
+    async def __call__(self, delivery: Delivery) -> None:
+        await asyncio.sleep(0)
+        self.handled.append(delivery.body)
+
+
+async def declare(vhost: VirtualHost) -> None:
+    async with AsyncPublisher(vhost.url, topology=[ORDERS]) as publisher:
+        await publisher.connect()
+
+
+def test_aio_01_no_ack_hangs_when_a_connection_with_a_full_socket_is_reset(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
+) -> None:
+    """aiormq: 50 of 60 acks that waited behind a full socket hung for ever."""
+    proxy = fault_proxy(vhost.url)
+    handler = Bodies()
+
+    async def main() -> None:
+        await declare(vhost)
+        await asyncio.to_thread(publish, vhost, "orders", numbered(200))
+        async with AsyncConsumer(proxy.url, ORDERS, handler, prefetch=100, ack_every=1):
+            await until(lambda: len(handler.handled) >= 10)
+            proxy.stop_reading("to_broker", new_connections=False)
+            await until(lambda: len(handler.handled) >= 100)
+            proxy.cut()
+            await until(lambda: set(handler.handled) == set(numbered(200)))
+
+    run_async(main())
+    vhost.wait_for_messages("orders", 0)
+
+
+def table(*entries: bytes) -> bytes:
+    return struct.pack(">I", sum(map(len, entries))) + b"".join(entries)
+
+
+MICROSECONDS = table(b"\x02atT" + struct.pack(">Q", 1_700_000_000_000_000))
+NOT_UTF_8 = table(b"\x01nS" + struct.pack(">I", 2) + b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"headers": MICROSECONDS},
+        {"headers": NOT_UTF_8},
+        {"correlation_id": b"\x02\xff\xfe"},
+        {"delivery_mode": b"\x03"},
+    ],
+    ids=["timestamp in microseconds", "header not UTF-8", "correlation id not UTF-8", "delivery mode 3"],
+)
+def test_aio_04_a_poison_message_costs_no_connection_and_holds_up_nothing(
+    vhost: VirtualHost, run_async: Any, properties: dict[str, bytes]
+) -> None:
+    """aio-pika reconnects over it for ever, and what is behind it is never delivered; mode 3 costs a prefetch slot."""
+    handler = Bodies()
+
+    async def main() -> None:
+        await declare(vhost)
+        poison = Message.from_wire(b"poison", join_properties({"delivery_mode": b"\x02", **properties}))
+        await asyncio.to_thread(send, vhost, "orders", [poison, *map(Message, numbered(20))])
+        async with AsyncConsumer(vhost.url, ORDERS, handler, prefetch=1) as consumer:
+            await until(lambda: consumer.statistics.acked == 21)
+            assert consumer.reconnects == 0
+
+    run_async(main())
+    assert handler.handled == [b"poison", *numbered(20)]
+
+
+def test_aio_05_what_a_lost_connection_had_buffered_is_handled_once(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any
+) -> None:
+    """aio-pika's RobustQueue kept it across the reconnect: it was handled twice, and the acks were refused."""
+    proxy = fault_proxy(vhost.url)
+    begun = asyncio.Event()
+    go_on = asyncio.Event()
+    handled: list[bytes] = []
+
+    async def handle(delivery: Delivery) -> None:
+        if not begun.is_set():
+            begun.set()
+            await go_on.wait()
+        handled.append(delivery.body)
+
+    async def main() -> None:
+        await declare(vhost)
+        await asyncio.to_thread(publish, vhost, "orders", numbered(50))
+        async with AsyncConsumer(proxy.url, ORDERS, handle, prefetch=50) as consumer:
+            await begun.wait()
+            await until(lambda: proxy.forwarded("basic.deliver") == 50)
+            proxy.cut()
+            await until(lambda: consumer.reconnects == 1 and consumer.connected)
+            go_on.set()
+            await until(lambda: set(handled) == set(numbered(50)))
+            await until(lambda: consumer.statistics.acked == 50)
+
+    run_async(main())
+    assert sorted(handled[1:]) == sorted(numbered(50))  # the one that ran when the connection was lost comes again
+    vhost.wait_for_messages("orders", 0)
+
+
+def test_aio_05_a_cancel_by_the_broker_is_not_the_end(vhost: VirtualHost, run_async: Any) -> None:
+    """After one, aio-pika's robust consumer never consumed again; ours does, or says why it cannot."""
+    handler = Bodies()
+
+    async def main() -> None:
+        await declare(vhost)
+        async with AsyncConsumer(vhost.url, ORDERS, handler) as consumer:
+            await until(lambda: consumer.connected)
+            await asyncio.to_thread(vhost.delete_queue, "orders")
+            await until(lambda: consumer.statistics.cancelled == 1 and consumer.connected)
+            await asyncio.to_thread(publish, vhost, "orders", numbered(3))
+            await until(lambda: len(handler.handled) == 3)
+        other = Queue("orders", type="classic")
+        with pytest.raises(TopologyMismatch, match="queue 'orders'"):
+            async with AsyncConsumer(vhost.url, other, handler):
+                pytest.fail("it was entered")
+
+    run_async(main())
+
+
+def test_aio_06_a_cancelled_handler_costs_no_message(vhost: VirtualHost, run_async: Any) -> None:
+    """aio-pika's message.process() rejects without requeue where its task is cancelled: the message is gone."""
+    begun = asyncio.Event()
+
+    async def handle(_: Delivery) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        await declare(vhost)
+        await asyncio.to_thread(publish, vhost, "orders", [b"x"])
+        running = asyncio.create_task(AsyncConsumer(vhost.url, ORDERS, handle).run())
+        await begun.wait()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    run_async(main())
+    vhost.wait_for_messages("orders", 1)
+    assert vhost.live_counts()["orders.dead"] == 0
+
+
+def test_aio_08_what_is_finished_beyond_a_gap_leaves_nothing_unacked(vhost: VirtualHost, run_async: Any) -> None:
+    """aiormq drops an ack(multiple=True) whose tag was acked singly before, and the lower ones stay unacked."""
+    slow = asyncio.Event()
+
+    async def handle(delivery: Delivery) -> None:
+        if delivery.body == b"0":
+            await slow.wait()
+
+    async def main() -> None:
+        await declare(vhost)
+        await asyncio.to_thread(publish, vhost, "orders", numbered(20))
+        async with AsyncConsumer(vhost.url, ORDERS, handle, prefetch=20, concurrency=2, ack_every=10) as consumer:
+            await until(lambda: consumer.statistics.acked == 19)  # all but the first: singly
+            slow.set()
+            await until(lambda: consumer.statistics.acked == 20)
+            assert not any((await asyncio.to_thread(vhost.live_counts)).values())
+
+    run_async(main())
