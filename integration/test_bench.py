@@ -11,12 +11,14 @@ import pytest
 
 from integration.bench.paths import ROOT
 from integration.support.management import VirtualHost
+from integration.support.seeds import soaking
 
 
 @pytest.mark.timeout(300)
 def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
     """All that is published is in the queue, all that is consumed is gone: the runner looks."""
-    sizes = ["--messages", "500", "--consumed", "1000", "--deadline", "60"]
+    types = ["classic", "quorum"] if soaking() else ["quorum"]
+    sizes = ["--messages", "500", "--consumed", "1000", "--deadline", "60", "--queue-types", ",".join(types)]
     command = [sys.executable, "-m", "integration.bench", "--quick", "--no-curves", *sizes]
     command += ["--url", vhost.url, "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
@@ -25,7 +27,9 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["failures"] == []
     measured = {(entry["queue_type"], entry["contender"]) for entry in document["samples"]}
-    for name in ("ours-submit", "ours-many", "ours-publish", "ours-consumer", "pika-select", "pika-consumer"):
-        assert {("classic", name), ("quorum", name)} <= measured
+    ours = ("submit", "many", "publish", "consumer", "async-submit", "async-callers", "async-consumer")
+    others = ("pika-select", "pika-consumer", "aio-pika-tasks", "aio-pika-consumer", "faststream-tasks")
+    for name in (*(f"ours-{name}" for name in ours), *others, "faststream-consumer"):
+        assert {(queue_type, name) for queue_type in types} <= measured
     assert ("memory", "ours-memory") in measured
     assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()
