@@ -35,6 +35,7 @@ from reliable_mq.spark.batches import Position, size_of
 from reliable_mq.spark.checks import check_queues
 from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.pump import Pump
+from reliable_mq.spark.shipping import Shipped
 from reliable_mq.spark.termination import on_termination
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class QueuePartition(InputPartition):
         return f"<QueuePartition of {len(self.value)} bytes>"
 
 
-class QueueSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader of a query in queue mode. Spark makes several, of which one reads."""
 
     def __init__(self, options: QueueOptions, names: Sequence[str]) -> None:

@@ -1,0 +1,69 @@
+"""Registering the format: which PySpark it takes, and what an unfit one does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+from typing import Any
+
+import pytest
+
+from reliable_mq.errors import UsageError
+from reliable_mq.spark import check_version, discovered, register
+from reliable_mq.spark.datasource import RabbitMQDataSource
+
+
+class Session:
+    """A session that only knows what is registered."""
+
+    def __init__(self) -> None:
+        self.registered: list[type] = []
+
+    @property
+    def dataSource(self) -> Session:  # noqa: N802
+        return self
+
+    def register(self, source: Any) -> None:
+        self.registered.append(source)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_the_format_is_called_rabbitmq() -> None:
+    """Registered by hand, or found by Spark."""
+    session: Any = Session()
+    register(session)
+    assert [source.name() for source in session.registered] == ["rabbitmq"]
+    assert discovered.DefaultSource is RabbitMQDataSource
+
+
+@pytest.mark.parametrize("version", ["4.1.1", "3.5.0", "4.0.0.dev1"])
+def test_an_old_pyspark_is_refused_with_what_it_takes(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Before anything of it is imported that it does not have."""
+    pretend(monkeypatch, pyspark=version)
+    session: Any = Session()
+    with pytest.raises(UsageError, match=rf"PySpark {version} is too old .* 4.2 or newer"):
+        register(session)
+    assert not session.registered
+
+
+def test_spark_connect_and_distributions_without_metadata_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has a name of its own; of an unpacked Spark the version is not known."""
+    for versions in ({"pyspark_client": "4.2.0"}, {}):
+        pretend(monkeypatch, **versions)
+        check_version()
+
+
+def test_an_old_pyspark_that_finds_the_module_keeps_its_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark imports it for every session: it warns, and is no source."""
+    pretend(monkeypatch, pyspark="4.1.0")
+    with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):
+        found = runpy.run_path(discovered.__file__)
+    assert "DefaultSource" not in found
