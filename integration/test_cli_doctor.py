@@ -86,7 +86,7 @@ def test_it_changes_nothing(any_vhost: VirtualHost) -> None:
 def test_queues_that_lose_messages_are_found(any_vhost: VirtualHost) -> None:
     declare(any_vhost, "limit", queue_type="quorum", delivery_limit=3)
     declare(any_vhost, "nowhere", queue_type="quorum", delivery_limit=-1, dead_letter_exchange="missing")
-    declare(any_vhost, "once", queue_type="quorum", dead_letter_exchange="", dead_letter_routing_key="limit")
+    declare(any_vhost, "once", queue_type="quorum", dead_letter_exchange="", dead_letter_routing_key="full")
     declare(any_vhost, "full", queue_type="classic", max_length=5)
     declare(any_vhost, "fleeting", queue_type="classic", message_ttl=1000)
     status, findings = doctor(any_vhost)
@@ -259,3 +259,19 @@ def test_tls_is_verified_and_dated(
     done = run_cli("doctor", f"amqps://guest:guest@{host}:{tls_broker.tls_port}/{trust}", "--json")
     found = about(json.loads(done.stdout)["findings"], "TLS")
     assert (found["status"], text in found["text"]) == (status, True), found
+
+
+def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None:
+    """Delay queues that differ or lead nowhere, and arguments that RabbitMQ takes and ignores."""
+    sound = Queue("orders.retry.1000", message_ttl=1, dead_letter="orders")
+    with Publisher(any_vhost.url, topology=[Queue("orders"), sound]) as publisher:
+        publisher.connect()
+    assert not_well(doctor(any_vhost)[1]) == []
+    declare(any_vhost, "orders.retry.5000", queue_type="quorum", message_ttl=500, delivery_limit=-1)
+    declare(any_vhost, "spelt", queue_type="quorum", delivery_limit=-1, mesage_ttl=5)
+    status, findings = doctor(any_vhost)
+    assert status == 1
+    told = {(each["subject"], each["check"]): each["text"] for each in findings}
+    assert "did you mean x-message-ttl?" in told["queue 'spelt'", "arguments"]
+    assert ("queue 'orders.retry.5000'", "delay queue") in told
+    assert not any(subject == "queue 'orders.retry.1000'" for subject, _ in told)

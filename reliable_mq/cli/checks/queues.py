@@ -6,12 +6,26 @@ something fails, or what may be meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.cli.checks.retries import DelayQueue, dead_letter_queues, examine_dead_letters, examine_delay_queue
 from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
+from reliable_mq.topology.linting import lint_arguments
 
 __all__ = ["examine_queues"]
+
+_LOOKED_AT: Final = frozenset(
+    {
+        "x-dead-letter-exchange",
+        "x-dead-letter-strategy",
+        "x-delivery-limit",
+        "x-expires",
+        "x-max-length",
+        "x-max-length-bytes",
+    }
+)
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
@@ -23,7 +37,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         version: of the broker.
     """
     routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
-    dead = frozenset(target for route in routes.values() if route is not None for target in route.targets)
+    dead = dead_letter_queues(snapshot, routes)
     findings: list[Finding] = []
     quiet = 0
     for name in names or sorted(snapshot.queues):
@@ -37,10 +51,11 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         if not found and names:
             findings.append(_sound(queue, routes[name]))
         quiet += not found
-    # The dead-letter queue of a queue that was asked for is looked at too, without having been asked for.
-    asked_for = {target for name in names if (route := routes.get(name)) for target in route.targets} - set(names)
-    for name in sorted(asked_for & snapshot.queues.keys()):
-        findings += _dead_letters(snapshot.queues[name])
+    # What stands around a queue that was asked for is looked at too, without having been asked for.
+    for name in sorted(_around(snapshot, names, routes) - set(names)):
+        if name in dead:
+            findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
+        findings += examine_delay_queue(snapshot, snapshot.queues[name])
     if not names:
         text = f"{quiet} of {len(snapshot.queues)} queues: nothing in their arguments or consumers loses messages"
         findings.append(Finding(Status.OK, "queues", "arguments", text))
@@ -57,8 +72,30 @@ def _examine(
         yield from _length(queue, route)
         yield from _expiry(queue, route)
     yield from _consumers(snapshot, queue)
-    if queue.name in dead:
-        yield from _dead_letters(queue)
+    yield from _arguments(queue, version)
+    yield from examine_delay_queue(snapshot, queue)
+    if queue.name in dead or (queue.name.endswith(".dead") and queue.name.removesuffix(".dead") not in snapshot.queues):
+        yield from examine_dead_letters(snapshot, queue, version)
+
+
+def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
+    """The dead-letter queues and the delay queues of some queues."""
+    targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
+    delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
+    return (targets | delays) & snapshot.queues.keys()
+
+
+def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
+    """What the linter says, but for what is looked at together with policies and other queues."""
+    for flaw in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
+        if flaw.argument not in _LOOKED_AT:
+            yield Finding(
+                Status.WARNING,
+                f"queue {queue.name!r}",
+                "arguments",
+                f"{flaw.argument} {flaw.text}",
+                f"{flaw.fix[0].upper()}{flaw.fix[1:]}; an existing queue has to be deleted and declared again.",
+            )
 
 
 def _sound(queue: QueueView, route: Route | None) -> Finding:
@@ -182,13 +219,3 @@ def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
             "once, and when it dies all of that comes back, counted as delivered"
         )
         yield Finding(Status.WARNING, what, "prefetch", text, "Set a prefetch of 100 to 300.")
-
-
-def _dead_letters(queue: QueueView) -> Iterator[Finding]:
-    if not queue.messages:
-        return
-    text = f"a dead-letter queue that holds {queue.messages:,} messages"
-    if queue.growth > 0:
-        text += f" and grows by {queue.growth:g} a second"
-    fix = "Look at them (reliable-mq consume --peek --json), mend the cause, publish them again or let them go."
-    yield Finding(Status.WARNING, f"queue {queue.name!r}", "dead letters wait", text, fix)

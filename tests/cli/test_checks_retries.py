@@ -1,0 +1,130 @@
+"""What ``doctor`` says of delay queues and dead-letter queues, and of arguments that the linter knows; fact by fact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reliable_mq import Queue
+from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.cli.checks.queues import examine_queues
+from reliable_mq.cli.checks.retries import DelayQueue
+from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
+
+NEWEST, OLD = (4, 3, 6), (4, 0, 5)
+OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
+
+
+def view(queue: Queue, *, changed: dict[str, object] | None = None, **shown: Any) -> QueueView:
+    """A queue as the management API shows one that was declared, with some arguments changed."""
+    arguments = {**queue.arguments_for(NEWEST), **(changed or {})}
+    found = {"name": queue.name, "type": queue.type, "durable": True, "messages": 0}
+    return QueueView(found | {"arguments": {k: v for k, v in arguments.items() if v is not None}} | shown)
+
+
+ORDERS = Queue("orders")
+DEAD = Queue("orders.dead", dead_letter=None)
+DELAY = Queue("orders.retry.10000", message_ttl=10, dead_letter="orders")
+
+
+def examine(*queues: QueueView, names: tuple[str, ...] = (), version: tuple[int, ...] = NEWEST, **rest: Any) -> Any:
+    return examine_queues(Snapshot({each.name: each for each in queues}, **rest), names, version)
+
+
+def not_well(findings: list[Finding]) -> list[tuple[Status, str, str]]:
+    return [(each.status, each.subject, each.check) for each in findings if each.status is not OK]
+
+
+def test_the_topology_of_a_consumer_with_retries_is_well() -> None:
+    """A queue that delay queues dead-letter into is no dead-letter queue, however much is in it."""
+    queues = view(ORDERS, messages=70), view(DEAD), view(DELAY, messages=5)
+    for names in ((), ("orders",), ("orders.retry.10000",)):
+        for version in (NEWEST, OLD):
+            assert not_well(examine(*queues, names=names, version=version)) == []
+
+
+def test_a_name_tells_a_delay_queue() -> None:
+    assert DelayQueue.of("a.retry.5.retry.1000") == DelayQueue("a.retry.5", 1000)
+    assert DelayQueue.of("orders.retry.") is None
+    assert DelayQueue.of("orders.retry.01") is None
+    assert DelayQueue.of("orders.retry") is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"x-message-ttl": 1000}, "x-message-ttl is 1000, where a delay queue of this package has 10000"),
+        ({"x-message-ttl": None}, "x-message-ttl is None"),
+        ({"x-dead-letter-routing-key": "other"}, "messages do not come back"),
+        ({"x-dead-letter-strategy": None}, "a message is lost where its queue does not take it"),
+        ({"x-overflow": "drop-head", "x-dead-letter-strategy": None}, "a message is lost"),
+    ],
+)
+def test_a_delay_queue_with_other_arguments_is_a_problem(changed: dict[str, object], text: str) -> None:
+    other = view(Queue("other"), messages=3)
+    found = list(examine(view(ORDERS), view(DEAD), view(DELAY, changed=changed), other, names=("orders",)))
+    problems = [each for each in found if each.status is PROBLEM]
+    assert problems[0].subject == "queue 'orders.retry.10000'"
+    assert text in problems[0].text
+    assert "delete it" in problems[0].fix
+
+
+def test_a_delay_queue_whose_queue_is_gone_is_a_problem_if_something_waits_in_it() -> None:
+    assert (PROBLEM, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY, messages=2)))
+    assert (WARNING, "queue 'orders.retry.10000'", "delay queue") in not_well(examine(view(DELAY)))
+
+
+def test_a_delay_queue_that_somebody_consumes_from_is_a_problem() -> None:
+    consumers = [{"queue": {"name": DELAY.name}, "prefetch_count": 1, "ack_required": True}]
+    found = examine(view(ORDERS), view(DEAD), view(DELAY), consumers=consumers)
+    assert not_well(found) == [(PROBLEM, "queue 'orders.retry.10000'", "delay queue")]
+    assert "consume from 'orders'" in found[0].fix
+
+
+def test_what_has_expired_and_is_not_taken_is_told() -> None:
+    found = examine(view(ORDERS), view(DEAD), view(DELAY, messages_dlx=7), names=("orders",))
+    assert "7 messages have expired, and queue 'orders' has not taken them yet" in found[-1].text
+
+
+def test_delays_that_are_mixed_in_one_queue_are_warned_of() -> None:
+    """A delay queue of others, without a time to live of its own."""
+    route = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
+    mixed = view(Queue("shop-wait", dead_letter=None), changed=route)
+    (found,) = [each for each in examine(view(ORDERS), view(DEAD), mixed) if each.check == "delay queue"]
+    assert "holds up all behind it" in found.text
+
+
+def test_dead_letters_that_wait_are_told_with_what_to_do() -> None:
+    waiting = view(DEAD, messages=12, messages_details={"rate": 1.5})
+    _, found = examine(view(ORDERS), waiting, names=("orders",))
+    assert "holds 12 messages and grows by 1.5 a second" in found.text
+    assert "reliable-mq dlq stats URL orders.dead" in found.fix
+    (orphans, *_) = examine(waiting)
+    assert "queue 'orders', which they are to go back to, does not exist" in orphans.text
+
+
+def test_a_dead_letter_queue_that_does_not_keep_its_messages_is_warned_of() -> None:
+    kept = [
+        each.text
+        for version in (NEWEST, OLD)
+        for each in examine(
+            view(ORDERS), view(DEAD, changed={"x-delivery-limit": 20, "x-message-ttl": 5000}), version=version
+        )
+        if each.check == "dead letters kept"
+    ]
+    assert [text.split(":")[0] for text in kept] == [
+        "dead letters are gone after 5 s (message TTL)",
+        "dead letters are gone after 5 s (message TTL)",
+        "a delivery limit of 20",
+    ]
+
+
+def test_what_the_linter_says_is_told_once() -> None:
+    changed = {"x-mesage-ttl": 5, "x-delayed-retry-type": "failed", "x-delivery-limit": 5}
+    found = examine(view(ORDERS, changed=changed), view(DEAD), names=("orders",), version=OLD)
+    assert [(each.check, each.text.split()[0]) for each in found if each.status is WARNING] == [
+        ("arguments", "x-delayed-retry-type"),
+        ("arguments", "x-mesage-ttl"),
+    ]
+    assert all(each.fix.endswith("declared again.") for each in found)
