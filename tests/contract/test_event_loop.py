@@ -1,0 +1,186 @@
+"""What only the asyncio face has to bear: a loop that stands still, and thousands of tasks at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+
+from integration.support.waiting import until
+from reliable_mq import AsyncConsumer, AsyncPublisher, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from reliable_mq import Delivery
+    from tests.contract.scripted_broker import Published, ScriptedBroker
+
+HEARTBEAT = b"\x08\0\0\0\0\0\0\xce"
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
+    """Run a coroutine on a fresh loop; no task may be left, nothing may be complained of."""
+
+    def run(main: Coroutine[Any, Any, None]) -> None:
+        complaints: list[object] = []
+
+        async def watched() -> set[str]:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+            await asyncio.wait_for(main, 30)
+            return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            assert runner.run(watched()) == set()
+        assert complaints == []
+
+    return run
+
+
+def acking(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+class Beating(threading.Thread):
+    """Sends the broker's heartbeats on the newest connection."""
+
+    def __init__(self, broker: ScriptedBroker) -> None:
+        super().__init__(daemon=True)
+        self._broker = broker
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.2):
+            self._broker.connections[-1].send_bytes(HEARTBEAT)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self.join(5)
+
+
+def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
+    broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For more than two heartbeats nothing was read: the broker's beats wait in the socket, and the log says why."""
+    broker.script = acking
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, heartbeat=1) as publisher, AsyncConsumer(broker.url, "q", handle):
+            await publisher.publish(Message(b"x"), routing_key="q")
+            channel = broker.consuming
+            with Beating(broker):
+                threading.Event().wait(3)
+                await publisher.publish(Message(b"x"), routing_key="q")
+                channel.deliver(b"y")
+                await until(lambda: handled == [b"y"])
+                await until(lambda: "stood still" in caplog.text)
+        assert len(broker.connections) == 2
+
+    handled: list[bytes] = []
+
+    async def handle(delivery: Delivery) -> None:
+        handled.append(delivery.body)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+
+
+def test_a_connection_that_a_stall_has_cost_is_made_again_and_nothing_is_lost(
+    broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker gives it up while the loop stands still: what was unconfirmed is published again."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, heartbeat=1) as publisher:
+            confirmation = await publisher.submit(Message(b"x"), routing_key="q")
+            await until(lambda: broker.published)
+            broker.script = acking
+            broker.connections[-1].cut()
+            threading.Event().wait(1)
+            assert (await confirmation).possible_duplicate
+            await until(lambda: "stood still" in caplog.text)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+
+
+def test_10_000_tasks_that_publish_hold_no_more_than_the_window(broker: ScriptedBroker, run: Any) -> None:
+    """However many await their turn, only so many are unconfirmed, encoded or in a buffer of ours at a time."""
+    owed: list[int] = [0, 0]  # by the broker, now and at most
+    lock = threading.Lock()
+    held: list[Published] = []
+
+    def script(published: Published) -> None:
+        with lock:
+            held.append(published)
+            owed[1] = max(owed[1], len(held))
+            if len(held) == 100:
+                published.channel.ack(published.number, multiple=True)
+                held.clear()
+
+    broker.script = script
+    most = 0
+
+    async def main() -> None:
+        nonlocal most
+        async with AsyncPublisher(broker.url, max_outstanding=200) as publisher:
+
+            async def one(number: int) -> str:
+                nonlocal most
+                receipt = await publisher.publish(Message(b"%d" % number), routing_key="q")
+                most = max(most, publisher.outstanding)
+                return receipt.message_id
+
+            receipts = await asyncio.gather(*(one(number) for number in range(10_000)))
+            assert len(set(receipts)) == 10_000
+            assert publisher.outstanding == 0
+
+    run(main())
+    assert most <= 200
+    assert owed[1] <= 200
+    assert [published.body for published in broker.published] == [b"%d" % number for number in range(10_000)]
+
+
+def test_cancelled_tasks_in_every_state_leave_the_others_their_outcomes(broker: ScriptedBroker, run: Any) -> None:
+    """On the wire, waiting for the window, not begun: what was admitted settles, and what was not is not sent."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, max_outstanding=4) as publisher:
+            await publisher.connect()
+            tasks = [
+                asyncio.create_task(publisher.publish(Message(b"%d" % number), routing_key="q")) for number in range(8)
+            ]
+            never_ran = asyncio.create_task(publisher.publish(Message(b"never"), routing_key="q"))
+            never_ran.cancel()
+            await until(lambda: len(broker.published) == 4)
+            for number in (1, 2, 5):
+                tasks[number].cancel()
+            await asyncio.sleep(0)
+            assert publisher.outstanding == 4
+            channel = broker.published[0].channel
+            channel.return_(broker.published[1])
+            channel.ack(4, multiple=True)
+            await until(lambda: len(broker.published) == 7)
+            channel.ack(7, multiple=True)
+            results = await asyncio.gather(*tasks, never_ran, return_exceptions=True)
+            cancelled = [isinstance(result, asyncio.CancelledError) for result in results]
+            assert cancelled == [number in {1, 2, 5, 8} for number in range(9)]
+            assert not any(isinstance(result, Exception) for result in results)
+            assert publisher.outstanding == 0
+            assert [one.body for one in broker.published] == [b"0", b"1", b"2", b"3", b"4", b"6", b"7"]
+            assert publisher.statistics.returned == 1
+            confirmed = [await publisher.submit(Message(b"next"), routing_key="q")]
+            await until(lambda: len(broker.published) == 8)
+            channel.ack(8)
+            await confirmed[0]
+            with pytest.raises(Exception, match="returned"):  # of the task that was cancelled: nobody has seen it
+                await publisher.close()
+
+    run(main())
