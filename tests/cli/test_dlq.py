@@ -1,0 +1,83 @@
+"""What ``reliable-mq dlq`` takes on its command line, and how it shows dead letters; without a broker."""
+
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import typer
+from rich.console import Console
+
+from reliable_mq import Message
+from reliable_mq.cli.dlq.options import chosen
+from reliable_mq.cli.dlq.shown import age, details, listing, summary
+from reliable_mq.core import headers
+from reliable_mq.core.codec import encode_properties
+from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.deadletters import DeadMessage, Filter
+
+NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
+
+
+def letter(body: bytes, **table: object) -> DeadMessage:
+    properties = encode_properties(Message(body, headers={headers.FORMAT: 1, **table}, message_id="id\x1b[2J"))  # type: ignore[dict-item]
+    delivery = Delivery("", 1, False, "", "orders.dead", properties, body)
+    delivery.source = Source(1, 1, "orders.dead")
+    return DeadMessage(delivery, 1)
+
+
+def shown(what: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120, force_terminal=False).print(what)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("1.5s", 1.5), ("15m", 900), ("2H", 7200), ("7d", 604800), ("1w", 604800)]
+)
+def test_ages_have_units(text: str, seconds: float) -> None:
+    which = chosen(None, None, None, None, None, text, None)
+    assert which == Filter(older_than=seconds)
+
+
+def test_what_is_not_understood_is_refused_by_its_option() -> None:
+    with pytest.raises(typer.BadParameter, match="--newer-than"):
+        chosen(None, None, None, None, None, None, "1 month")
+    with pytest.raises(typer.BadParameter, match="--header"):
+        chosen(None, None, None, None, ["=x"], None, None)
+
+
+@pytest.mark.parametrize(
+    ("ago", "text"), [(0.5, "0s"), (59, "59s"), (60, "1m"), (7300, "2h"), (90_000, "1d"), (10**6, "1w"), (-5, "0s")]
+)
+def test_ages_are_shown_in_their_largest_unit(ago: float, text: str) -> None:
+    assert age(NOW - timedelta(seconds=ago), NOW) == text
+    assert age(None, NOW) == "?"
+
+
+def test_nothing_that_a_message_holds_reaches_the_terminal_as_it_is() -> None:
+    """No markup, no control characters: in ids, headers, reasons and bodies."""
+    message = letter(b"one\ntwo\x1b[31m [bold]", reason="[red]", **{headers.DEAD_LETTER_REASON: "\x07[blink]"})
+    table = listing()
+    table.add_row(*summary(message, NOW))
+    for text in (shown(table), shown(details(message, 100))):
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "[blink]" in text
+    full = shown(details(message, 100))
+    assert "[red]" in full
+    assert "two\\x1b[31m [bold]" in full
+
+
+@pytest.mark.parametrize(
+    ("body", "most", "expected"),
+    [
+        (b"\x00\xff\x01", 10, "00 ff 01"),
+        (b"abcdef", 3, "abc…"),
+        ("aé".encode(), 2, "a…"),
+        (b"", 10, "body, 0 bytes"),
+    ],
+)
+def test_a_body_is_text_or_bytes_and_is_cut(body: bytes, most: int, expected: str) -> None:
+    assert expected in shown(details(letter(body), most))

@@ -1,0 +1,197 @@
+"""What a dead letter tells, whoever made it, and what of it goes back; nothing that a header holds breaks the reading."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import Message
+from reliable_mq.core import headers
+from reliable_mq.core.codec import Properties, encode_properties, encode_table, join_properties
+from reliable_mq.core.deadletters import DeadLetters, Target
+from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.deadletters import DeadMessage, Origin
+
+AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+LATER = datetime(2026, 1, 3, tzinfo=UTC)
+
+
+def dead(properties: bytes, body: bytes = b"body", *, redelivered: bool = False) -> DeadMessage:
+    delivery = Delivery("", 1, redelivered, "", "orders.dead", properties, body)
+    delivery.source = Source(1, 1, "orders.dead")
+    return DeadMessage(delivery, 1)
+
+
+def with_headers(table: dict[str, object]) -> DeadMessage:
+    return dead(encode_properties(Message(b"", headers=table, message_id="m")))  # type: ignore[arg-type]
+
+
+def test_our_own_dead_letters_are_read_with_our_own_names() -> None:
+    original = Delivery("", 1, False, "shop", "order.new", encode_properties(Message(b"", message_id="m")), b"x")
+    original.source = Source(1, 1, "orders")
+    made = DeadLetters(Target("", "orders.dead"), consumer="shop", version="1.2.3").make(original, "too late")
+    message = dead(made.properties)
+    assert message.origin == Origin("orders", "shop", "order.new")
+    assert (message.reason, message.consumer, message.package_version) == ("too late", "shop", "1.2.3")
+    assert (message.attempts, message.message_id, message.cause) == (0, "m", "too late")
+
+
+def test_what_the_last_attempt_raised_is_told() -> None:
+    message = with_headers(
+        {
+            headers.FORMAT: 1,
+            headers.ORIGINAL_QUEUE: "q",
+            headers.EXCEPTION_TYPE: "app.Error",
+            headers.EXCEPTION_MESSAGE: "no",
+            headers.FIRST_FAILURE: AT,
+            headers.LAST_FAILURE: LATER,
+            headers.ATTEMPTS: 3,
+        }
+    )
+    assert (message.cause, message.exception_message, message.attempts) == ("app.Error", "no", 3)
+    assert (message.first_failure, message.last_failure, message.died_at) == (AT, LATER, LATER)
+    assert message.origin == Origin("q")
+
+
+def death(queue: str, reason: str, when: datetime, keys: list[str] | None = None) -> dict[str, object]:
+    routing = ["k"] if keys is None else keys
+    return {"queue": queue, "reason": reason, "time": when, "exchange": "e", "routing-keys": routing, "count": 9}
+
+
+def test_of_a_message_that_rabbitmq_dead_lettered_its_account_is_read() -> None:
+    """The first death says where it came from, the last one when and why it came here."""
+    message = with_headers(
+        {
+            "x-death": [death("wait", "expired", LATER, ["w"]), death("work", "rejected", AT, ["a", "b"])],
+            "x-first-death-queue": "work",
+            "x-first-death-exchange": "shop",
+            "x-first-death-reason": "rejected",
+        }
+    )
+    assert message.origin == Origin("work", "shop", "a")
+    assert (message.reason, message.died_at, message.attempts) == ("expired", LATER, None)
+    assert with_headers({"x-death": [death("work", "maxlen", AT)]}).origin == Origin("work", "e", "k")
+    assert with_headers({"x-first-death-queue": "work"}).origin == Origin("work", None, None)
+    assert with_headers({"x-first-death-reason": "expired"}).reason == "expired"
+
+
+def test_headers_of_ours_win_over_those_of_the_broker_and_newer_ones_are_not_read() -> None:
+    table = {headers.ORIGINAL_QUEUE: "ours", "x-death": [death("theirs", "expired", AT)]}
+    assert with_headers({headers.FORMAT: 1, **table}).origin == Origin("ours")
+    newer = with_headers({headers.FORMAT: 2, **table})
+    assert "format 2" in newer.unreadable
+    assert newer.origin == Origin("theirs", "e", "k")
+    assert with_headers(table).unreadable == ""
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.binary(max_size=5) | st.just(AT),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["queue", "time", "x"]), inner),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    [
+        "x-death",
+        "x-first-death-queue",
+        "x-first-death-reason",
+        "x-last-death-reason",
+        "x-delivery-count",
+        headers.FORMAT,
+        headers.ATTEMPTS,
+        headers.ORIGINAL_QUEUE,
+        headers.LAST_FAILURE,
+        headers.DEAD_LETTER_REASON,
+        "other",
+    ]
+)
+
+
+@given(st.dictionaries(NAMES, ANYTHING, max_size=6))
+def test_no_header_breaks_the_reading(table: dict[str, object]) -> None:
+    properties = join_properties({"headers": encode_table(table), "message_id": b"\2id"})  # type: ignore[arg-type]
+    message = dead(properties)
+    assert message.message_id == "id"
+    assert message.cause
+    replayed = message.replayed()
+    assert not any(name.startswith("x-death") for name in replayed.headers)
+
+
+@given(st.binary(max_size=60))
+def test_no_properties_break_the_reading(raw: bytes) -> None:
+    message = dead(raw)
+    assert message.cause
+
+
+def test_headers_that_are_broken_leave_those_that_matter() -> None:
+    """A float of 32 bits beyond what decodes, say, stands beside them."""
+    ours = encode_table({headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "q"})
+    broken = b"\3badT" + (2**63).to_bytes(8) + b"\3worF"
+    table = (len(ours) - 4 + len(broken)).to_bytes(4) + ours[4:] + broken
+    assert dead(join_properties({"headers": table})).cause == "unknown"
+
+
+# -- what goes back ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_replayed_is_the_original_without_what_counts() -> None:
+    theirs = {"a": 1, "f": 0.75, "x-mine": b"\xff", headers.POSSIBLE_DUPLICATE: True}
+    kept = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "q", headers.ORIGINAL_CC: ["other"]}
+    counted = {
+        headers.ATTEMPT: 3,
+        headers.ATTEMPTS: 3,
+        headers.DEAD_LETTER_REASON: "r",
+        headers.EXCEPTION_TYPE: "E",
+        headers.LAST_FAILURE: AT,
+        headers.CONSUMER: "c",
+        headers.PACKAGE_VERSION: "1",
+        headers.PREFIX + "of-a-newer-version": 1,
+        "x-death": [death("q", "rejected", AT)],
+        "x-first-death-queue": "q",
+        "x-last-death-reason": "rejected",
+        "x-delivery-count": 7,
+        "x-acquired-count": 7,
+    }
+    message = with_headers({**theirs, **counted, **kept})
+    assert dict(message.replayed().headers) == {**theirs, **kept}
+    properties = join_properties(
+        {"headers": encode_table({**theirs, **kept, **counted}), "priority": b"\3", "message_id": b"\1m"}  # type: ignore[dict-item]
+    )
+    replayed = dead(properties).replayed()
+    assert replayed.encoded_properties == join_properties(
+        {"headers": encode_table({**theirs, **kept}), "priority": b"\3", "message_id": b"\1m"}  # type: ignore[dict-item]
+    )
+    assert replayed.body == b"body"
+
+
+def test_what_rabbitmq_would_act_on_again_goes_into_headers_of_ours() -> None:
+    table = encode_table({"CC": ["other"], "BCC": ["third"], "a": 1})
+    raw = join_properties({"headers": table, "expiration": b"\x045000", "user_id": b"\3bob", "message_id": b"\1m"})
+    message = dead(raw).replayed()
+    assert (message.expiration, message.user_id) == (None, None)
+    assert dict(message.headers) == {
+        "a": 1,
+        headers.FORMAT: 1,
+        headers.ORIGINAL_CC: ["other"],
+        headers.ORIGINAL_BCC: ["third"],
+        headers.ORIGINAL_USER_ID: "bob",
+        headers.ORIGINAL_EXPIRATION: "5000",
+    }
+
+
+@pytest.mark.parametrize("raw", [join_properties({}), join_properties({"delivery_mode": b"\2", "cluster_id": b"\1c"})])
+def test_where_nothing_counts_nothing_changes(raw: bytes) -> None:
+    message = dead(raw)
+    assert message.properties == raw
+    assert message.replayed().encoded_properties == raw
+
+
+def test_what_the_broker_counts_is_no_part_of_the_message() -> None:
+    """RabbitMQ adds its counts when a message of a quorum queue is handed out again."""
+    counted = join_properties({"headers": encode_table({"x-delivery-count": 4, "x-acquired-count": 5})})
+    message = dead(counted)
+    assert (message.delivery_count, message.headers, message.properties) == (4, {}, join_properties({}))
+    both = dead(join_properties({"headers": encode_table({"x-delivery-count": 4, "a": 1})}))
+    assert Properties(both.properties).headers == {"a": 1}
