@@ -1,4 +1,4 @@
-"""What a dead letter tells, whoever made it, and what of it goes back; nothing that a header holds breaks the reading."""
+"""What a dead letter tells, whoever made it, and what of it goes back; no header breaks the reading."""
 
 from __future__ import annotations
 
