@@ -51,14 +51,27 @@ def session(directory: Path, master: str = "local[2,3]", **settings: str) -> Spa
 
 def drain(vhost: VirtualHost, queue: str) -> list[tuple[BasicProperties, bytes]]:
     """Take everything that is ready in a queue."""
-    taken = []
+    taken: list[tuple[BasicProperties, bytes]] = []
     with vhost.connect() as connection:
         channel = connection.channel()
-        while True:
-            method, properties, body = channel.basic_get(queue, auto_ack=True)
-            if method is None:
-                return taken
+        channel.basic_qos(prefetch_count=1000)
+        last = acked = 0
+
+        def on_message(_channel: object, method: object, properties: BasicProperties, body: bytes) -> None:
+            nonlocal last
+            last = method.delivery_tag
             taken.append((properties, body))
+
+        channel.basic_consume(queue, on_message)
+        while True:
+            connection.process_data_events(time_limit=0.1)
+            if last > acked:
+                channel.basic_ack(last, multiple=True)
+                acked = last
+            elif channel.queue_declare(queue, passive=True).method.message_count == 0:
+                connection.process_data_events(time_limit=0)  # what came before the reply
+                if last == acked:
+                    return taken
 
 
 def bodies_of(taken: Iterable[tuple[BasicProperties, bytes]]) -> list[bytes]:
@@ -84,4 +97,4 @@ def failing_once(rows: DataFrame, directory: Path, *, after: int, kill: bool = F
         return body
 
     kind = rows.schema["body"].dataType
-    return rows.withColumn("body", udf(look, kind)("body"))
+    return rows.withColumn("body", udf(look, kind, useArrow=False)("body"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["borrowed_publisher"]
+__all__ = ["borrowed_publisher", "close_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def _close(publisher: Publisher, timeout: float) -> None:
         logger.debug("closing a publisher: %s", error)
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close those that nobody uses, in good order."""
     with _lock:
         entries = list(_idle.values())
         _idle.clear()
@@ -100,5 +101,5 @@ def _close_all() -> None:
         _close(publisher, _CLOSE_SECONDS)
 
 
-atexit.register(_close_all)
+atexit.register(close_all)
 os.register_at_fork(after_in_child=_idle.clear)

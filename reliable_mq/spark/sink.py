@@ -161,6 +161,7 @@ class _Partition:
                     self._settle(_WAITED_FOR_BEYOND)
         except UnsendableRow as row:
             self._settle(0)
+            self.rows = row.number + 1
             refused = PublishError(row.reason, message_id=row.message_id)
             self._failed(row.number, row.message_id, refused)
             self._check()

@@ -1,0 +1,128 @@
+"""The sink in real tasks: everything confirmed, ids that stay, and errors that say which row."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql.functions import col
+
+from integration.support.spark import bodies_of, drain
+from integration.support.spark_tasks import interrupted, small_arrow_batches
+from reliable_mq import Publisher, Queue
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from integration.support.management import VirtualHost
+
+ORDERS = Queue("orders")
+
+
+@pytest.fixture(autouse=True)
+def _declared(vhost: VirtualHost) -> None:
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+
+
+def numbers(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
+    return spark.range(0, count, 1, partitions).select(col("id").cast("string").alias("body"))
+
+
+def write(rows: DataFrame, vhost: VirtualHost, **options: str) -> None:
+    rows.write.format("rabbitmq").options(url=vhost.url, **options).mode("append").save()
+
+
+def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: VirtualHost) -> None:
+    """Every row of every partition, persistent, each with an id of its own."""
+    write(numbers(spark, 3000, 3), vhost, routingKey="orders")
+    taken = drain(vhost, "orders")
+    assert sorted(int(body) for body in bodies_of(taken)) == list(range(3000))
+    assert len({properties.message_id for properties, _ in taken}) == 3000
+    assert {properties.delivery_mode for properties, _ in taken} == {2}
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "named"),
+    [
+        ("cast(id as string) as body, id as priority_", {"routingKey": "orders"}, "priority_"),
+        ("cast(id as string) as body", {}, "routingKey"),
+    ],
+)
+def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_sent(
+    spark: SparkSession, vhost: VirtualHost, columns: str, options: dict[str, str], named: str
+) -> None:
+    """On the driver, with an error that names the column."""
+    rows = spark.range(5).selectExpr(*columns.split(", ", 1))
+    with pytest.raises(PySparkException, match=named) as refused:
+        write(rows, vhost, **options)
+    assert "guest:guest" not in str(refused.value)
+    assert drain(vhost, "orders") == []
+
+
+def test_an_unroutable_row_fails_the_task_with_its_id_and_the_reason(spark: SparkSession, vhost: VirtualHost) -> None:
+    """And the batch with it; no credentials are in the error."""
+    rows = spark.createDataFrame([("a", "id-a")], "body string, message_id string").coalesce(1)
+    with pytest.raises(PySparkException, match=r"row 0: message id-a .*312 NO_ROUTE") as failed:
+        write(rows, vhost, routingKey="nowhere")
+    assert "guest:guest" not in str(failed.value)
+
+
+def test_f59_a_task_that_fails_and_is_retried_publishes_the_same_ids(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """At least once: nothing is missing, what is there twice has one id, and equal rows have two."""
+    rows = numbers(spark, 4000).selectExpr("rpad(cast(cast(body as int) % 1500 as string), 1000, ' ') as body")
+    with small_arrow_batches(spark):
+        write(interrupted(rows, tmp_path, after=1500), vhost, routingKey="orders")
+    taken = drain(vhost, "orders")
+    by_id = {properties.message_id: body for properties, body in taken}
+    assert len(by_id) == 4000
+    assert len(taken) > 4000, "no task was retried after it had published"
+    assert all(by_id[properties.message_id] == body for properties, body in taken)
+    assert sorted(int(body) for body in by_id.values()) == sorted(number % 1500 for number in range(4000))
+
+
+def test_f59_a_worker_that_is_killed_in_the_middle_of_its_task_loses_nothing(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """SIGKILL: Spark runs the task again, in another worker, and the ids are the same."""
+    with small_arrow_batches(spark):
+        write(interrupted(numbers(spark, 2000), tmp_path, after=600, kill=True), vhost, routingKey="orders")
+    taken = drain(vhost, "orders")
+    by_id = {properties.message_id: body for properties, body in taken}
+    assert sorted(int(body) for body in by_id.values()) == list(range(2000))
+    assert len(by_id) == 2000
+
+
+def test_f59_a_micro_batch_that_is_run_again_publishes_the_same_ids(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """After a query has failed between its sink and its commit log, and is started again on its checkpoint."""
+    source = tmp_path / "source"
+    spark.range(0, 500, 1, 2).selectExpr("cast(id as string) as body").write.parquet(str(source))
+
+    def run() -> None:
+        stream = spark.readStream.schema("body string").parquet(str(source))
+        query = (
+            stream.writeStream.format("rabbitmq")
+            .options(url=vhost.url, routingKey="orders", checkpointLocation=str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        assert query.awaitTermination(60)
+
+    run()
+    for name in ("0", ".0.crc"):
+        (tmp_path / "checkpoint" / "commits" / name).unlink()
+    first = {properties.message_id for properties, _ in drain(vhost, "orders")}
+    run()
+    second = [properties.message_id for properties, _ in drain(vhost, "orders")]
+    assert len(first) == 500
+    assert sorted(second) == sorted(first)
+    metadata = json.loads((tmp_path / "checkpoint" / "metadata").read_text())
+    assert all(message_id.startswith(f"{metadata['id']}/0/") for message_id in first)

@@ -1,0 +1,176 @@
+"""What a task of the sink does with its rows, against a real broker, without a session around it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+
+from integration.support.spark import bodies_of, drain
+from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue
+from reliable_mq.spark import publishers
+from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.sink import BatchSink, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from integration.support.management import VirtualHost
+    from reliable_mq.topology import Declaration
+
+ORDERS = Queue("orders", dead_letter=None)
+
+
+def declare(vhost: VirtualHost, *topology: Declaration) -> None:
+    with Publisher(vhost.url, topology=topology) as publisher:
+        publisher.connect()
+
+
+@pytest.fixture(autouse=True)
+def _orders(vhost: VirtualHost, baseline: None) -> Iterator[None]:
+    declare(vhost, ORDERS)
+    yield
+    publishers.close_all()
+
+
+def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: str) -> Written:
+    sink = BatchSink(WriteOptions(url=vhost.url, **options), tuple(batch.schema.names))
+    return sink.write(iter([batch.slice(0, 1), batch.slice(1)]))
+
+
+def test_columns_become_the_properties_of_their_names(vhost: VirtualHost) -> None:
+    """All of them; null leaves one out."""
+    when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "body": pa.array([b"1", b"2"]),
+            "routing_key": ["orders", "orders"],
+            "headers": pa.array([[("tenant", "a"), ("plan", None)], None], pa.map_(pa.string(), pa.string())),
+            "message_id": ["id-1", "id-2"],
+            "correlation_id": ["c-1", None],
+            "content_type": ["text/plain", None],
+            "content_encoding": ["gzip", None],
+            "reply_to": ["replies", None],
+            "type": ["placed", None],
+            "app_id": ["shop", None],
+            "user_id": ["guest", None],
+            "priority": pa.array([5, None], pa.int32()),
+            "expiration": [60.5, None],
+            "timestamp": pa.array([when, None], pa.timestamp("us", "Europe/Berlin")),
+            "persistent": [False, None],
+        }
+    )
+    assert write(vhost, batch) == Written(2, 2)
+    (full, body), (bare, other) = drain(vhost, "orders")
+    assert (body, other) == (b"1", b"2")
+    assert full.headers == {"tenant": "a", "plan": None}
+    assert (full.message_id, full.correlation_id, full.content_type) == ("id-1", "c-1", "text/plain")
+    assert (full.content_encoding, full.reply_to, full.type) == ("gzip", "replies", "placed")
+    assert (full.app_id, full.user_id, full.priority, full.expiration) == ("shop", "guest", 5, "60500")
+    assert (full.timestamp, full.delivery_mode) == (int(when.timestamp()), 1)
+    assert (bare.message_id, bare.delivery_mode) == ("id-2", 2)
+    assert (bare.headers, bare.content_type, bare.priority, bare.timestamp) == (None, None, None, None)
+
+
+def test_where_a_row_goes_is_in_its_columns_unless_an_option_says_otherwise(vhost: VirtualHost) -> None:
+    """As with the topic of Spark's Kafka sink."""
+    other, events = Queue("other", dead_letter=None), Exchange("events", type="direct")
+    declare(vhost, Binding(events, ORDERS, "o"), Binding(events, other, "x"))
+    batch = pa.RecordBatch.from_pydict(
+        {"body": ["a", "b", "c"], "exchange": ["events", "events", None], "routing_key": ["o", "x", "orders"]}
+    )
+    write(vhost, batch)
+    assert bodies_of(drain(vhost, "orders")) == [b"a", b"c"]
+    assert bodies_of(drain(vhost, "other")) == [b"b"]
+    write(vhost, batch, exchange="events", routing_key="x")
+    assert bodies_of(drain(vhost, "other")) == [b"a", b"b", b"c"]
+
+
+def test_an_unroutable_row_is_an_error_with_its_id_and_the_reason(vhost: VirtualHost) -> None:
+    """The rows beside it stay published, and are published again by the next attempt."""
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "body": ["a", "b", "c"],
+            "message_id": ["id-a", "id-b", "id-c"],
+            "routing_key": ["orders", "nowhere", "orders"],
+        }
+    )
+    with pytest.raises(
+        PublishError, match=r"1 of 3 rows of partition 0 .* row 1: message id-b .*312 NO_ROUTE"
+    ) as failed:
+        write(vhost, batch)
+    assert failed.value.message_id == "id-b"
+    assert bodies_of(drain(vhost, "orders")) == [b"a", b"c"]
+
+
+def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(vhost: VirtualHost) -> None:
+    """A queue that is full refuses, and goes on refusing for as long as the publisher tries again."""
+    declare(
+        vhost, Queue("full", type="classic", dead_letter=None, max_length=2, arguments={"x-overflow": "reject-publish"})
+    )
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c", "d"], "message_id": ["1", "2", "id-3", "id-4"]})
+    with pytest.raises(PublishError, match=r"2 of 4 rows .* row 2: message id-3 .* was nacked .* row 3: message id-4"):
+        write(vhost, batch, routing_key="full")
+    assert bodies_of(drain(vhost, "full")) == [b"a", b"b"]
+
+
+def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHost) -> None:
+    """An exchange that does not exist closes the channel: the culprit alone fails."""
+    batch = pa.RecordBatch.from_pydict(
+        {"body": ["a", "b", "c"], "exchange": ["", "missing", ""], "routing_key": ["orders", "orders", "orders"]}
+    )
+    with pytest.raises(PublishError, match=r"1 of 3 rows .* row 1: message .* 404 NOT_FOUND"):
+        write(vhost, batch)
+    assert set(bodies_of(drain(vhost, "orders"))) == {b"a", b"c"}  # perhaps twice: the channel was lost
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "reason"),
+    [
+        ("priority", pa.array([1, 256]), r"priority must be an int from 0 to 255, not 256"),
+        ("message_id", pa.array(["a", "x" * 256]), r"message_id .*AMQP allows 255"),
+        ("expiration", pa.array([1.0, -1.0]), r"expiration must be seconds"),
+    ],
+)
+def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(
+    vhost: VirtualHost, column: str, values: pa.Array, reason: str
+) -> None:
+    """What came before it has been published."""
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], column: values})
+    with pytest.raises(PublishError, match=r"1 of 2 rows of partition 0 .* row 1.*" + reason):
+        write(vhost, batch, routing_key="orders")
+    assert bodies_of(drain(vhost, "orders")) == [b"a"]
+
+
+def test_a_row_without_a_body_is_named(vhost: VirtualHost) -> None:
+    """Null is no message; an empty one is."""
+    batch = pa.RecordBatch.from_pydict({"body": pa.array([b"", None])})
+    with pytest.raises(PublishError, match="row 1: column body is null"):
+        write(vhost, batch, routing_key="orders")
+    assert bodies_of(drain(vhost, "orders")) == [b""]
+
+
+def test_a_partition_without_rows_does_not_connect(vhost: VirtualHost) -> None:
+    """Most partitions of a filtered micro-batch are empty."""
+    sink = BatchSink(WriteOptions(url="amqp://nobody:nothing@localhost:1/", routing_key="orders"), ("body",))
+    assert sink.write(iter([pa.RecordBatch.from_pydict({"body": pa.array([], pa.binary())})])) == Written(0, 0)
+
+
+def test_a_worker_that_is_used_again_keeps_its_publisher(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection for task after task; none stays where a task has failed."""
+    monkeypatch.setenv("SPARK_REUSE_WORKER", "1")
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"]})
+    options = WriteOptions(url=vhost.url, routing_key="orders")
+    used = []
+    for _ in range(3):
+        write(vhost, batch, routing_key="orders")
+        with publishers.borrowed_publisher(options) as publisher:
+            used.append(publisher)
+    assert used[0] is used[1] is used[2]
+    assert used[0].statistics.confirmed == 6
+    with pytest.raises(PublishError):
+        write(vhost, batch, routing_key="nowhere")
+    with publishers.borrowed_publisher(options) as publisher:
+        assert publisher is not used[0]
