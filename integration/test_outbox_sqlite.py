@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.programs import environment
+from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue, RetryPolicy, UsageError
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
-
-
-def bodies(vhost: VirtualHost, queue: str) -> list[tuple[str, bytes]]:
-    """Everything in a queue, in order, as (message id, body); it is emptied."""
-    found = []
-    with vhost.connect() as connection:
-        channel = connection.channel()
-        while True:
-            method, properties, body = channel.basic_get(queue, auto_ack=True)
-            if method is None:
-                return found
-            found.append((properties.message_id, body))
 
 
 def assert_in_order(found: list[bytes]) -> None:

@@ -7,7 +7,26 @@ of this package.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from reliable_mq.outbox.protocol import Claims, Outbox, OutboxStatus, SetAside
 from reliable_mq.outbox.sqlite import SQLiteOutbox
 
-__all__ = ["Claims", "Outbox", "OutboxStatus", "SQLiteOutbox", "SetAside"]
+if TYPE_CHECKING:
+    from reliable_mq.outbox.sqlalchemy import SQLAlchemyOutbox
+
+__all__ = ["Claims", "Outbox", "OutboxStatus", "SQLAlchemyOutbox", "SQLiteOutbox", "SetAside"]
+
+if not TYPE_CHECKING:  # where any name would seem to exist
+
+    def __getattr__(name: str) -> object:
+        if name != "SQLAlchemyOutbox":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:  # of the extra `sql`; nothing else here needs it
+            value = globals()[name] = import_module("reliable_mq.outbox.sqlalchemy").SQLAlchemyOutbox
+        except ModuleNotFoundError as error:
+            if error.name != "sqlalchemy":
+                raise
+            raise ImportError("SQLAlchemyOutbox needs SQLAlchemy: pip install 'reliable-mq[sql]'") from error
+        return value

@@ -1,0 +1,297 @@
+"""An outbox in a database: messages join a user's transaction, and relays share the rows."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import Engine, create_engine, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from integration.support.programs import environment
+from integration.support.queues import bodies
+from integration.support.seeds import soaking
+from integration.support.waiting import wait_until
+from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
+from reliable_mq.core.outbox import FORMAT, NewRow
+from reliable_mq.outbox import SQLAlchemyOutbox
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from integration.support.checker import Checker
+    from integration.support.databases import Database
+    from integration.support.management import VirtualHost
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", type="classic", dead_letter=None)
+ASYNC_DRIVERS = {"sqlite:": "sqlite+aiosqlite:", "postgresql+psycopg:": "postgresql+psycopg:"}
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[str], Database]) -> str:
+    """An empty database of each kind, one after the other."""
+    return f"sqlite:///{tmp_path / 'database'}" if request.param == "sqlite" else database(request.param).fresh()
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    """To that database; it keeps no connections, so that none are left."""
+    engine = create_engine(database_url, poolclass=NullPool)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def outbox(engine: Engine) -> SQLAlchemyOutbox:
+    """With its table."""
+    outbox = SQLAlchemyOutbox(engine, lease=2)
+    outbox.create_table()
+    return outbox
+
+
+def store(outbox: SQLAlchemyOutbox, count: int, *, key: str | None = None, first: int = 0) -> list[str]:
+    """Store messages whose bodies are numbers; return their ids."""
+    rows = [NewRow(Message(b"%d" % (first + number)), "", "orders", True, key) for number in range(count)]
+    outbox.write(rows, [])
+    return [row.message.message_id for row in rows]
+
+
+def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_never(
+    vhost: VirtualHost, engine: Engine, outbox: SQLAlchemyOutbox
+) -> None:
+    """Commit and rollback decide about the message as about everything else in the transaction."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE orders (number INTEGER)"))
+    with Session(engine) as session:
+        session.execute(text("INSERT INTO orders VALUES (1)"))
+        outbox.add(session, Message.json({"order": 1}, message_id="first", headers={"a": 1}), routing_key="orders")
+        session.commit()
+        session.execute(text("INSERT INTO orders VALUES (2)"))
+        outbox.add(session, Message(b"never"), routing_key="orders")
+        session.flush()
+        session.rollback()
+    with engine.begin() as connection:
+        outbox.add(connection, Message(b"second"), routing_key="orders")
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT number FROM orders")).scalars().all() == [1]
+    assert outbox.status().rows == 2
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(20)
+        assert outbox.status().rows == 0
+    with vhost.connect() as connection:
+        method, properties, body = connection.channel().basic_get("orders", auto_ack=True)
+        assert (properties.message_id, properties.headers, body) == ("first", {"a": 1}, b'{"order":1}')
+        assert method.message_count == 1
+    assert [body for _, body in bodies(vhost, "orders")] == [b"second"]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)  # what has an asyncio driver here
+def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engine(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+) -> None:
+    """``add`` is the same; what relays uses connections of its own, and none is left."""
+    driver = database_url.partition("//")[0]
+    url = ASYNC_DRIVERS[driver] + database_url[len(driver) :]
+
+    async def main() -> None:
+        engine = create_async_engine(url)
+        mine = SQLAlchemyOutbox(engine)
+        async with AsyncSession(engine) as session:
+            mine.add(session, Message(b"1"), routing_key="orders")
+            await session.commit()
+            mine.add(session, Message(b"never"), routing_key="orders")
+            await session.rollback()
+        async with AsyncPublisher(vhost.url, topology=[ORDERS], outbox=mine) as publisher:
+            receipt = await publisher.publish(Message(b"2"), routing_key="orders")
+            assert receipt.status == "stored"
+            await publisher.flush(20)
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert [body for _, body in bodies(vhost, "orders")] == [b"1", b"2"]
+    assert outbox.status().rows == 0
+
+
+def test_relays_share_the_rows_and_none_is_published_twice(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+) -> None:
+    """Three relays empty one table together; each row goes to one of them, and keys keep their order."""
+    store(outbox, 3000)
+    for key in ("a", "b", "c"):
+        store(outbox, 200, key=key, first=10_000)
+    engines = [create_engine(database_url, poolclass=NullPool) for _ in range(3)]
+    with ExitStack() as stack:
+        publishers = [
+            stack.enter_context(
+                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine), max_outstanding=200)
+            )
+            for engine in engines
+        ]
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda publisher: publisher.flush(60), publishers))
+        shares = [publisher.statistics.confirmed for publisher in publishers]
+    assert sum(shares) == 3600
+    assert sum(share > 0 for share in shares) >= 2, shares
+    found = bodies(vhost, "orders")
+    assert len({message_id for message_id, _ in found}) == len(found) == 3600
+
+
+def test_rows_of_a_key_are_published_in_order_by_several_relays(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+) -> None:
+    """While rows are being added and three relays take them, no row of a key overtakes another."""
+    engines = [create_engine(database_url, poolclass=NullPool) for _ in range(3)]
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(
+                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine, poll_interval=0.01))
+            )
+        for number in range(40):
+            store(outbox, 10, key="key", first=10 * number)
+        wait_until(lambda: outbox.status().rows == 0, timeout=60, what="an empty outbox")
+    assert [int(body) for _, body in bodies(vhost, "orders")] == list(range(400))
+
+
+def test_f33_a_relay_killed_at_any_line_loses_no_row(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Checker, rng: random.Random
+) -> None:
+    """A SIGKILL at seeded lines of relays; when their leases are over, others publish what they had, in order."""
+
+    def attempt(count: int, **arguments: object) -> None:
+        for message_id in store(outbox, count, **arguments):
+            checker.attempted(message_id)
+            checker.confirmed(message_id)
+
+    def relay(kill_at: int) -> bytes:
+        command = [sys.executable, "-m", "integration.programs.relaying", vhost.url, database_url, "1", str(kill_at)]
+        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, timeout=100, check=False)
+        assert done.returncode in (0, -9), done.returncode
+        return done.stdout
+
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders", durable=True, arguments={"x-queue-type": "classic"})
+    attempt(20)
+    attempt(20, key="key")
+    total = int(relay(0).split()[1])
+    numbers = list(range(20))
+    for _ in range(20 if soaking() else 4):
+        attempt(20)
+        attempt(20, key="key", first=len(numbers))
+        numbers.extend(range(len(numbers), len(numbers) + 20))
+        relay(rng.randrange(total // 10, total))
+    relay(0)
+    assert outbox.status().rows == 0
+    found = bodies(vhost, "orders")
+    checker.left(message_id for message_id, _ in found)
+    checker.close()
+
+
+def test_what_cannot_be_published_is_set_aside_and_held_until_somebody_decides(
+    vhost: VirtualHost, outbox: SQLAlchemyOutbox, engine: Engine
+) -> None:
+    """An unroutable row holds its key; retry puts it back, purge lets the others pass."""
+    with Session(engine) as session:
+        outbox.add(session, Message(b"0", message_id="a"), routing_key="nowhere", ordering_key="k")
+        outbox.add(session, Message(b"1"), routing_key="orders", ordering_key="k")
+        outbox.add(session, Message(b"2"), routing_key="orders")
+        session.commit()
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(20)
+        assert [body for _, body in bodies(vhost, "orders")] == [b"2"]
+        status = outbox.status()
+        assert (status.rows, status.held, status.set_aside) == (1, 1, 1)
+        assert outbox.retry() == 1
+        wait_until(lambda: outbox.status().set_aside == 1, timeout=20, what="a row set aside again")
+        assert outbox.set_aside()[0].attempts == 2
+        assert "NO_ROUTE" in outbox.set_aside()[0].reason
+        assert outbox.purge(["a", "b"]) == 1
+        publisher.flush(20)
+    assert [body for _, body in bodies(vhost, "orders")] == [b"1"]
+
+
+def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
+    vhost: VirtualHost, outbox: SQLAlchemyOutbox, engine: Engine
+) -> None:
+    """It is neither published nor changed, it holds its key, and it is counted."""
+    store(outbox, 2, key="k")
+    store(outbox, 1)
+    with engine.begin() as connection:
+        first = update(outbox.table).where(outbox.table.c.id == 1).values(format=FORMAT + 1)
+        connection.execute(first)
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(20)
+    assert [body for _, body in bodies(vhost, "orders")] == [b"0"]
+    status = outbox.status()
+    assert (status.rows, status.held, status.unreadable, status.set_aside) == (1, 1, 1, 0)
+    assert outbox.retry() == outbox.purge() == 0
+
+
+def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
+    """The table is made on request, and the statements are to be had."""
+    outbox = SQLAlchemyOutbox(engine)
+    with pytest.raises(OutboxError, match="create_table"):
+        outbox.open()
+    with engine.begin() as connection:
+        for statement in outbox.ddl().split(";"):
+            if statement.strip():
+                connection.execute(text(statement))
+    outbox.open()
+    SQLAlchemyOutbox(engine, create=True).open()
+    assert outbox.status().rows == 0
+
+
+def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
+    """Not when the transaction is flushed, and not by the relay."""
+    with pytest.raises(ConfigurationError, match="engine"):
+        SQLAlchemyOutbox("sqlite://")
+    with Session(engine) as session:
+        with pytest.raises(ConfigurationError, match="Message"):
+            outbox.add(session, b"body", routing_key="orders")
+        with pytest.raises(ConfigurationError, match="routing_key"):
+            outbox.add(session, Message(b""), routing_key="x" * 256)
+        with pytest.raises(ConfigurationError, match="ordering_key"):
+            outbox.add(session, Message(b""), routing_key="x", ordering_key="a\0b")
+        with pytest.raises(ConfigurationError, match="session"):
+            outbox.add(None, Message(b""), routing_key="x")
+        session.commit()
+    assert outbox.status().rows == 0
+
+
+def test_while_the_database_is_away_publishing_fails_in_time_and_the_relay_recovers(
+    vhost: VirtualHost, database: Callable[[str], Database]
+) -> None:
+    """Nothing that was stored is lost, and nothing hangs."""
+    server = database("postgresql")
+    engine = create_engine(server.fresh())
+    outbox = SQLAlchemyOutbox(engine, create=True, lease=2)
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.publish(Message(b"before"), routing_key="orders")
+        publisher.flush(20)
+        server.kill()
+        with pytest.raises(OutboxError):
+            publisher.publish(Message(b"never"), routing_key="orders", timeout=10)
+        server.start()
+        wait_until(lambda: _answers(outbox), timeout=30, what="the database")
+        publisher.publish(Message(b"after"), routing_key="orders")
+        publisher.flush(30)
+    engine.dispose()
+    assert [body for _, body in bodies(vhost, "orders")] == [b"before", b"after"]
+
+
+def _answers(outbox: SQLAlchemyOutbox) -> bool:
+    try:
+        outbox.status()
+    except OutboxError:
+        return False
+    return True

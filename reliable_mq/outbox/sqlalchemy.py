@@ -1,0 +1,365 @@
+"""An outbox in a table of a database: a message is stored in the user's own transaction, or not at all.
+
+``add`` puts a message into a session; with the commit of that session's transaction it is durable together with what
+else was written, with a rollback it never was. Relays, in any number of processes, share the rows: see
+`reliable_mq.outbox.sqlalchemy_claims`.
+
+The order of a key is that of the ids, which a database gives out before it commits. Two transactions that write to the
+same key at the same time have no order; whoever wants one has them wait for each other, as any two writers of the same
+thing do (a lock on the row that the messages are about).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import Connection, Engine, and_, case, delete, exists, func, insert, inspect, or_, select, update
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session, registry, scoped_session
+
+from reliable_mq.core.codec import publish_head
+from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
+from reliable_mq.durations import Duration, seconds
+from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
+from reliable_mq.message import Message
+from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
+from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
+from reliable_mq.outbox.sqlalchemy_runner import AsyncRunner, Runner, SyncRunner
+from reliable_mq.outbox.sqlalchemy_table import DELAYED, READY, SET_ASIDE, database_time, ddl, outbox_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy import ColumnElement
+    from sqlalchemy.ext.asyncio import async_scoped_session
+
+    from reliable_mq.outbox.protocol import OrderingKey
+
+__all__ = ["SQLAlchemyOutbox"]
+
+T = TypeVar("T")
+
+_NAME_CHARACTERS = 255
+_IDS_AT_A_TIME = 200
+
+
+class SQLAlchemyOutbox:
+    """An outbox in a table. Thread-safe; any number of processes and machines may share the table.
+
+    ``add`` joins a transaction of yours. Given to a publisher (``Publisher(url, outbox=...)``), the publisher relays
+    what was added by whomever, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
+    is a relay in a process of its own.
+
+    Tested with PostgreSQL, MariaDB and SQLite. Relays ask the database every ``poll_interval`` seconds.
+
+    Args:
+        engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and this object's own methods have
+            connections of their own, made as the engine's are.
+        table: its name.
+        schema: its schema.
+        create: whether to make the table where it does not exist; else it is yours to make, see `ddl`.
+        ordering_key: for what a publisher stores: a function of a message, its exchange and its routing key. Messages
+            for which it gives the same text are published one after the other; None means no order.
+        lease: seconds after which the rows of a relay that died are anybody's.
+        poll_interval: seconds after which a relay that has nothing to do looks for rows.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | AsyncEngine,
+        *,
+        table: str = "reliable_mq_outbox",
+        schema: str | None = None,
+        create: bool = False,
+        ordering_key: OrderingKey | None = None,
+        lease: Duration = 30.0,
+        poll_interval: Duration = 0.2,
+    ) -> None:
+        if not isinstance(engine, (Engine, AsyncEngine)):
+            raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
+        if not isinstance(table, str) or not table:
+            raise ConfigurationError(f"table must be text that is not empty, not {table!r}")
+        if ordering_key is not None and not callable(ordering_key):
+            raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
+        self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
+        self.table = outbox_table(table, schema)
+        self._engine = engine
+        self._dialect = engine.dialect
+        self._runner: Runner = AsyncRunner(engine) if isinstance(engine, AsyncEngine) else SyncRunner(engine)
+        self._create = create
+        self._ordering_key = ordering_key
+        self._lease = seconds("lease", lease, positive=True)
+        self._opened = False
+        self._made_in = os.getpid()
+        self._entity: type[Any] = type("OutboxMessage", (), {})
+        registry().map_imperatively(self._entity, self.table)
+
+    # For who writes to the same database
+
+    def add(
+        self,
+        session: Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any] | Connection,
+        message: Message,
+        *,
+        exchange: str = "",
+        routing_key: str = "",
+        ordering_key: str | None = None,
+        mandatory: bool = True,
+    ) -> None:
+        """Add a message to a transaction: it is stored when that commits. Does not wait, and commits nothing.
+
+        Args:
+            session: a session, of either kind, with which it is flushed; or a plain ``Connection``, on which it is
+                inserted at once.
+            message: to publish.
+            exchange: the default exchange routes to the queue named by the routing key.
+            routing_key: at most 255 bytes in UTF-8.
+            ordering_key: messages with the same one are published one after the other; None for no order.
+            mandatory: whether it is set aside where no queue is bound for it, or dropped by the broker.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+        """
+        if not isinstance(message, Message):
+            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
+        publish_head(1, exchange, routing_key, mandatory)  # refuses what cannot be encoded, naming it
+        values = self._values(NewRow(message, exchange, routing_key, mandatory, ordering_key), time.time())
+        if isinstance(session, Connection):
+            session.execute(insert(self.table), values)
+            return
+        if not hasattr(session, "add"):
+            raise ConfigurationError(
+                f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
+            )
+        row = self._entity()
+        for name, value in values.items():
+            setattr(row, name, value)
+        session.add(row)
+
+    def ddl(self) -> str:
+        """Give the statements that make the table, for a migration."""
+        return ddl(self.table, self._dialect)
+
+    def create_table(self) -> None:
+        """Make the table and its index where they do not exist. Blocks.
+
+        Raises:
+            OutboxError: the database cannot, or may not.
+        """
+        self._do(lambda connection: self.table.create(connection, checkfirst=True), "making the table")
+
+    # For a publisher
+
+    def open(self) -> None:
+        """Make sure that the table is there.
+
+        Raises:
+            OutboxError: it is not, and is not to be made; or the database cannot be reached.
+            UsageError: on the wrong side of a fork.
+        """
+        if self._opened:
+            return
+        if self._create:
+            self.create_table()
+        elif not self._do(
+            lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening"
+        ):
+            raise OutboxError(
+                f"{self!r} does not exist: make it with create_table(), create=True, or the statements of ddl()"
+            )
+        self._opened = True
+
+    def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
+        """Give the ordering key of a message that a publisher stores."""
+        return ordering_by(self._ordering_key, message, exchange, routing_key)
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        """Store messages and carry out fates, in one transaction.
+
+        Raises:
+            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+        """
+        now = time.time()
+        new = [self._values(row, now) for row in rows]
+        removed = [one.row.id for one in settlements if one.fate is Fate.CONFIRMED]
+        others = [one for one in settlements if one.fate is not Fate.CONFIRMED]
+        if not (new or removed or others):
+            return
+        committing = False
+
+        def work(connection: Connection) -> None:
+            nonlocal committing
+            columns = self.table.c
+            if new:
+                connection.execute(insert(self.table), new)
+            for start in range(0, len(removed), _IDS_AT_A_TIME):
+                some = removed[start : start + _IDS_AT_A_TIME]
+                connection.execute(delete(self.table).where(columns.id.in_(some)))
+            clock = database_time(connection) if others else 0.0
+            for one in others:
+                connection.execute(update(self.table).where(columns.id == one.row.id).values(**self._fate(one, clock)))
+            committing = True
+
+        try:
+            self._do(work, f"storing {len(new)} messages" if new else "removing what was published")
+        except OutboxError as error:
+            error.may_have_arrived = committing
+            raise
+
+    def claims(self) -> Claims:
+        """Make what one relay takes its rows from."""
+        self.open()
+        isolation = None if self._dialect.name == "sqlite" else "READ COMMITTED"
+        return SQLAlchemyClaims(self.table, lambda work, what: self._do(work, what, isolation), self._lease)
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
+        columns = self.table.c
+
+        def work(connection: Connection) -> tuple[int, int]:
+            last = connection.execute(select(func.coalesce(func.max(columns.id), 0))).scalar_one()
+            limit = last if up_to is None else up_to
+            moves = and_(self._waits(), or_(columns.ordering_key.is_(None), ~self._held()))
+            count = connection.execute(select(func.count()).select_from(self.table).where(columns.id <= limit, moves))
+            return count.scalar_one(), last
+
+        return self._do(work, "reading")
+
+    # For who looks after it
+
+    def status(self) -> OutboxStatus:
+        """Count what is in it."""
+        columns = self.table.c
+        waits = self._waits()
+
+        def count(condition: ColumnElement[bool]) -> ColumnElement[int]:
+            return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+
+        query = select(
+            count(waits),
+            count(and_(waits, columns.state == DELAYED)),
+            count(and_(waits, columns.ordering_key.is_not(None), self._held())),
+            count(and_(columns.state == SET_ASIDE, columns.format <= FORMAT)),
+            count(columns.format > FORMAT),
+            func.min(case((columns.state < SET_ASIDE, columns.stored_at))),
+        ).select_from(self.table)
+
+        def work(connection: Connection) -> OutboxStatus:
+            rows, delayed, held, set_aside, unreadable, oldest = connection.execute(query).one()
+            age = 0.0 if oldest is None else max(time.time() - oldest, 0.0)
+            return OutboxStatus(int(rows), int(delayed), int(held), int(set_aside), int(unreadable), age)
+
+        return self._do(work, "reading")
+
+    def set_aside(self, limit: int = 100) -> list[SetAside]:
+        """Give the messages that were set aside, the oldest first."""
+        columns = self.table.c
+        query = (
+            select(
+                *(
+                    columns[name]
+                    for name in ("message_id", "exchange", "routing_key", "attempts", "reason", "stored_at")
+                )
+            )
+            .where(self._is_set_aside())
+            .order_by(columns.id)
+            .limit(limit)
+        )
+
+        def work(connection: Connection) -> list[SetAside]:
+            now = time.time()
+            return [
+                SetAside(message_id, exchange, routing_key, attempts, reason or "", max(now - stored_at, 0.0))
+                for message_id, exchange, routing_key, attempts, reason, stored_at in connection.execute(query)
+            ]
+
+        return self._do(work, "reading")
+
+    def retry(self, message_ids: Sequence[str] | None = None) -> int:
+        """Put messages that were set aside back, all of them or those with these ids. Returns how many that were."""
+        back = update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
+        return self._decide(back, message_ids)
+
+    def purge(self, message_ids: Sequence[str] | None = None) -> int:
+        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        return self._decide(delete(self.table), message_ids)
+
+    def close(self) -> None:
+        """Let go of connections of our own, until the next call; the engine is yours. What is stored stays."""
+        if os.getpid() == self._made_in:
+            self._runner.close()
+
+    def __repr__(self) -> str:
+        where = self._engine.url.render_as_string(hide_password=True)
+        return f"<SQLAlchemyOutbox {self.table.fullname!r} in {where}>"
+
+    # Private
+
+    def _values(self, row: NewRow, now: float) -> dict[str, Any]:
+        values = dict(zip(COLUMNS, values_of(row), strict=True))
+        for name in ("message_id", "exchange", "routing_key", "ordering_key"):
+            text = values[name]
+            if text is not None and (not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS):
+                raise ConfigurationError(
+                    f"{name} must be text of at most {_NAME_CHARACTERS} characters without NUL, not {text!r}"
+                )
+        return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
+
+    def _fate(self, settlement: Settlement, now: float) -> dict[str, Any]:
+        columns = self.table.c
+        free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
+        if settlement.fate is Fate.BACK:
+            return free
+        later = settlement.fate is Fate.LATER
+        return free | {
+            "state": DELAYED if later else SET_ASIDE,
+            "available_at": now + settlement.delay if later else 0.0,
+            "attempts": columns.attempts + 1,
+            "reason": settlement.reason,
+            "possible_duplicate": 1 if settlement.possible_duplicate else columns.possible_duplicate,
+        }
+
+    def _waits(self) -> ColumnElement[bool]:
+        return and_(self.table.c.state < SET_ASIDE, self.table.c.format <= FORMAT)
+
+    def _is_set_aside(self) -> ColumnElement[bool]:
+        return and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
+
+    def _held(self) -> ColumnElement[bool]:
+        """Behind a row of the same key that does not move by itself."""
+        columns, before = self.table.c, self.table.alias().c
+        return exists().where(
+            before.ordering_key == columns.ordering_key,
+            before.id < columns.id,
+            or_(before.state == SET_ASIDE, before.format > FORMAT),
+        )
+
+    def _decide(self, statement: Any, message_ids: Sequence[str] | None) -> int:
+        def work(connection: Connection) -> int:
+            if message_ids is None:
+                return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
+            count = 0
+            for start in range(0, len(message_ids), _IDS_AT_A_TIME):
+                wanted = self.table.c.message_id.in_(list(message_ids[start : start + _IDS_AT_A_TIME]))
+                count += connection.execute(statement.where(self._is_set_aside(), wanted)).rowcount
+            return count
+
+        return self._do(work, "changing what was set aside")
+
+    def _do(self, work: Callable[[Connection], T], what: str, isolation: str | None = None) -> T:
+        if os.getpid() != self._made_in:
+            raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
+        try:
+            return self._runner.run(work, isolation=isolation)
+        except SQLAlchemyError as error:
+            # The text of SQLAlchemy's has the statement and its parameters, and so the bodies of messages.
+            cause = getattr(error, "orig", None) or type(error).__name__
+            raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
+        except OSError as error:
+            raise OutboxError(f"{what} failed in {self!r}: {error}") from error

@@ -1,0 +1,109 @@
+"""Work on a database, from any thread, whether the user's engine is a plain or an asyncio one.
+
+Work is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop of its own thread, with
+connections of its own: a pool belongs to the event loop that it was made on, and the user's must never wait for us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from sqlalchemy import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = ["AsyncRunner", "Runner", "SyncRunner"]
+
+T = TypeVar("T")
+
+_GRACE = 5.0  # seconds for connections to close
+
+
+class Runner(Protocol):
+    """Carries out work on a connection, in one transaction."""
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        """Call ``work`` in a transaction and commit it; blocks. Rolled back where it raises."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is ours, until the next call."""
+        ...
+
+
+class SyncRunner:
+    """On the calling thread, with a connection of the user's own pool."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        with self._engine.connect() as connection:
+            if isolation is not None:
+                connection = connection.execution_options(isolation_level=isolation)  # noqa: PLW2901  # the same one
+            with connection.begin():
+                return work(connection)
+
+    def close(self) -> None:
+        """The pool is the user's."""
+
+
+class AsyncRunner:
+    """On an event loop of its own, with a pool like the user's."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._theirs = engine
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._engine: AsyncEngine | None = None
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        with self._lock:
+            loop, engine = self._started()
+        result: T = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation), loop).result()
+        return result
+
+    def close(self) -> None:
+        """Close the connections, and end the thread."""
+        with self._lock:
+            loop, thread, engine = self._loop, self._thread, self._engine
+            self._loop = self._thread = self._engine = None
+        if loop is not None and thread is not None and engine is not None:
+            try:
+                asyncio.run_coroutine_threadsafe(engine.dispose(), loop).result(_GRACE)
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join(_GRACE)
+
+    def _started(self) -> tuple[asyncio.AbstractEventLoop, AsyncEngine]:
+        if self._loop is None or self._engine is None:
+            theirs = self._theirs.sync_engine
+            self._engine = type(self._theirs)(Engine(theirs.pool.recreate(), theirs.dialect, theirs.url))
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=_run_loop, args=(self._loop,), name="reliable_mq outbox database", daemon=True
+            )
+            self._thread.start()
+        return self._loop, self._engine
+
+    @staticmethod
+    async def _run(engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None) -> Any:
+        async with engine.connect() as connection:
+            if isolation is not None:
+                connection = await connection.execution_options(isolation_level=isolation)  # noqa: PLW2901  # the same
+            async with connection.begin():
+                return await connection.run_sync(work)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
