@@ -7,8 +7,9 @@ import inspect
 import pytest
 
 import reliable_mq
-from reliable_mq import Publisher
+from reliable_mq import Consumer, Publisher
 from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.consumer import AsyncConsumer
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.core.publisher_options import PublisherOptions
 from reliable_mq.sync.confirmation import Confirmation
@@ -46,6 +47,25 @@ def test_publishers_take_the_same_arguments_with_the_same_defaults(name: str) ->
 @pytest.mark.parametrize("name", COROUTINES)
 def test_what_may_wait_is_a_coroutine(name: str) -> None:
     assert inspect.iscoroutinefunction(getattr(AsyncPublisher, name))
+
+
+def test_consumers_have_the_same_names() -> None:
+    assert public(AsyncConsumer) == public(Consumer)
+
+
+@pytest.mark.parametrize("name", ["__init__", "get", "run", "stop", "close", "connect"])
+def test_consumers_take_the_same_arguments_with_the_same_defaults(name: str) -> None:
+    ours = inspect.signature(getattr(AsyncConsumer, name)).parameters
+    theirs = inspect.signature(getattr(Consumer, name)).parameters
+    assert list(ours) == list(theirs)
+    for argument in ours.values():
+        other = theirs[argument.name]
+        assert (argument.kind, _plain(argument.default)) == (other.kind, _plain(other.default))
+
+
+@pytest.mark.parametrize("name", ["run", "close", "connect"])
+def test_what_may_wait_of_a_consumer_is_a_coroutine(name: str) -> None:
+    assert inspect.iscoroutinefunction(getattr(AsyncConsumer, name))
 
 
 def test_options_have_the_defaults_of_the_publisher() -> None:
