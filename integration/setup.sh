@@ -4,12 +4,14 @@
 #   setup.sh venv              .venv with this package (editable) and all its extras
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
+#   setup.sh databases         the image reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
-#   setup.sh all               all of the above, both images
+#   setup.sh all               all of the above, both broker images
 #
 # Settings (environment):
 #   RELIABLE_MQ_BROKER_IMAGE     RabbitMQ image to take for `newest`, e.g. rabbitmq:4-management
 #   RELIABLE_MQ_BROKER_IMAGE_40  the same for `4.0`, e.g. rabbitmq:4.0-management
+#   RELIABLE_MQ_DATABASES_IMAGE  image with Debian's redis-server, postgresql and mariadb-server, for `databases`
 #   PYTHON                       interpreter for .venv (default python3; 3.11 or newer)
 #
 # Without a setting an image is looked for in this order: a local official one; one pulled from the registry that the
@@ -25,14 +27,17 @@ DAEMON_LOG=/var/log/reliable-mq-dockerd.log
 DAEMON_DEADLINE=60      # seconds until a started daemon must answer
 PULL_DEADLINE=300       # seconds for one image from a registry
 DEBIAN_PACKAGES=rabbitmq-server,ca-certificates
+DATABASES_DIR=$HERE/databases
+DATABASE_PACKAGES=redis-server,postgresql,mariadb-server
 
 main() {
     case "${1:-}" in
         venv) ensure_venv ;;
         docker) ensure_docker ;;
         image) ensure_docker; ensure_image "${2:?newest or 4.0}" ;;
+        databases) ensure_docker; ensure_databases ;;
         faketime) ensure_faketime ;;
-        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_faketime >/dev/null ;;
+        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_faketime >/dev/null ;;
         *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
     esac
 }
@@ -144,7 +149,9 @@ debian_image() {  # debian_image "SUITE..." -> name of an image with RabbitMQ fr
     local suite name
     for suite in $1; do
         name=reliable-mq/debian:$suite-$(printf '%s' "$DEBIAN_PACKAGES" | sha256sum | cut -c1-8)
-        if has_image "$name" || debootstrap_image "$suite" "$name"; then
+        if has_image "$name" || debootstrap_image "$suite" "$name" "$DEBIAN_PACKAGES" \
+            'ENV HOME=/var/lib/rabbitmq LANG=C.UTF-8' 'USER rabbitmq' 'VOLUME /var/lib/rabbitmq' \
+            'CMD ["/usr/lib/rabbitmq/bin/rabbitmq-server"]'; then
             echo "$name"
             return
         fi
@@ -153,10 +160,28 @@ debian_image() {  # debian_image "SUITE..." -> name of an image with RabbitMQ fr
     die "no broker image: set RELIABLE_MQ_BROKER_IMAGE (and RELIABLE_MQ_BROKER_IMAGE_40) to RabbitMQ images you have."
 }
 
-debootstrap_image() (  # a subshell, so that its traps are its own
-    suite=$1 name=$2
-    command -v debootstrap >/dev/null || apt_install 'making a broker image' debootstrap
-    [ "$(id -u)" -eq 0 ] || die "debootstrap needs root: set RELIABLE_MQ_BROKER_IMAGE to a RabbitMQ image you have."
+ensure_databases() {
+    local tag=reliable-mq/databases:latest setting=${RELIABLE_MQ_DATABASES_IMAGE:-} recipe base suite
+    recipe=$( (cat "$DATABASES_DIR"/*; printf '%s\n' "$DATABASE_PACKAGES" "$setting") | sha256sum | cut -c1-16)
+    [ "$(docker image inspect --format '{{index .Config.Labels "reliable-mq.recipe"}}' "$tag" 2>/dev/null)" = "$recipe" ] &&
+        return
+    base=$setting
+    for suite in trixie bookworm; do
+        [ -z "$base" ] || break
+        base=reliable-mq/databases-debian:$suite-$(printf '%s' "$DATABASE_PACKAGES" | sha256sum | cut -c1-8)
+        has_image "$base" || debootstrap_image "$suite" "$base" "$DATABASE_PACKAGES" || base=''
+    done
+    [ -n "$base" ] || die "no databases: set RELIABLE_MQ_DATABASES_IMAGE to an image that has $DATABASE_PACKAGES."
+    say "building $tag from $base"
+    docker build --quiet --build-arg "BASE=$base" --label "reliable-mq.recipe=$recipe" --tag "$tag" "$DATABASES_DIR" >&2
+}
+
+debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a subshell, so that its traps are its own
+    suite=$1 name=$2 packages=$3 changes=()
+    shift 3
+    for change in "$@"; do changes+=(--change "$change"); done
+    command -v debootstrap >/dev/null || apt_install 'making an image' debootstrap
+    [ "$(id -u)" -eq 0 ] || die "debootstrap needs root: set RELIABLE_MQ_..._IMAGE to images you have (see the top)."
     directory=$(mktemp -d "${TMPDIR:-/var/tmp}/reliable-mq-$suite.XXXXXX")
     trap 'rm -rf --one-file-system "$directory"' EXIT
     script=/usr/share/debootstrap/scripts/$suite
@@ -164,16 +189,14 @@ debootstrap_image() (  # a subshell, so that its traps are its own
     apt_proxy
     say "debootstrap of $suite (about a minute)"
     # Where apt knows no mirror of Debian's, the empty name makes debootstrap take its own default.
-    debootstrap --variant=minbase --include="$DEBIAN_PACKAGES" "$suite" "$directory/root" \
+    debootstrap --variant=minbase --include="$packages" "$suite" "$directory/root" \
         "$(debian_mirror)" "$script" >"$directory/log" 2>&1 </dev/null || {
         tail -n 5 "$directory/log" >&2
         exit 1
     }
     cd "$directory/root" || exit 1
     rm -rf var/cache/apt/* var/lib/apt/lists/* usr/share/doc usr/share/man usr/share/locale
-    tar -c . | docker import \
-        --change 'ENV HOME=/var/lib/rabbitmq LANG=C.UTF-8' --change 'USER rabbitmq' --change 'VOLUME /var/lib/rabbitmq' \
-        --change 'CMD ["/usr/lib/rabbitmq/bin/rabbitmq-server"]' - "$name" >/dev/null
+    tar -c --one-file-system . | docker import "${changes[@]}" - "$name" >/dev/null
 )
 
 debian_mirror() {  # the mirror that apt on this machine takes Debian's own packages from
