@@ -12,6 +12,7 @@ fixture              scope      what it is
 `private_broker`     module     a container for this module alone, to be killed, paused, starved; healed for each test
 `private_vhost`      test       a fresh virtual host on `private_broker`
 `new_vhost`          test       a function `(broker) -> VirtualHost`, for more of them
+`database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
 `checker`            test       the account of the fault matrix; its counts are printed at the end of the run
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
@@ -44,6 +45,7 @@ from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
 from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
 from integration.support.checker import Checker
+from integration.support.databases import Database, ensure_databases
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.management import VirtualHost
 from integration.support.recorder import Recorded
@@ -227,6 +229,34 @@ def any_vhost(any_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) ->
 def private_vhost(private_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on the module's own broker."""
     return new_vhost(private_broker)
+
+
+# -- databases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _databases() -> Iterator[dict[str, Database]]:
+    """One server of each kind that is asked for."""
+    remove_leftovers()
+    running: dict[str, Database] = {}
+    yield running
+    for database in running.values():
+        database.remove()
+
+
+@pytest.fixture
+def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Database]]:
+    """A function that gives the server of a kind: ``redis``, ``postgresql`` or ``mariadb``. Harm it at will."""
+
+    def get(kind: str) -> Database:
+        if kind not in _databases:
+            ensure_databases()
+            _databases[kind] = Database(kind).launch()
+        return _databases[kind]
+
+    yield get
+    for server in _databases.values():
+        server.heal()
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------

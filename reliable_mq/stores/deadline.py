@@ -35,16 +35,18 @@ class Lifeline:
         self._cut = False
 
     @contextlib.contextmanager
-    def holding(self, connection: Any) -> Iterator[None]:
+    def holding(self, connection: Any, give_up: Callable[[], object]) -> Iterator[None]:
         """In the block, the call waits for this connection of a driver.
 
         Raises:
-            TimeoutError: nobody waits for the call any more.
+            TimeoutError: nobody waits for the call any more; ``give_up`` was called, to close the connection.
         """
         with self._lock:
-            if self._cut:
-                raise TimeoutError("nobody waits for the answer any more")
-            self._connection = connection
+            if not self._cut:
+                self._connection = connection
+        if self._cut:
+            give_up()
+            raise TimeoutError("nobody waits for the answer any more")
         try:
             yield
         finally:

@@ -94,7 +94,7 @@ class Doubts:
     """The holders in whose names keys were claimed, as far as nobody answered. Thread-safe.
 
     A holder is a number that is drawn for a question. Whoever takes one out of here again asks the same question again;
-    nobody else does.
+    nobody else does. Of several for one key, which were asked for at a time, each is tried in its turn.
 
     Args:
         capacity: keys that are remembered at most, the latest.
@@ -102,7 +102,7 @@ class Doubts:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
-        self._doubts: dict[str, int] = {}
+        self._doubts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._random = random.SystemRandom()
 
@@ -112,14 +112,25 @@ class Doubts:
         if not self._doubts:
             return dict.fromkeys(keys, fresh)
         with self._lock:
-            return {key: self._doubts.pop(key, fresh) for key in keys}
+            return {key: self._take(key) or fresh for key in keys}
 
     def unanswered(self, holders: Mapping[str, int]) -> None:
         """These were asked for, and no answer came."""
         with self._lock:
-            self._doubts.update(holders)
+            for key, holder in holders.items():
+                self._doubts.setdefault(key, []).append(holder)
             while len(self._doubts) > self._capacity:
                 del self._doubts[next(iter(self._doubts))]
+
+    def _take(self, key: str) -> int:
+        """Take out the holder that has waited longest; 0 where there is none."""
+        waiting = self._doubts.get(key)
+        if waiting is None:
+            return 0
+        holder = waiting.pop(0)
+        if not waiting:
+            del self._doubts[key]
+        return holder
 
 
 def microseconds(duration: float) -> int:

@@ -12,14 +12,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from reliable_mq.durations import Duration
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.deadline import Calls, Lifeline
 from reliable_mq.stores.questions import DAY, claims_in_order, held_by, stored_key, taken_in_order, unique
-from reliable_mq.stores.sql.questions import AGAIN_AT_MOST, PURGED_TOGETHER, Questions, isolation, statement, try_again
+from reliable_mq.stores.sql.questions import (
+    AGAIN_AT_MOST,
+    PURGED_TOGETHER,
+    Questions,
+    execution_options,
+    statement,
+    try_again,
+)
 from reliable_mq.stores.sql.sqlite import SQLite
 
 if TYPE_CHECKING:
@@ -166,25 +172,27 @@ class SQLAlchemyStore(Questions):
             self._calls.close()
 
     def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
-        deadline = time.monotonic() + self.timeout
         try:
-            for attempt in range(AGAIN_AT_MOST):
-                try:
-                    if self._calls is None:
-                        return self._ask_once(steps, Lifeline())
-                    left = max(deadline - time.monotonic(), 0.001)
-                    return self._calls.call(lambda lifeline: self._ask_once(steps, lifeline), left)
-                except DBAPIError as error:
-                    if not try_again(error, attempt):
-                        raise
-            raise TimeoutError("one conflict with others after the other")
-        except (SQLAlchemyError, OSError) as error:
+            return self._ask_until_answered(steps, time.monotonic() + self.timeout)
+        except Exception as error:  # whatever the driver raises
             raise self.failed(error) from error
+
+    def _ask_until_answered(self, steps: Callable[[int], Steps[T]], deadline: float) -> T:
+        for attempt in range(AGAIN_AT_MOST):
+            try:
+                if self._calls is None:
+                    return self._ask_once(steps, Lifeline())
+                left = max(deadline - time.monotonic(), 0.001)
+                return self._calls.call(lambda lifeline: self._ask_once(steps, lifeline), left)
+            except Exception as error:
+                if not try_again(error, attempt):
+                    raise
+        raise TimeoutError("one conflict with others after the other")
 
     def _ask_once(self, steps: Callable[[int], Steps[T]], lifeline: Lifeline) -> T:
         with (
-            self._engine.connect().execution_options(isolation_level=isolation(self._sql)) as connection,
-            lifeline.holding(connection.connection.dbapi_connection),
+            self._engine.connect().execution_options(**execution_options(self._sql)) as connection,
+            lifeline.holding(connection.connection.dbapi_connection, connection.invalidate),
             connection.begin(),
         ):
             return _carry_out(self.timed(steps), connection)

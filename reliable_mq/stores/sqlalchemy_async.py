@@ -10,13 +10,19 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from reliable_mq.durations import Duration
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.questions import DAY, claims_in_order, held_by, stored_key, taken_in_order, unique
-from reliable_mq.stores.sql.questions import AGAIN_AT_MOST, PURGED_TOGETHER, Questions, isolation, statement, try_again
+from reliable_mq.stores.sql.questions import (
+    AGAIN_AT_MOST,
+    PURGED_TOGETHER,
+    Questions,
+    execution_options,
+    statement,
+    try_again,
+)
 from reliable_mq.stores.sql.sqlite import SQLite
 
 if TYPE_CHECKING:
@@ -128,12 +134,12 @@ class AsyncSQLAlchemyStore(Questions):
         except asyncio.CancelledError:
             self._give_up(task)
             raise
+        if not done:
+            self._give_up(task)
+            raise self.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
         try:
-            if not done:
-                self._give_up(task)
-                raise TimeoutError(f"no answer within {self.timeout:g} s")
             return task.result()
-        except (SQLAlchemyError, OSError) as error:
+        except Exception as error:  # whatever the driver raises
             raise self.failed(error) from error
 
     def _give_up(self, task: asyncio.Task[Any]) -> None:
@@ -150,14 +156,14 @@ class AsyncSQLAlchemyStore(Questions):
         for attempt in range(AGAIN_AT_MOST):
             try:
                 return await self._ask_once(steps)
-            except DBAPIError as error:
+            except Exception as error:
                 if not try_again(error, attempt):
                     raise
         raise TimeoutError("one conflict with others after the other")
 
     async def _ask_once(self, steps: Callable[[int], Steps[T]]) -> T:
         async with self._engine.connect() as connection:
-            connection = await connection.execution_options(isolation_level=isolation(self._sql))  # noqa: PLW2901
+            connection = await connection.execution_options(**execution_options(self._sql))  # noqa: PLW2901
             async with connection.begin():
                 return await _carry_out_async(self.timed(steps), connection)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.claims import Hold
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["AGAIN_AT_MOST", "PURGED_TOGETHER", "Questions", "isolation", "statement", "try_again"]
+__all__ = ["AGAIN_AT_MOST", "PURGED_TOGETHER", "Questions", "execution_options", "statement", "try_again"]
 
 T = TypeVar("T")
 _DIALECTS: Final[dict[str, type[Dialect]]] = {
@@ -123,17 +123,23 @@ class Questions:
             )
 
 
-def isolation(sql: Dialect) -> str:
+def execution_options(sql: Dialect) -> dict[str, Any]:
     """Say how to ask: a question of one statement is a transaction by itself, and one round trip."""
-    return "READ COMMITTED" if sql.transactional else "AUTOCOMMIT"
+    return {} if sql.transactional else {"isolation_level": "AUTOCOMMIT"}
 
 
-def try_again(error: DBAPIError, attempt: int) -> bool:
+def try_again(error: Exception, attempt: int) -> bool:
     """Whether asking again is of use: once after a lost connection, more often after a conflict with others."""
-    code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
-    if code is None and error.orig is not None and error.orig.args:
-        code = error.orig.args[0]
-    return code in _CONFLICTS or (error.connection_invalidated and attempt == 0)
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    if code is None and cause is not None and cause.args:
+        code = cause.args[0]
+    if isinstance(code, str | int) and code in _CONFLICTS:
+        return True
+    if attempt or isinstance(error, TimeoutError):
+        return False
+    # What a driver raises while a connection is taken out of the pool, SQLAlchemy does not wrap.
+    return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
 
 
 @lru_cache(maxsize=256)

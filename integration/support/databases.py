@@ -1,0 +1,203 @@
+"""A database server in a container, with the faults that can be done to it.
+
+Invariants: as those of :mod:`integration.support.broker`: the host port is chosen once and kept; a method that changes
+the state of the server returns when the change is in effect, or raises after its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import docker
+from docker.errors import APIError, NotFound
+from sqlalchemy import create_engine, text
+
+from integration.support.broker import OWNER_LABEL, _free_port, _owner
+from integration.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+KINDS = ("redis", "postgresql", "mariadb")
+_PORTS = {"redis": 6379, "postgresql": 5432, "mariadb": 3306}
+_URLS = {
+    "redis": "redis://{at}/0",
+    "postgresql": "postgresql+psycopg://postgres@{at}/postgres",
+    "mariadb": "mysql+pymysql://root@{at}/mysql",
+}
+_QUICK = {
+    "redis": ["--appendfsync", "no"],
+    "postgresql": ["-c", "fsync=off"],
+    "mariadb": ["--innodb-flush-log-at-trx-commit=2"],
+}
+_SETUP = Path(__file__).parent.parent / "setup.sh"
+_DEADLINE = 60.0
+_STARTUP = b"\0\3\0\0user\0postgres\0database\0postgres\0\0"
+
+
+class Database:
+    """One server, from `launch` to `remove`. Nobody needs a password.
+
+    Args:
+        kind: one of `KINDS`.
+        durable: whether a commit waits for the disk; what it says survives a SIGKILL in any case.
+    """
+
+    def __init__(self, kind: str, *, durable: bool = False) -> None:
+        self.kind = kind
+        self._durable = durable
+        self.port = 0
+        self._client = docker.from_env()
+        self._made: Container | None = None
+
+    def launch(self) -> Self:
+        """Create and start the container; return when the server answers.
+
+        Raises:
+            TimeoutError: it did not within 60 s; the container's log is in the message.
+        """
+        for attempt in range(10):
+            self.port = _free_port()
+            try:
+                self._made = self._client.containers.run(
+                    "reliable-mq/databases:latest",
+                    [self.kind, *([] if self._durable else _QUICK[self.kind])],
+                    detach=True,
+                    labels={OWNER_LABEL: _owner()},
+                    ports={f"{_PORTS[self.kind]}/tcp": ("127.0.0.1", self.port)},
+                )
+            except APIError as error:
+                if attempt == 9 or "port" not in str(error):
+                    raise
+            else:
+                break
+        self._client.close()
+        self.wait_ready()
+        return self
+
+    def remove(self) -> None:
+        """Kill the container and remove it with its data."""
+        with contextlib.suppress(NotFound):
+            self._container.remove(force=True, v=True)
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self.launch()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    @property
+    def url(self) -> str:
+        """Of the server; for SQLAlchemy where it is no Redis."""
+        return self.url_at(self.port)
+
+    def url_at(self, port: int) -> str:
+        """The same by way of a proxy on this machine."""
+        return _URLS[self.kind].format(at=f"127.0.0.1:{port}")
+
+    def fresh(self, port: int | None = None) -> str:
+        """Create a database on the server, for one test, and return its URL. Of Redis there is one, emptied here."""
+        at = self.port if port is None else port
+        if self.kind == "redis":
+            import redis
+
+            with redis.Redis(port=self.port) as client:
+                client.flushall()
+            return self.url_at(at)
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        engine = create_engine(self.url)
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        engine.dispose()
+        return self.url_at(at).rpartition("/")[0] + f"/{name}"
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the server is dead."""
+        self._container.kill()
+        self._wait_for_status("exited")
+
+    def start(self) -> None:
+        """Start again what was killed, on the same port and the same data."""
+        self._container.start()
+        self.wait_ready()
+
+    def pause(self) -> None:
+        """Freeze every process of the server, as SIGSTOP does; the kernel goes on accepting connections for it."""
+        self._container.pause()
+        self._wait_for_status("paused")
+
+    def unpause(self) -> None:
+        self._container.unpause()
+        self._wait_for_status("running")
+
+    def heal(self) -> None:
+        """A server that is paused or dead is well again."""
+        status = self._status()
+        if status == "paused":
+            self.unpause()
+        elif status != "running":
+            self.start()
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            TimeoutError: it did not within 60 s.
+        """
+        wait_until(self._answers, timeout=_DEADLINE, what=lambda: f"{self.kind} ready:\n{self.logs()}", interval=0.1)
+
+    def logs(self) -> str:
+        output: bytes = self._container.logs(tail=100)
+        self._client.close()
+        return output.decode(errors="replace")
+
+    def _answers(self) -> bool:
+        if self._status() == "exited":
+            raise TimeoutError(f"{self.kind} ended while it started:\n{self.logs()}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.settimeout(5)
+            if self.kind == "redis":
+                connection.sendall(b"PING\r\n")
+                return connection.recv(5) == b"+PONG"  # an error while it reads its data
+            if self.kind == "postgresql":
+                connection.sendall((len(_STARTUP) + 4).to_bytes(4) + _STARTUP)
+                answer = connection.recv(1)
+                return answer == b"R"  # authentication: an error is "E", also while it starts
+            return bool(connection.recv(1))
+        return False
+
+    def _wait_for_status(self, status: str) -> None:
+        wait_until(lambda: self._status() == status, timeout=30, what=f"container {status}")
+
+    def _status(self) -> str:
+        self._container.reload()
+        self._client.close()  # idle connections: tests count this process's descriptors
+        status: str = self._container.status
+        return status
+
+    @property
+    def _container(self) -> Container:
+        if self._made is None:
+            raise RuntimeError("this database was never launched")
+        return self._made
+
+
+def ensure_databases() -> None:
+    """See to it that docker runs and that the image exists; builds what is missing, which takes a minute or two.
+
+    Raises:
+        RuntimeError: it cannot be had on this machine; the message says what to do.
+    """
+    done = subprocess.run([_SETUP, "databases"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"no image of databases:\n{done.stderr}")

@@ -1,0 +1,217 @@
+"""What every store must do, against real servers; and what only a server can do to a store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+import redis.asyncio
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from integration.support.seeds import soaking
+from integration.support.waiting import wait_until
+from reliable_mq import IdempotencyStoreError
+from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, ClaimStatus, RedisStore, SQLAlchemyStore
+from tests.stores import subjects
+from tests.stores.contract import StoreContract
+from tests.stores.subjects import LEASE, RETENTION, Blocking, Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from integration.support.databases import Database
+
+KINDS = ("redis", "redis_async", "postgresql", "postgresql_async", "mariadb")
+_AGE = """
+for _, key in ipairs(redis.call('KEYS', '*')) do
+  local left = redis.call('PTTL', key) - ARGV[1]
+  local head, ends = string.match(redis.call('GET', key), '^(.*|)(%d+)$')
+  if left <= 0 then
+    redis.call('DEL', key)
+  else
+    redis.call('SET', key, head .. string.format('%.0f', math.max(ends - ARGV[1] * 1000, 0)), 'PX', left)
+  end
+end
+"""
+_REWRITE = """
+local key = redis.call('KEYS', '*' .. ARGV[1])[1]
+redis.call('SET', key, '2' .. string.sub(redis.call('GET', key), 2), 'KEEPTTL')
+"""
+
+
+def redis_subject(url: str, store: Any, close: Callable[[], object]) -> Subject:
+    client = redis.Redis.from_url(url)
+    age, rewrite = client.register_script(_AGE), client.register_script(_REWRITE)
+    subject = Subject(
+        store,
+        lambda seconds: age(args=[int(seconds * 1000)]),
+        client.flushall,
+        lambda key: rewrite(args=[key]),
+    )
+    subject.stack.callback(client.close)
+    subject.stack.callback(close)
+    return subject
+
+
+def make(kind: str, database: Callable[[str], Database]) -> Subject:
+    name, _, face = kind.partition("_")
+    url = database(name).fresh()
+    if name != "redis":
+        if face:
+            return subjects.sqlalchemy_async(url, create_engine(url, poolclass=NullPool))
+        return subjects.sqlalchemy(create_engine(url))
+    if face:
+        blocking = Blocking(lambda: AsyncRedisStore(url, retention=RETENTION))
+        return redis_subject(url, blocking, lambda: blocking.end(blocking.store.close()))
+    store = RedisStore(url, retention=RETENTION)
+    return redis_subject(url, store, store.close)
+
+
+@pytest.fixture(params=KINDS)
+def subject(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[Subject]:
+    with make(request.param, database) as made:
+        yield made
+
+
+@pytest.fixture
+def examples() -> int:
+    return 50 if soaking() else 5
+
+
+class TestStores(StoreContract):
+    pass
+
+
+# -- what happens to servers -------------------------------------------------------------------------------------------
+
+
+class Breakable:
+    """A store with a short timeout, and its server."""
+
+    def __init__(self, kind: str, database: Callable[[str], Database], timeout: float = 1.0) -> None:
+        name, _, face = kind.partition("_")
+        self.server = database(name)
+        url = self.server.fresh()
+        self.closers: list[Callable[[], object]] = []
+        if face:
+            blocking = Blocking(lambda: self._make_async(name, url, timeout))
+            self.store: Any = blocking
+            if name != "redis":
+                blocking.run(blocking.store.create_table())
+                self.closers.append(lambda: blocking.end(blocking.store._engine.dispose()))
+            else:
+                self.closers.append(lambda: blocking.end(blocking.store.close()))
+        elif name == "redis":
+            self.store = RedisStore(url, timeout=timeout)
+            self.closers.append(self.store.close)
+        else:
+            engine = create_engine(url)
+            self.store = SQLAlchemyStore(engine, timeout=timeout)
+            self.store.create_table()
+            self.closers += [self.store.close, engine.dispose]
+
+    @staticmethod
+    def _make_async(name: str, url: str, timeout: float) -> Any:
+        if name == "redis":
+            return AsyncRedisStore(url, timeout=timeout)
+        return AsyncSQLAlchemyStore(create_async_engine(url), timeout=timeout)
+
+    def claim(self, *keys: str) -> list[Any]:
+        return list(self.store.claim_many(keys, 300.0))
+
+
+@pytest.fixture(params=KINDS)
+def breakable(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[Breakable]:
+    made = Breakable(request.param, database)
+    yield made
+    made.server.heal()
+    for close in made.closers:
+        close()
+
+
+def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_back(breakable: Breakable) -> None:
+    """What was claimed and completed is known after the restart; nobody has to make a new store."""
+    done, held = breakable.claim("done", "held")
+    assert breakable.store.complete_many([done]) == [True]
+    breakable.server.kill()
+    begun = time.monotonic()
+    with pytest.raises(IdempotencyStoreError, match="failed"):
+        breakable.claim("other")
+    assert time.monotonic() - begun < 5
+    breakable.server.start()
+    made = breakable.claim("done", "held", "other")
+    assert [one.status for one in made] == [ClaimStatus.DONE, ClaimStatus.IN_PROGRESS, ClaimStatus.NEW]
+    assert breakable.store.complete_many([held]) == [True]
+
+
+def test_f42_a_store_whose_server_hangs_fails_in_time_and_finds_its_claim_again(breakable: Breakable) -> None:
+    """The frozen server may still carry out what it was asked: nobody waits for the lease of that claim."""
+    [done] = breakable.claim("done")
+    breakable.server.pause()
+    begun = time.monotonic()
+    with pytest.raises(IdempotencyStoreError):
+        breakable.claim("a", "b")
+    with pytest.raises(IdempotencyStoreError):
+        breakable.store.complete_many([done])
+    assert time.monotonic() - begun < 6
+    breakable.server.unpause()
+    made = claimed_again(breakable)
+    assert [one.status for one in made] == [ClaimStatus.NEW] * 2
+    assert breakable.store.complete_many([done, *made]) == [True] * 3
+
+
+def claimed_again(breakable: Breakable) -> list[Any]:
+    """The first answers after a freeze may be late as well."""
+    for _ in range(10):
+        try:
+            return breakable.claim("a", "b")
+        except IdempotencyStoreError as error:
+            last = error
+    raise last
+
+
+@pytest.mark.parametrize("breakable", ["redis", "postgresql", "mariadb"], indirect=True)
+def test_f42_a_server_that_hangs_for_long_costs_no_more_than_its_threads(breakable: Breakable) -> None:
+    """Callers by the dozen: each fails within the deadline, and what they leave behind ends with the freeze."""
+    before = threading.active_count()
+    breakable.claim("x")
+    breakable.server.pause()
+    slowest: list[float] = []
+
+    def ask() -> None:
+        for _ in range(2):
+            begun = time.monotonic()
+            with pytest.raises(IdempotencyStoreError):
+                breakable.claim("a")
+            slowest.append(time.monotonic() - begun)
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(slowest) == 48
+    assert max(slowest) < 6
+    assert threading.active_count() - before <= 64
+    breakable.server.unpause()
+    # Each of them was asked for in the name of another holder, and one of these has it: they are tried in turn.
+    wait_until(lambda: claimed_again(breakable)[0].status is ClaimStatus.NEW, timeout=20, what="claimed", interval=0)
+
+
+def test_a_database_without_the_table_says_how_to_get_it(database: Callable[[str], Database]) -> None:
+    """In the text of the error, with the statements."""
+    engine = create_engine(database("postgresql").fresh())
+    store = SQLAlchemyStore(engine)
+    with pytest.raises(IdempotencyStoreError, match=r"create_table\(\)"):
+        store.claim_many(["a"], LEASE)
+    for statement in store.ddl:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(statement)
+    assert store.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
+    store.close()
+    engine.dispose()

@@ -1,0 +1,324 @@
+"""What every store must do, and a model beside which each is run. For the stores of this package, wherever they run."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, rule, run_state_machine_as_test
+
+from reliable_mq.stores import Claim, ClaimStatus
+from reliable_mq.stores.resetting import ResettableStore
+from tests.stores.linearizability import Event, explain
+from tests.stores.subjects import LEASE, RETENTION, Subject
+
+NEW, IN_PROGRESS, DONE, UNREADABLE = (
+    ClaimStatus.NEW,
+    ClaimStatus.IN_PROGRESS,
+    ClaimStatus.DONE,
+    ClaimStatus.UNREADABLE,
+)
+
+
+def claim(subject: Subject, key: str = "a", lease: float = LEASE) -> Claim:
+    made: Claim = subject.store.claim_many([key], lease)[0]
+    return made
+
+
+class StoreContract:
+    """Tests of a ``subject``, which is a fixture of the module that inherits them."""
+
+    def test_a_key_is_claimed_once_and_done_once(self, subject: Subject) -> None:
+        first = claim(subject)
+        assert (first.key, first.status, first.attempts) == ("a", NEW, 0)
+        assert claim(subject).status is IN_PROGRESS
+        assert subject.store.complete_many([first]) == [True]
+        assert claim(subject).status is DONE
+        assert subject.store.complete_many([first]) == [True]  # asked again, because the first answer was lost
+        assert subject.store.release_many([first], failed=True) == [False]
+
+    def test_nothing_asked_is_nothing_answered(self, subject: Subject) -> None:
+        assert subject.store.claim_many([], LEASE) == []
+        assert subject.store.complete_many([]) == []
+        assert subject.store.release_many([], failed=True) == []
+        assert subject.store.reset_many([]) == []
+
+    def test_answers_come_in_the_order_of_the_questions(self, subject: Subject) -> None:
+        keys = ["c", "a", "d", "b"]
+        assert [made.key for made in subject.store.claim_many(["a"], LEASE)] == ["a"]
+        made = subject.store.claim_many(keys, LEASE)
+        assert [(one.key, one.status) for one in made] == [("c", NEW), ("a", IN_PROGRESS), ("d", NEW), ("b", NEW)]
+        stale = Claim("x", NEW, 7)
+        assert subject.store.complete_many([made[3], stale, made[0]]) == [True, False, True]
+        assert subject.store.release_many([made[0], made[2]], failed=False) == [False, True]
+
+    def test_a_key_given_twice_is_new_once(self, subject: Subject) -> None:
+        made = subject.store.claim_many(["a", "b", "a"], LEASE)
+        assert [one.status for one in made] == [NEW, NEW, IN_PROGRESS]
+        assert subject.store.complete_many([made[0], made[0]]) == [True, True]
+        assert [one.status for one in subject.store.claim_many(["a", "a"], LEASE)] == [DONE, DONE]
+        assert subject.store.release_many([made[1]], failed=True) == [True]
+        assert claim(subject, "b").attempts == 1
+
+    def test_failed_attempts_are_counted_and_others_are_not(self, subject: Subject) -> None:
+        assert subject.store.release_many([claim(subject)], failed=False) == [True]
+        assert subject.store.release_many([claim(subject)], failed=True) == [True]
+        again = claim(subject)
+        assert (again.status, again.attempts) == (NEW, 1)
+        assert subject.store.release_many([again], failed=False) == [True]
+        assert claim(subject).attempts == 1
+
+    def test_an_expired_lease_is_taken_over_and_its_token_is_stale(self, subject: Subject) -> None:
+        slow = claim(subject)
+        subject.age(LEASE / 2)
+        assert claim(subject).status is IN_PROGRESS
+        subject.age(LEASE / 2)
+        quick = claim(subject)
+        assert quick.status is NEW
+        assert quick.token > slow.token
+        assert subject.store.complete_many([slow]) == [False]
+        assert subject.store.release_many([slow], failed=True) == [False]
+        assert subject.store.complete_many([slow, quick]) == [False, True]
+
+    def test_a_lease_that_nobody_took_over_may_still_be_completed(self, subject: Subject) -> None:
+        slow = claim(subject)
+        subject.age(LEASE + 1)
+        assert subject.store.complete_many([slow]) == [True]
+        assert claim(subject).status is DONE
+
+    def test_what_is_done_is_forgotten_after_the_retention(self, subject: Subject) -> None:
+        done = claim(subject)
+        subject.store.complete_many([done])
+        subject.age(RETENTION - 1)
+        assert claim(subject).status is DONE
+        subject.age(LEASE + 1)
+        again = claim(subject)
+        assert again.status is NEW
+        assert again.token > done.token
+        assert subject.store.complete_many([done]) == [False]
+
+    def test_keys_of_any_text_are_told_apart(self, subject: Subject) -> None:
+        """Those that a database would trim, fold, cut or refuse."""
+        keys = ["a", "A", "a ", " a", "", "ä", "a\u0308", "a\0", "\ud800", "%", "_", "'", "\\", "x" * 200, "x" * 201]
+        keys += ["x" * 5000, "sha256:" + "0" * 64, "|", "a|b", "{a}", "\uff21", "ß", "ss", ":k0"]
+        made = subject.store.claim_many(keys, LEASE)
+        assert [(one.key, one.status) for one in made] == [(key, NEW) for key in keys]
+        assert subject.store.complete_many(made) == [True] * len(keys)
+        assert {one.status for one in subject.store.claim_many(keys, LEASE)} == {DONE}
+
+    def test_thousands_of_keys_are_one_question(self, subject: Subject) -> None:
+        keys = [f"key-{number}" for number in range(2500)]
+        made = subject.store.claim_many(keys, LEASE)
+        assert {one.status for one in made} == {NEW}
+        assert subject.store.complete_many(made) == [True] * 2500
+
+    def test_a_record_of_a_newer_format_is_neither_read_nor_changed(self, subject: Subject) -> None:
+        """Row 58 of the fault matrix: it is said to be there, and what is asked beside it is answered."""
+        if subject.rewrite is None:
+            return  # its records do not outlive the process
+        held = claim(subject, "newer")
+        subject.rewrite("newer")
+        made = subject.store.claim_many(["newer", "other"], LEASE)
+        assert [one.status for one in made] == [UNREADABLE, NEW]
+        assert subject.store.complete_many([held, made[1]]) == [False, True]
+        assert subject.store.release_many([held], failed=True) == [False]
+        assert subject.store.reset_many(["newer"]) == [False]
+
+    def test_failed_attempts_can_be_forgotten(self, subject: Subject) -> None:
+        assert isinstance(subject.store, ResettableStore)
+        for key in ("failed", "held", "done"):
+            subject.store.release_many([claim(subject, key)], failed=True)
+        held = claim(subject, "held")
+        subject.store.complete_many([claim(subject, "done")])
+        keys = ["failed", "unknown", "held", "done", "failed"]
+        assert subject.store.reset_many(keys)[:4] == [True, False, True, False]
+        assert subject.store.release_many([held], failed=True) == [True]
+        made = subject.store.claim_many(["failed", "held", "done"], LEASE)
+        assert [(one.status, one.attempts) for one in made] == [(NEW, 0), (NEW, 1), (DONE, 1)]
+
+    def test_of_many_threads_one_wins_each_key(self, subject: Subject) -> None:
+        keys = [f"key-{number}" for number in range(40)]
+        wins: list[Claim] = []
+        barrier = threading.Barrier(6)
+
+        def contend(number: int) -> None:
+            order = random.Random(number).sample(keys, len(keys))
+            barrier.wait(10)
+            for start in range(0, len(keys), 8):
+                wins.extend(one for one in subject.store.claim_many(order[start : start + 8], 60.0) if one.token)
+
+        run_threads([lambda number=number: contend(number) for number in range(6)])  # type: ignore[misc]
+        assert sorted(won.key for won in wins) == sorted(keys)
+
+    def test_histories_of_concurrent_claimants_are_linearizable(self, subject: Subject, examples: int) -> None:
+        """There is an order of all calls, in which each took place while it was made, that explains the answers."""
+        for seed in range(examples // 10 + 1):
+            subject.empty()
+            history = contended(subject, seed)
+            assert len(history) > 200
+            for key in "abc":
+                assert explain([event for event in history if event.key == key]), (seed, key)
+
+    def test_the_store_and_the_model_agree(self, subject: Subject, examples: int) -> None:
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            lambda: Modelled(subject), settings=settings(max_examples=examples, stateful_step_count=30, deadline=None)
+        )
+
+
+def run_threads(functions: Sequence[Callable[[], object]]) -> None:
+    """Run them all at once; raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def contended(subject: Subject, seed: int) -> list[Event]:
+    """Let five threads claim, complete and release three keys at random; some leases end as soon as they begin."""
+    history: list[Event] = []
+
+    def contend(number: int) -> None:
+        rng = random.Random(seed * 100 + number)
+        mine: list[Claim] = []
+        for _ in range(50):
+            begun = time.perf_counter()
+            if mine and rng.random() < 0.6:
+                chosen = mine.pop(rng.randrange(len(mine)))
+                what = rng.choice(["complete", "release", "fail", "fail", "fail", "release"])
+                if what == "complete":
+                    answer: Any = subject.store.complete_many([chosen])[0]
+                    if answer and rng.random() < 0.3:
+                        mine.append(chosen)
+                else:
+                    answer = subject.store.release_many([chosen], failed=what == "fail")[0]
+                history.append(Event(chosen.key, what, chosen.token, answer, begun, time.perf_counter()))
+            else:
+                keys = rng.sample("abc", rng.choice([1, 2, 3]))
+                brief = rng.random() < 0.3
+                made = subject.store.claim_many(keys, 1e-6 if brief else 60.0)
+                ended = time.perf_counter()
+                mine += [one for one in made if one.status is NEW]
+                history.extend(Event(one.key, "brief" if brief else "claim", 0, one, begun, ended) for one in made)
+
+    run_threads([lambda number=number: contend(number) for number in range(5)])  # type: ignore[misc]
+    return history
+
+
+class Modelled(RuleBasedStateMachine):
+    """A store beside a model that remembers everything.
+
+    A crash of a holder is a claim that nobody settles. Invariants:
+
+    - of all claims on a key, at most one can still be completed or released: the newest, until it is settled;
+    - a key is done from its completion until its retention is over at least, and a lease longer at most;
+    - failed attempts add up over releases and are remembered as long;
+    - the tokens of a key only grow.
+    """
+
+    claims = Bundle("claims")
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.subject = subject
+        subject.empty()
+        self.now = 0.0
+        self.done: dict[str, tuple[int, float, float]] = {}  # by which token; until when at least, and at most
+        self.attempts: dict[str, tuple[int, float, float]] = {}  # how many; until when
+        self.holder: dict[str, tuple[int, float]] = {}  # newest token, end of its lease
+        self.longest: dict[str, float] = {}  # until when a store may keep what it has of a key
+        self.last: dict[str, int] = {}
+
+    @rule(target=claims, keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=4))
+    def claim(self, keys: list[str]) -> object:
+        answers = self.subject.store.claim_many(keys, LEASE)
+        assert [answer.key for answer in answers] == keys
+        for answer in answers:
+            key = answer.key
+            _, least, most = self.done.get(key, (0, 0.0, 0.0))
+            if least > self.now or (most > self.now and answer.status is DONE):
+                assert answer.status is DONE
+            elif self.holder.get(key, (0, 0.0))[1] > self.now:
+                assert answer.status is IN_PROGRESS
+            else:
+                assert answer.status is NEW
+                assert answer.token > self.last.get(key, 0)
+                assert answer.attempts in self.counts(key)
+                self.last[key] = answer.token
+                self.holder[key] = (answer.token, self.now + LEASE)
+                self.longest[key] = self.now + LEASE + RETENTION
+                self.attempts[key] = (answer.attempts, self.longest[key], self.longest[key])
+                self.done.pop(key, None)
+        return multiple(*(answer for answer in answers if answer.status is NEW))
+
+    @rule(some=st.lists(claims, max_size=4))
+    def complete(self, some: list[Claim]) -> None:
+        for made, answer in zip(some, self.subject.store.complete_many(some), strict=True):
+            token, least, most = self.done.get(made.key, (0, 0.0, 0.0))
+            if self.holds(made):
+                assert answer
+                del self.holder[made.key]
+                self.done[made.key] = (made.token, self.now + RETENTION, self.kept(made.key))
+            elif token == made.token and most > self.now:
+                assert answer or least <= self.now
+                if answer:
+                    self.done[made.key] = (token, least, max(most, self.now + RETENTION))
+            else:
+                assert not answer
+
+    @rule(made=claims, failed=st.booleans())
+    def release(self, made: Claim, failed: bool) -> None:
+        expected = self.holds(made)
+        assert self.subject.store.release_many([made], failed=failed) == [expected]
+        if expected:
+            del self.holder[made.key]
+            count = self.attempts[made.key][0] + failed
+            self.attempts[made.key] = (count, self.now + RETENTION, self.kept(made.key))
+
+    @rule(key=st.sampled_from("abc"))
+    def reset(self, key: str) -> None:
+        [answer] = self.subject.store.reset_many([key])
+        _, least, most = self.done.get(key, (0, 0.0, 0.0))
+        if least > self.now:
+            assert not answer
+        elif most <= self.now:
+            assert answer in {bool(count) for count in self.counts(key)}
+        if answer:
+            _, least, most = self.attempts[key]
+            self.attempts[key] = (0, least, most)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 10.0, 45.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.subject.age(seconds)
+        self.subject.store.claim_many([], 1.0)
+        self.now += seconds
+        for key, (_, lease_ends) in list(self.holder.items()):
+            if lease_ends + RETENTION <= self.now:
+                del self.holder[key]
+
+    def holds(self, made: Claim) -> bool:
+        return self.holder.get(made.key, (0, 0.0))[0] == made.token
+
+    def kept(self, key: str) -> float:
+        return max(self.longest[key], self.now + RETENTION)
+
+    def counts(self, key: str) -> set[int]:
+        """The counts of attempts that a store may have."""
+        count, least, most = self.attempts.get(key, (0, 0.0, 0.0))
+        return {count} if least > self.now else {count, 0} if most > self.now else {0}

@@ -1,0 +1,186 @@
+"""Stores to put to the test, whichever they are: all are asked alike, and can be made older."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from reliable_mq.stores import (
+    AsyncSQLAlchemyStore,
+    Claim,
+    IdempotencyStore,
+    MemoryStore,
+    SQLAlchemyStore,
+    SQLiteStore,
+)
+
+LEASE, RETENTION = 10.0, 40.0
+
+
+@dataclass
+class Subject:
+    """A store to be tested.
+
+    Attributes:
+        store: asked as a sync one, whichever face it is of.
+        age: lets that many seconds pass, for the store.
+        empty: lets it forget everything.
+        rewrite: gives the record of a key, if it has one, the format 2.
+    """
+
+    store: Any
+    age: Callable[[float], object]
+    empty: Callable[[], object]
+    rewrite: Callable[[str], object] | None = None
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stack.close()
+
+
+class Blocking:
+    """An asyncio store, asked from threads: its event loop runs on one of its own."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.store = self.run(self._made(make))
+
+    @staticmethod
+    async def _made(make: Callable[[], Any]) -> Any:
+        return make()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        claims: list[Claim] = self.run(self.store.claim_many(keys, lease))
+        return claims
+
+    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        done: list[bool] = self.run(self.store.complete_many(claims))
+        return done
+
+    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        held: list[bool] = self.run(self.store.release_many(claims, failed=failed))
+        return held
+
+    def reset_many(self, keys: Sequence[str]) -> list[bool]:
+        reset: list[bool] = self.run(self.store.reset_many(keys))
+        return reset
+
+    def purge(self) -> int:
+        count: int = self.run(self.store.purge())
+        return count
+
+    def end(self, closing: Any) -> None:
+        self.run(closing)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+def memory() -> Subject:
+    now = [1000.0]
+    store = MemoryStore(retention=RETENTION, clock=lambda: now[0])
+
+    def age(seconds: float) -> None:
+        now[0] += seconds
+
+    def empty() -> None:
+        now[0] += 1e6
+        store.claim_many([], 1.0)
+
+    assert isinstance(store, IdempotencyStore)
+    return Subject(store, age, empty)
+
+
+class Records:
+    """The table of a store, as a test changes it."""
+
+    def __init__(self, engine: Engine, table: str = "reliable_mq_claims") -> None:
+        self.engine, self.table = engine, table
+
+    def age(self, seconds: float) -> None:
+        shift = int(seconds * 1_000_000)
+        self._do(f"UPDATE {self.table} SET lease_ends = lease_ends - {shift}, expires = expires - {shift}")
+
+    def empty(self) -> None:
+        self._do(f"DELETE FROM {self.table}")
+
+    def rewrite(self, key: str) -> None:
+        self._do(f"UPDATE {self.table} SET format = 2 WHERE claim_key = '{key}'")
+
+    def count(self) -> int:
+        with self.engine.connect() as connection:
+            count: int = connection.execute(text(f"SELECT count(*) FROM {self.table}")).scalar_one()
+            return count
+
+    def _do(self, sql: str) -> None:
+        with self.engine.begin() as connection:
+            connection.execute(text(sql))
+
+    def subject(self, store: Any) -> Subject:
+        return Subject(store, self.age, self.empty, self.rewrite)
+
+
+def quick(engine: Engine) -> Engine:
+    """Not durable against a power failure, which no test makes."""
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA journal_mode = WAL").close()
+        connection.execute("PRAGMA synchronous = OFF").close()
+
+    return engine
+
+
+def sqlite(directory: Path) -> Subject:
+    store = SQLiteStore(directory / "store.db", retention=RETENTION)
+    store.claim_many(["x"], 1.0)
+    subject = Records(create_engine(f"sqlite:///{directory / 'store.db'}", poolclass=NullPool)).subject(store)
+    subject.stack.callback(store.close)
+    return subject
+
+
+def sqlalchemy(engine: Engine) -> Subject:
+    store = SQLAlchemyStore(engine, retention=RETENTION)
+    store.create_table()
+    subject = Records(engine).subject(store)
+    subject.stack.callback(engine.dispose)
+    subject.stack.callback(store.close)
+    return subject
+
+
+def sqlalchemy_sqlite(directory: Path) -> Subject:
+    return sqlalchemy(quick(create_engine(f"sqlite:///{directory / 'sql.db'}")))
+
+
+def sqlalchemy_async(url: str, records: Engine) -> Subject:
+    """On the same table as ``records``, another engine."""
+    blocking = Blocking(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION))
+    blocking.run(blocking.store.create_table())
+    subject = Records(records).subject(blocking)
+    subject.stack.callback(records.dispose)
+    subject.stack.callback(lambda: blocking.end(blocking.store._engine.dispose()))
+    return subject
+
+
+def sqlalchemy_async_sqlite(directory: Path) -> Subject:
+    path = directory / "async.db"
+    return sqlalchemy_async(
+        f"sqlite+aiosqlite:///{path}", quick(create_engine(f"sqlite:///{path}", poolclass=NullPool))
+    )
