@@ -121,6 +121,7 @@ class ConsumerOptions:
         self.stop_timeout = seconds("stop_timeout", stop_timeout)
         self.ack_interval = seconds("ack_interval", ack_interval)
         self.dead_letter = self._dead_letter(queue, dead_letter)
+        self._drops = dead_letter is None  # the user said so, and need not be told
         self.topology = declarations([*topology, *([dead_letter] if isinstance(dead_letter, Queue) else [])])
         self._queue = queue
         self._pushed = handler is not None
@@ -164,10 +165,11 @@ class ConsumerOptions:
         found = []
         if self.prefetch == 0:
             found.append("prefetch=0 is no limit: a large backlog fills the memory of this process")
-        if self.dead_letter is None and self._pushed and self._ack_mode == "manual" and not self.is_stream:
+        unsaid = self.dead_letter is None and not self._drops
+        if unsaid and self._pushed and self._ack_mode == "manual" and not self.is_stream:
             found.append(
                 f"no dead-letter queue of {self.queue_name!r} is known here: what is given up is rejected, and lost "
-                "unless the broker has a dead-letter exchange for it; give dead_letter"
+                "unless the broker has a dead-letter exchange for it; give dead_letter, or None where they may go"
             )
         return found
 
