@@ -142,6 +142,8 @@ def test_dead_letters_go_to_the_queues_own_unless_told(queue: Any, given: dict[s
         (ORDERS, {}, 0),
         (ORDERS, {"prefetch": 0}, 1),
         ("orders", {}, 1),
+        ("orders", {"dead_letter": None}, 0),
+        (Queue("orders", dead_letter=None), {}, 1),
         ("orders", {"ack_mode": "automatic"}, 0),
         ("orders", {"handler": None}, 0),
         (EVENTS, {}, 0),
