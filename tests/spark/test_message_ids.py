@@ -1,0 +1,83 @@
+"""Ids of rows that have none: the same at every attempt, different for different rows."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.spark.message_ids import MessageIds
+
+ROWS = st.lists(
+    st.tuples(st.binary(max_size=4), st.tuples(st.text(max_size=2), st.none() | st.integers())), max_size=30
+)
+
+
+def made(
+    rows: list[tuple[bytes, tuple[object, ...]]], prefix: str = "q/1/0", constant: tuple[str, ...] = ()
+) -> list[str]:
+    ids = MessageIds(prefix, constant)
+    return [ids.of(body, values) for body, values in rows]
+
+
+@given(rows=ROWS, seed=st.integers())
+def test_an_attempt_that_sees_its_rows_in_another_order_makes_the_same_ids(
+    rows: list[tuple[bytes, tuple[object, ...]]], seed: int
+) -> None:
+    """For each row, and as many different ones for equal rows as there are of them."""
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+
+    def by_row(order: list[tuple[bytes, tuple[object, ...]]]) -> dict[tuple[bytes, tuple[object, ...]], set[str]]:
+        found: dict[tuple[bytes, tuple[object, ...]], set[str]] = {}
+        for row, message_id in zip(order, made(order), strict=True):
+            found.setdefault(row, set()).add(message_id)
+        return found
+
+    assert by_row(rows) == by_row(shuffled)
+
+
+@given(rows=ROWS)
+def test_no_two_rows_of_a_partition_have_the_same_id(rows: list[tuple[bytes, tuple[object, ...]]]) -> None:
+    """Not even equal ones: they are two messages."""
+    assert len(set(made(rows))) == len(rows)
+
+
+def test_where_a_column_ends_matters() -> None:
+    """What is in one column cannot be taken for the body, or for another column."""
+    rows: list[tuple[bytes, tuple[object, ...]]] = [
+        (b"", ("a", "b")),
+        (b"", ("ab", "")),
+        (b"('a', 'b')", ()),
+        (b"a", ("b",)),
+    ]
+    assert len({MessageIds("p").of(body, values) for body, values in rows}) == len(rows)
+
+
+def test_partitions_batches_and_targets_have_ids_of_their_own() -> None:
+    """The same row is another message in another place."""
+    row: list[tuple[bytes, tuple[object, ...]]] = [(b"x", ())]
+    assert len({*made(row, "q/1/0"), *made(row, "q/1/1"), *made(row, "q/2/0"), *made(row, "q/1/0", ("events",))}) == 4
+
+
+def test_ids_are_the_same_in_another_process() -> None:
+    """Whatever its hash seed is."""
+    program = (
+        "from reliable_mq.spark.message_ids import MessageIds; print(MessageIds('p', ('e',)).of(b'x', ('a', None, 1)))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert printed == {MessageIds("p", ("e",)).of(b"x", ("a", None, 1))}
+
+
+def test_an_id_fits_a_message() -> None:
+    """255 bytes at most, also with the longest numbers."""
+    ids = MessageIds("01a1ffb6-0ce1-7569-a921-e929dd3f7692/9223372036854775807/2147483647")
+    assert max(len(ids.of(b"x")) for _ in range(1000)) < 255

@@ -1,0 +1,95 @@
+"""Positions in streams: what is in a checkpoint, how a batch is cut down, how ranges are split."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+BACKLOGS = st.dictionaries(NAMES, st.tuples(st.integers(0, 10**12), st.integers(0, 10**6)), max_size=4)
+
+
+def test_an_offset_survives_the_checkpoint() -> None:
+    """As JSON, with and without the mark of where a query begins."""
+    positions = {"events": 2**62, "other": 0}
+    assert from_checkpoint(json.loads(json.dumps(positions))) == (positions, False)
+    assert from_checkpoint(json.loads(json.dumps(marked_initial(positions)))) == (positions, True)
+
+
+def test_a_stream_may_be_called_initial() -> None:
+    """Its position is a number, the mark holds a table."""
+    assert from_checkpoint({"initial": 7}) == ({"initial": 7}, False)
+
+
+@pytest.mark.parametrize("offset", [{"epoch": "x", "number": 1}, {"a": 1.5}, {"a": True}, {"initial": {"a": None}}])
+def test_f58_an_offset_of_another_kind_is_refused(offset: dict[str, object]) -> None:
+    """One of queue mode, of another source, of a newer version: never misread."""
+    with pytest.raises(ConfigurationError, match="checkpointLocation"):
+        from_checkpoint(offset)
+
+
+@given(backlogs=BACKLOGS, messages=st.none() | st.integers(1, 10**7), size=st.none() | st.integers(1, 10**9))
+def test_a_limit_holds_and_lets_something_through(
+    backlogs: dict[str, tuple[int, int]], messages: int | None, size: int | None
+) -> None:
+    """No stream goes back or beyond its end; where anything is there, at least one message passes."""
+    start = {name: first for name, (first, _) in backlogs.items()}
+    end = {name: first + count for name, (first, count) in backlogs.items()}
+    cut = limited(start, end, messages=messages, size=size, average={"a": 10.0, "b": 0.0})
+    assert cut.keys() == end.keys()
+    assert all(start[name] <= cut[name] <= end[name] for name in end)
+    total, taken = (sum(there[name] - start[name] for name in end) for there in (end, cut))
+    assert taken <= max(messages or total, 1)
+    assert taken > 0 or total == 0
+    if messages is None and size is None:
+        assert cut == end
+
+
+def test_every_stream_gets_its_share() -> None:
+    """By what waits in it; a small one does not starve beside a large one."""
+    assert limited({"a": 0, "b": 100}, {"a": 3000, "b": 1100}, messages=400) == {"a": 300, "b": 200}
+    assert limited({"a": 0, "b": 0}, {"a": 100_000, "b": 1}, messages=100) == {"a": 99, "b": 1}
+
+
+def test_bytes_are_counted_by_the_average_of_each_stream() -> None:
+    """1000 messages of 100 bytes and 1000 of 900, and room for a tenth."""
+    cut = limited({"a": 0, "b": 0}, {"a": 1000, "b": 1000}, size=100_000, average={"a": 100.0, "b": 900.0})
+    assert cut == {"a": 100, "b": 100}
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**6), max_size=5), least=st.none() | st.integers(1, 50), first=st.integers(0, 10**9)
+)
+def test_split_ranges_cover_the_same_offsets_without_gap_or_overlap(
+    sizes: list[int], least: int | None, first: int
+) -> None:
+    """And there are as many as were asked for, where there are as many messages."""
+    ranges = [StreamRange(f"s{index}", first, first + size) for index, size in enumerate(sizes)]
+    pieces = split(ranges, least)
+    for whole in ranges:
+        mine = [piece for piece in pieces if piece.stream == whole.stream]
+        assert (mine[0].start, mine[-1].end) == (whole.start, whole.end)
+        assert all(one.end == other.start for one, other in pairwise(mine))
+        assert all(piece.size > 0 for piece in mine)
+    if ranges and least is not None:
+        assert len(pieces) == max(len(ranges), min(least, sum(sizes)))
+
+
+def test_empty_ranges_are_left_out() -> None:
+    """Those of streams where nothing is new."""
+    assert ranges_of({"a": 5, "b": 3}, {"b": 9, "a": 5}) == [StreamRange("b", 3, 9)]
+
+
+def test_a_range_can_be_pickled() -> None:
+    """It travels to an executor."""
+    one = StreamRange("events", 3, 9)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert str(one) == "offsets 3 to 8 of stream 'events'"

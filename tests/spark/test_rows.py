@@ -1,0 +1,93 @@
+"""Rows become messages: which column is what, and what makes up an id."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from reliable_mq.spark.message_ids import MessageIds
+from reliable_mq.spark.options import WriteOptions
+from reliable_mq.spark.rows import Outgoing, RowPlan, UnsendableRow
+
+
+def plan(*names: str, **options: str) -> RowPlan:
+    made: RowPlan = pickle.loads(pickle.dumps(RowPlan(WriteOptions(url="amqp://localhost/", **options), names)))
+    return made
+
+
+def messages(columns: dict[str, Any], **options: str) -> list[Outgoing]:
+    batch = pa.RecordBatch.from_pydict(columns)
+    made = plan(*columns, **options)
+    return list(made.messages(batch, MessageIds("q/0/0", made.constant), 0))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_a_body_is_its_bytes(kind: pa.DataType) -> None:
+    """Text in UTF-8; the large types are those of ``spark.sql.execution.arrow.useLargeVarTypes``."""
+    given = pa.array(["é".encode(), b""], pa.binary()).cast(kind)
+    assert [out.message.body for out in messages({"body": given}, routing_key="q")] == ["é".encode(), b""]
+
+
+def test_options_come_before_columns() -> None:
+    """And a null is the default exchange, the empty key."""
+    columns = {"body": ["a", "b"], "exchange": ["e", None], "routing_key": [None, "k"]}
+    assert [out[1:] for out in messages(columns)] == [("e", ""), ("", "k")]
+    assert [out[1:] for out in messages(columns, exchange="x")] == [("x", ""), ("x", "k")]
+    assert [out[1:] for out in messages(columns, routing_key="y")] == [("e", "y"), ("", "y")]
+
+
+def test_a_given_id_is_kept_and_a_null_is_made() -> None:
+    """Row by row."""
+    first, second = messages({"body": ["a", "b"], "message_id": ["mine", None]}, routing_key="q")
+    assert first.message.message_id == "mine"
+    assert second.message.message_id.startswith("q/0/0/")
+
+
+def test_the_order_of_columns_and_of_headers_does_not_change_an_id() -> None:
+    """Spark promises neither over attempts, nor a restart over a changed select."""
+    kind = pa.map_(pa.string(), pa.string())
+    one = messages(
+        {"body": ["a"], "type": ["t"], "headers": pa.array([[("x", "1"), ("y", "2")]], kind)}, routing_key="q"
+    )
+    two = messages(
+        {"headers": pa.array([[("y", "2"), ("x", "1")]], kind), "type": ["t"], "body": ["a"]}, routing_key="q"
+    )
+    other = messages(
+        {"headers": pa.array([[("y", "3"), ("x", "1")]], kind), "type": ["t"], "body": ["a"]}, routing_key="q"
+    )
+    assert one[0].message.message_id == two[0].message.message_id
+    assert one[0].message.message_id != other[0].message.message_id
+
+
+def test_the_zone_of_a_session_changes_neither_time_nor_id() -> None:
+    """A timestamp is a moment; AMQP carries whole seconds."""
+    when = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)
+    made = [
+        messages({"body": ["a"], "timestamp": pa.array([when], pa.timestamp("us", zone))}, routing_key="q")[0].message
+        for zone in ("UTC", "Asia/Tokyo")
+    ]
+    assert made[0].timestamp == made[1].timestamp == when.replace(microsecond=0)
+    assert made[0].message_id == made[1].message_id
+
+
+def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
+    """Those before it are given; numbers go on over batches."""
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "priority": [1, -1]})
+    made = plan("body", "priority", routing_key="q")
+    rows = made.messages(batch, MessageIds("q"), 1000)
+    assert next(rows).message.body == b"a"
+    with pytest.raises(UnsendableRow, match="priority must be an int") as refused:
+        next(rows)
+    assert refused.value.number == 1001
+    assert refused.value.message_id is not None
+
+
+def test_carbon_copies_of_text_are_refused() -> None:
+    """RabbitMQ closes the channel over a ``CC`` header that is no list, and a map of strings cannot hold one."""
+    headers = pa.array([[("CC", "other")]], pa.map_(pa.string(), pa.string()))
+    with pytest.raises(UnsendableRow, match="'CC'"):
+        messages({"body": ["a"], "headers": headers}, routing_key="q")

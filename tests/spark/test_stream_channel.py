@@ -1,0 +1,42 @@
+"""The offset of a delivery, found in its bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.codec import RawDelivery, encode_table, join_properties
+from reliable_mq.spark.stream_channel import offset_of
+
+
+def delivery(table: bytes | None) -> RawDelivery:
+    return RawDelivery("", 1, False, "", "", join_properties({} if table is None else {"headers": table}), b"")
+
+
+def table(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return len(body).to_bytes(4) + body
+
+
+OFFSET = b"\x0fx-stream-offsetl" + (7 * 10**12).to_bytes(8)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        table(OFFSET),
+        table(b"\x05otherI\0\0\0\1", OFFSET),
+        table(OFFSET, b"\x05otherI\0\0\0\1"),
+        table(b"\x05otherS" + len(OFFSET).to_bytes(4) + OFFSET[:-1] + b"\0", OFFSET),  # it stands in a value, too
+    ],
+)
+def test_the_offset_is_found_wherever_it_is(headers: bytes) -> None:
+    """Among other headers, and where a value looks like it."""
+    assert offset_of(delivery(headers)) == 7 * 10**12
+
+
+@pytest.mark.parametrize(
+    "headers", [None, table(), encode_table({"x-stream-offset": "7"}), table(b"\x0fx-stream-offset")]
+)
+def test_a_delivery_without_one_comes_from_no_stream(headers: bytes | None) -> None:
+    """Missing, of another type, broken."""
+    assert offset_of(delivery(headers)) is None
