@@ -9,7 +9,7 @@ ARGS ?=
 JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv image images databases check test test-unit test-integration demo bench soak fmt clean
+.PHONY: help setup venv image images databases check test test-unit test-integration demo demo-spark java bench soak fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -41,17 +41,23 @@ test-unit: venv  ## the tests that need no broker (under a minute)
 	$(PYTEST) tests/core -n auto --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 	$(PYTEST) tests --ignore=tests/core -n auto $(ARGS)
 
-test-integration: venv images databases  ## the tests against real brokers and databases
+test-integration: venv images java databases  ## the tests against real brokers and databases
 	$(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
 
+java:
+	@$(SETUP) java
+
+demo-spark: venv image java  ## orders in, aggregated by a Spark cluster, alerts out, while parts of it are killed
+	@$(BIN)/python -m integration.demo_spark $(ARGS)
+
 bench: venv image databases  ## throughput and CPU per message, ours beside others
 	$(BIN)/python -m integration.bench $(ARGS)
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
-soak: venv images databases  ## the fault matrix on both broker lines with many seeds
+soak: venv images java databases  ## the fault matrix on both broker lines with many seeds
 	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can

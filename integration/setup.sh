@@ -5,6 +5,7 @@
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
 #   setup.sh databases         the image reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB
+#   setup.sh java              a Java that Spark runs on (17 or newer)
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
 #   setup.sh all               all of the above, both broker images
 #
@@ -36,8 +37,9 @@ main() {
         docker) ensure_docker ;;
         image) ensure_docker; ensure_image "${2:?newest or 4.0}" ;;
         databases) ensure_docker; ensure_databases ;;
+        java) ensure_java ;;
         faketime) ensure_faketime ;;
-        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_faketime >/dev/null ;;
+        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null ;;
         *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
     esac
 }
@@ -70,6 +72,16 @@ ensure_venv() {
     "$python" -m venv "$ROOT/.venv"
     "$ROOT/.venv/bin/python" -m pip install --quiet --editable "$ROOT[all,dev]" </dev/null
     printf '%s\n' "$want" >"$stamp"
+}
+
+# -- Java ------------------------------------------------------------------------------------------------------------
+
+ensure_java() {
+    local java=java
+    [ -n "${JAVA_HOME:-}" ] && java=$JAVA_HOME/bin/java
+    command -v "$java" >/dev/null && return
+    apt_install 'Spark runs on Java' default-jre-headless
+    command -v java >/dev/null || die "Java is installed, and is not on the PATH."
 }
 
 # -- libfaketime -----------------------------------------------------------------------------------------------------
