@@ -2,7 +2,8 @@
 
 Usage: ``python -m integration.programs.spark_queue_to_files JSON``, with ``url``, ``queue``, ``directory`` (for the
 output, the checkpoint and what Spark writes), ``drain`` (whether to end when all is read), ``pause`` (seconds for a row
-and task) and ``options`` of the source. Every row that a task has begun with leaves a file ``reading-*``.
+and task) and ``options`` of the source. With a pause, every row that a task has
+begun with leaves a file ``reading-*``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import SparkSession
 from pyspark.sql.functions import udf
 
 from reliable_mq.spark import register
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming import StreamingQuery
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -28,29 +32,34 @@ def main(settings: dict[str, Any]) -> None:
         builder = builder.config(name, value)
     spark = builder.config("spark.local.dir", str(directory / "local")).getOrCreate()
     register(spark)
+    query = start(spark, settings)
+    query.awaitTermination()
+    spark.stop()
+
+
+def start(spark: SparkSession, settings: dict[str, Any]) -> StreamingQuery:
+    """Start the query, in any session."""
+    pause, directory = settings.get("pause", 0.0), settings["directory"]
     source = spark.readStream.format("rabbitmq").option("url", settings["url"]).option("queue", settings["queue"])
     for name, value in settings.get("options", {}).items():
         source = source.option(name, value)
     rows = source.load().select("message_id", "body")
-    pause, marks = settings.get("pause", 0.0), str(directory)
 
-    @udf(rows.schema["body"].dataType)
+    @udf(rows.schema["body"].dataType, useArrow=False)
     def slowly(body: object) -> object:
-        Path(marks, f"reading-{uuid.uuid4().hex}").touch()
-        time.sleep(pause)
+        if pause:
+            Path(directory, f"reading-{uuid.uuid4().hex}").touch()
+            time.sleep(pause)
         return body
 
-    query = (
+    return (
         rows.withColumn("body", slowly("body"))
         .writeStream.format("parquet")
-        .option("path", str(directory / "output"))
-        .option("checkpointLocation", str(directory / "checkpoint"))
+        .option("path", f"{directory}/output")
+        .option("checkpointLocation", f"{directory}/checkpoint")
         .trigger(**({"availableNow": True} if settings.get("drain") else {"processingTime": "200 milliseconds"}))
         .start()
     )
-    query.awaitTermination()
-    print("drained", flush=True)
-    spark.stop()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.programs.spark_queue_to_files import start
 from integration.support.spark_application import Application, batches_in, committed_rows
 from reliable_mq import Message, Publisher, Queue
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
     from pathlib import Path
+
+    from pyspark.sql import SparkSession
 
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
@@ -45,9 +48,9 @@ def reached(phase: str, directory: Path, skip: int) -> Callable[[], bool]:
     }[phase]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
-    vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """Restarted on the same checkpoint until all is read: 0 lost; only what was in a batch comes twice."""
     publish(vhost, checker, ORDERS, MESSAGES)
@@ -63,12 +66,9 @@ def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
     for phase in phases:
         condition = reached(phase, tmp_path, rng.randrange(3))
         with Application("spark_queue_to_files", settings, tmp_path / "log") as application:
-            application.wait_until(condition, timeout=90, what=phase)
+            application.wait_until(condition, timeout=240, what=phase)
             application.kill(reader_too=rng.random() < 0.5)
-    with Application(
-        "spark_queue_to_files", {**settings, "drain": True, "pause": 0.0}, tmp_path / "log"
-    ) as application:
-        application.wait(90)
+    assert start(spark, {**settings, "drain": True, "pause": 0.0}).awaitTermination(240)
     for message_id, times in committed_rows(tmp_path / "output").items():
         for _ in range(times):
             checker.handled(message_id)
@@ -76,4 +76,4 @@ def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
     balance = checker.close()
     assert balance.left == 0
     assert balance.dead_lettered == 0
-    assert len(balance.duplicated) <= len(PHASES) * 100
+    assert len(balance.duplicated) <= len(PHASES) * 40  # a batch each

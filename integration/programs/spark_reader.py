@@ -1,0 +1,90 @@
+"""Plays Spark for a reader of queue mode: the same calls in the same order, a checkpoint, a sink, and a death on time.
+
+Usage: ``python -m integration.programs.spark_reader JSON``, with ``url``, ``queue``, ``directory``, ``options`` of the
+source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itself; none for never) and ``idle``
+(seconds without a message after which it stops; none for never). If ``hold`` is given, says ``reading`` and waits with
+a batch in its hands until the standard input ends.
+
+The sink is a file of lines ``batch message-id``. A batch that is in there is written again by nobody who has seen its
+commit; without one it is, as any sink that Spark writes to may be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from reliable_mq.spark.options import QueueOptions, read_options
+from reliable_mq.spark.queues import QueueSource
+
+PHASES = ("planned", "offsets written", "reading", "sink written", "commits written")
+
+
+def main(settings: dict[str, Any]) -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    given = {"url": settings["url"], "queue": settings["queue"], **settings.get("options", {})}
+    options = read_options(given, streaming=True)
+    assert isinstance(options, QueueOptions)
+    source = QueueSource(options, ["message_id"])
+    directory = Path(settings["directory"])
+    log = directory / "checkpoint.json"
+    offsets, commits = json.loads(log.read_text()) if log.exists() else ([], 0)
+    start = offsets[commits - 1] if commits else source.initialOffset()
+    batches = 0
+    quiet_since = time.monotonic()
+
+    def phase(name: str) -> None:
+        if name == settings.get("phase") and batches == settings.get("batch", 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def record() -> None:
+        new = log.with_suffix(".new")
+        new.write_text(json.dumps([offsets, commits]))
+        new.rename(log)
+
+    def process(end: dict[str, Any]) -> None:
+        parts = source.partitions(start, end)
+        phase("reading")
+        rows = [row for part in parts for batch in source.read(part) for row in batch.column(0).to_pylist()]
+        if settings.get("hold"):
+            print("reading", flush=True)
+            os.read(0, 1)
+        with (directory / "sink").open("a") as sink:
+            sink.writelines(f"{commits} {row}\n" for row in rows)
+        phase("sink written")
+
+    if len(offsets) > commits:  # Spark begins with the batch that was not committed
+        process(offsets[commits])
+        start, commits = offsets[commits], commits + 1
+        record()
+    while True:
+        end = source.latestOffset(start, ReadMaxRows(settings.get("most", 40)))
+        source.reportLatestOffset()
+        if end == start:
+            if settings.get("idle") is not None and time.monotonic() - quiet_since > settings["idle"]:
+                break
+            continue
+        phase("planned")
+        offsets.append(end)
+        record()
+        phase("offsets written")
+        source.commit(start)
+        process(end)
+        start, commits = end, commits + 1
+        record()
+        phase("commits written")
+        batches += 1
+        quiet_since = time.monotonic()
+    source.stop()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,304 @@
+"""The reader of queue mode in a process of its own, called as Spark calls it, by a program that can die on time.
+
+What Spark adds to it is in the other tests of queue mode; here are the deaths, the outages and the limits, for which
+Spark is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from integration.programs.spark_reader import PHASES
+from integration.support.programs import ROOT, environment
+from integration.support.waiting import wait_until
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.spark.options import QueueOptions, read_options
+from reliable_mq.spark.queues import QueueSource
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxy
+
+ORDERS = Queue("orders")
+RESTARTS = 200
+
+
+def publish(vhost: VirtualHost, count: int, checker: Checker | None = None, body: bytes = b"x" * 100) -> None:
+    messages = [Message(body) for _ in range(count)]
+    for message in messages if checker else ():
+        checker.attempted(message.message_id)
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key="orders").ok
+    for message in messages if checker else ():
+        checker.confirmed(message.message_id)
+
+
+def source_of(url: str, **options: object) -> QueueSource:
+    given = {"url": url, "queue": "orders", **{name: str(value) for name, value in options.items()}}
+    parsed = read_options(given, streaming=True)
+    assert isinstance(parsed, QueueOptions)
+    return QueueSource(parsed, ["message_id", "redelivered"])
+
+
+class Query:
+    """Plays Spark in this process, one batch at a time."""
+
+    def __init__(self, url: str, most: int = 40, **options: object) -> None:
+        self.source = source_of(url, **options)
+        self.position = self.source.initialOffset()
+        self.rows: Counter[str] = Counter()
+        self._most = most
+
+    def batch(self, during: Callable[[], object] = lambda: None) -> int:
+        """Read and commit a batch, if there is one."""
+        end = self.source.latestOffset(self.position, ReadMaxRows(self._most))
+        self.source.commit(self.position)
+        read = [
+            row
+            for part in self.source.partitions(self.position, end)
+            for batch in self.source.read(part)
+            for row in batch.column(0).to_pylist()
+        ]
+        if read:
+            during()
+        self.rows.update(read)
+        self.position = end
+        return len(read)
+
+    def until(self, distinct: int, timeout: float = 60) -> None:
+        """Read on until so many different messages were read, and one more time for the last acks."""
+        wait_until(
+            lambda: self.batch() < 0 or len(self.rows) >= distinct,
+            timeout=timeout, what=lambda: f"{len(self.rows)} of {distinct}", interval=0,
+        )  # fmt: skip
+        while self.batch():
+            pass
+
+
+@pytest.fixture
+def query() -> Iterator[Callable[..., Query]]:
+    made: list[Query] = []
+
+    def make(*args: Any, **options: Any) -> Query:
+        made.append(Query(*args, **options))
+        return made[-1]
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield make
+    for each in made:
+        each.source.stop()
+    signal.signal(signal.SIGTERM, before)
+
+
+def reader(vhost: VirtualHost, directory: Path, **settings: Any) -> subprocess.Popen[bytes]:
+    given = {"url": vhost.url, "queue": "orders", "directory": str(directory), **settings}
+    with (directory / "log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "integration.programs.spark_reader", json.dumps(given)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment(),
+        )  # fmt: skip
+
+
+def run_to_its_end(process: subprocess.Popen[bytes], expected: int, directory: Path) -> None:
+    process.communicate(timeout=100)
+    assert process.returncode == expected, (directory / "log").read_text()[-3000:]
+
+
+def book_sink(directory: Path, checker: Checker) -> None:
+    for line in (directory / "sink").read_text().splitlines():
+        checker.handled(line.split()[1])
+
+
+@pytest.mark.timeout(300)
+def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
+    vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+) -> None:
+    """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
+    publish(vhost, 500, checker)
+    for phase in rng.sample(PHASES, len(PHASES)):
+        run_to_its_end(reader(vhost, tmp_path, phase=phase, batch=rng.randrange(2)), -signal.SIGKILL, tmp_path)
+    run_to_its_end(reader(vhost, tmp_path, idle=3), 0, tmp_path)
+    book_sink(tmp_path, checker)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.left == balance.dead_lettered == 0
+    assert len(balance.duplicated) <= 3 * 40  # of the five, three die after the sink is written or while it may be
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["ours", "limited"])
+def test_f60_two_hundred_restarts_lose_nothing(
+    vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random, kind: str
+) -> None:
+    """On our own queue; on a foreign one with a delivery limit, what was read too often is in its dead-letter queue."""
+    if kind == "limited":
+        with vhost.connect() as connection:
+            channel = connection.channel()
+            channel.queue_declare(
+                "orders.dead", durable=True, arguments={"x-queue-type": "quorum", "x-delivery-limit": -1}
+            )
+            limited = {"x-queue-type": "quorum", "x-delivery-limit": 20, "x-dead-letter-exchange": ""}
+            arguments = {**limited, "x-dead-letter-routing-key": "orders.dead", "x-overflow": "reject-publish",
+                         "x-dead-letter-strategy": "at-least-once"}  # fmt: skip
+            channel.queue_declare("orders", durable=True, arguments=arguments)
+            messages = [Message(b"x") for _ in range(4000)]
+            for message in messages:
+                checker.attempted(message.message_id)
+            with Publisher(vhost.url) as publisher:
+                assert publisher.publish_many(messages, routing_key="orders").ok
+            for message in messages:
+                checker.confirmed(message.message_id)
+    else:
+        publish(vhost, 4000, checker)
+    for _ in range(RESTARTS):
+        process = reader(vhost, tmp_path, phase=rng.choice(PHASES), batch=rng.randrange(2), idle=2, most=20)
+        process.communicate(timeout=100)
+    run_to_its_end(reader(vhost, tmp_path, idle=3), 0, tmp_path)
+    book_sink(tmp_path, checker)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.left == 0
+    assert balance.dead_lettered == 0 or kind == "limited"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_hands_back_what_was_read_and_counts_no_delivery(
+    vhost: VirtualHost, tmp_path: Path, signals: int
+) -> None:
+    """As Spark ends a query: once or twice, in the middle of a batch, without a word before."""
+    publish(vhost, 100)
+    process = reader(vhost, tmp_path, hold=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"reading\n"
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+    with process:  # its standard input stays open, so that the batch stays in its hands
+        assert process.wait(30) == 0
+    vhost.wait_for_messages("orders", 100, timeout=5)
+    counts = {message["properties"].get("headers", {}).get("x-delivery-count") for message in vhost.peek("orders")}
+    assert counts <= {None, 0}
+
+
+def test_when_the_driver_is_gone_its_reader_hands_back(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Spark's end closes the reader's input; its ``stop`` gives everything back."""
+    publish(vhost, 100)
+    query = Query(vhost.url)
+    assert query.batch() > 0
+    query.source.stop()
+    vhost.wait_for_messages("orders", 100, timeout=5)
+
+
+def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
+    vhost: VirtualHost, checker: Checker, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+) -> None:
+    """What was in the batch comes again, what was not is dropped, and no old tag is acked."""
+    publish(vhost, 400, checker)
+    proxy = fault_proxy(vhost.url)
+    reading = query(proxy.url, prefetch=80)
+    for _ in range(3):
+        wait_until(lambda: reading.batch(proxy.cut), timeout=30, what="a batch")
+    reading.until(400)
+    reading.source.stop()
+    for message_id, times in reading.rows.items():
+        for _ in range(times):
+            checker.handled(message_id)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.left == balance.dead_lettered == 0
+    assert 0 < len(balance.duplicated) <= 3 * 40
+
+
+@pytest.mark.timeout(240)
+def test_f01_a_broker_killed_in_mid_query_loses_nothing(
+    private_vhost: VirtualHost, private_broker: Broker, checker: Checker, query: Callable[..., Query]
+) -> None:
+    """The query waits for it and goes on."""
+    publish(private_vhost, 300, checker)
+    reading = query(private_vhost.url, prefetch=80)
+    wait_until(reading.batch, timeout=30, what="a batch")
+    wait_until(lambda: reading.batch(private_broker.kill), timeout=30, what="a batch")
+    assert reading.batch() == 0
+    private_broker.start()
+    reading.until(300, timeout=120)
+    reading.source.stop()
+    for message_id, times in reading.rows.items():
+        for _ in range(times):
+            checker.handled(message_id)
+    checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
+def test_f51_heartbeats_go_on_however_long_a_batch_takes(
+    vhost: VirtualHost, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three heartbeats without a call of Spark's: the connection is the same, and the batch is acked."""
+    publish(vhost, 10)
+    reading = query(vhost.url + "?heartbeat=1", prefetch=80)
+    with caplog.at_level(logging.WARNING, "reliable_mq.spark"):
+        assert reading.batch(lambda: threading.Event().wait(4)) == 10
+        reading.batch()
+    assert reading.source._pump.reconnects == 0
+    assert reading.source._pump.stale == 0
+    reading.source.stop()
+    vhost.wait_for_messages("orders", 0)
+
+
+def test_f24_a_queue_that_is_deleted_is_read_again_when_it_is_back(
+    vhost: VirtualHost, query: Callable[..., Query]
+) -> None:
+    """The broker cancels; the query waits."""
+    publish(vhost, 5)
+    reading = query(vhost.url)
+    reading.until(5)
+    vhost.delete_queue("orders")
+    wait_until(lambda: vhost.queue("orders") is None, timeout=20, what="the queue gone")
+    publish(vhost, 5)
+    reading.until(10)
+
+
+@pytest.mark.timeout(240)
+def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """Messages of 256 KiB with a prefetch of 2000, 64 MiB of them, and 4 MiB a batch: 8 MiB are held, and a read."""
+    publish(vhost, 256, body=bytes(256 * 1024))
+    reading = query(vhost.url, most=2000, maxBytesPerTrigger=4 * 2**20, prefetch=2000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = []
+    reading.batch(lambda: held.append(reading.source._pump._batches.held))
+    while len(reading.rows) < 256:
+        assert reading.batch(lambda: held.append(reading.source._pump._batches.held)) <= 17
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"held at most {max(held) / 2**20:.1f} MiB, the process grew by {grown / 1024:.0f} MiB")
+    assert max(held) <= (64 + 1) * 257 * 1024  # the first ones, whose size nobody knew
+    assert sorted(held)[len(held) // 2] <= 8 * 2**20 + 64 * 2**10
+
+
+def test_queue_mode_takes_a_consumer_that_is_the_only_active_one(
+    vhost: VirtualHost, query: Callable[..., Query]
+) -> None:
+    """A query that stands by reads nothing, and takes over when the other ends."""
+    single = Queue("orders", single_active_consumer=True)
+    with Publisher(vhost.url, topology=[single]) as publisher:
+        assert publisher.publish_many([Message(b"x") for _ in range(50)], routing_key="orders").ok
+    first, second = query(vhost.url, most=10), query(vhost.url, most=10)
+    assert wait_until(first.batch, timeout=20, what="a batch") > 0
+    assert second.batch() == 0
+    first.source.stop()
+    second.until(50)

@@ -1,0 +1,341 @@
+"""Queue mode with real queues: what is read, when it is acked, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.errors import PySparkException
+
+from integration.support.spark import failing_once
+from integration.support.spark_application import batches_in
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+    from reliable_mq.testing.proxy import FaultProxy
+
+ORDERS, PAYMENTS = Queue("orders"), Queue("payments", type="classic")
+
+
+def publish(vhost: VirtualHost, queue: Queue, messages: Iterable[Message], checker: Checker | None = None) -> None:
+    messages = list(messages)
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        for message in messages if checker else ():
+            checker.attempted(message.message_id)
+        assert publisher.publish_many(messages, routing_key=queue.name).ok
+        for message in messages if checker else ():
+            checker.confirmed(message.message_id)
+
+
+def numbered(count: int, first: int = 0) -> list[Message]:
+    return [Message(b"%d" % number) for number in range(first, first + count)]
+
+
+def read(spark: SparkSession, url: str, queue: str = "orders", **options: object) -> DataFrame:
+    given = {name: str(value) for name, value in options.items()}
+    return spark.readStream.format("rabbitmq").options(url=url, queue=queue, **given).load()
+
+
+class Seen:
+    """Rows, as ``foreachBatch`` was given them."""
+
+    def __init__(self, hold: Callable[[int], None] = lambda _batch: None) -> None:
+        self.batches: list[list[Row]] = []
+        self._hold = hold
+
+    def __call__(self, rows: DataFrame, batch: int) -> None:
+        self.batches.append(rows.collect())
+        self._hold(batch)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for batch in self.batches for row in batch]
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(int(row.body) for row in self.rows)
+
+
+def available_now(rows: DataFrame, checkpoint: str) -> Seen:
+    seen = Seen()
+    query = running(rows, checkpoint, seen, availableNow=True)
+    assert query.awaitTermination(110)
+    return seen
+
+
+def running(rows: DataFrame, checkpoint: str, seen: Seen, **trigger: Any) -> StreamingQuery:
+    writer = rows.writeStream.foreachBatch(seen).option("checkpointLocation", checkpoint)
+    return writer.trigger(**trigger or {"processingTime": "0 seconds"}).start()
+
+
+def test_a_message_becomes_a_row_with_all_that_it_had(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
+    """Every property has its column, in its type; what a message does not have is null."""
+    when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    headers = {"n": 1, "t": "\N{SNOWMAN}", "l": [1, "a"], "none": None, "yes": True, "at": when, "f": 0.75}
+    texts = {name: str(value) for name, value in headers.items()}
+    texts |= {"l": '[1, "a"]', "none": None, "yes": "true", "at": when.isoformat()}
+    full = Message(
+        b"\x00\xff", headers=headers,
+        content_type="a/b", content_encoding="gzip", message_id="id-1", correlation_id="c-1", reply_to="r", priority=3,
+        expiration=60.5, timestamp=when, type="placed", user_id="guest", app_id="shop", persistent=False,
+    )  # fmt: skip
+    publish(vhost, PAYMENTS, [full, Message(b"plain", message_id="id-2")])
+    seen = available_now(read(spark, vhost.url, "payments"), checkpoint)
+    first, second = sorted(seen.rows, key=lambda row: row.message_id)
+    assert first.asDict() | {"timestamp": None} == {
+        "body": bytearray(b"\x00\xff"), "queue": "payments", "offset": None, "exchange": "", "routing_key": "payments",
+        "redelivered": False, "delivery_count": None,
+        "headers": texts, "message_id": "id-1", "correlation_id": "c-1", "content_type": "a/b",
+        "content_encoding": "gzip", "reply_to": "r", "type": "placed",
+        "app_id": "shop", "user_id": "guest", "priority": 3, "expiration": 60.5, "timestamp": None,
+        "persistent": False,
+    }  # fmt: skip
+    assert first.timestamp.timestamp() == when.timestamp()
+    assert {name for name, value in second.asDict().items() if value not in (None, {})} == {
+        "body", "queue", "exchange", "routing_key", "redelivered", "message_id", "persistent",
+    }  # fmt: skip
+
+
+def test_available_now_ends_at_what_was_ready_beside_another_consumer(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str
+) -> None:
+    """It takes what is there and is not taken by others, in as many batches as the limit asks for, and ends."""
+    publish(vhost, ORDERS, numbered(500))
+    others: list[int] = []
+    with Consumer(vhost.url, ORDERS, lambda delivery: others.append(int(delivery.body)), prefetch=20):
+        seen = available_now(read(spark, vhost.url, maxMessagesPerTrigger=100, prefetch=150), checkpoint)
+    assert sorted(others + seen.numbers) == list(range(500))
+    assert all(len(batch) <= 100 for batch in seen.batches)
+    vhost.wait_for_messages("orders", 0)
+
+
+def test_available_now_leaves_what_comes_later_to_others(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str
+) -> None:
+    """Messages that are published while it runs are not read, and wait in the queue, not counted as delivered."""
+    publish(vhost, ORDERS, numbered(60))
+    more = iter([numbered(200, 60)])
+    seen = Seen(lambda _batch: publish(vhost, ORDERS, next(more, [])))
+    query = running(read(spark, vhost.url, maxMessagesPerTrigger=20), checkpoint, seen, availableNow=True)
+    assert query.awaitTermination(110)
+    assert seen.numbers == list(range(60))
+    vhost.wait_for_messages("orders", 200)
+    again = available_now(read(spark, vhost.url), checkpoint)
+    assert again.numbers == list(range(60, 260))
+    assert {row.delivery_count for row in again.rows} <= {None, 0}
+
+
+def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
+    """Each row says where it is from; each queue is acked."""
+    publish(vhost, ORDERS, numbered(150))
+    publish(vhost, PAYMENTS, numbered(150, 1000))
+    rows = read(spark, vhost.url, "orders, payments", maxMessagesPerTrigger=70, minPartitions=3)
+    seen = available_now(rows.select("queue", "body"), checkpoint)
+    assert seen.numbers == [*range(150), *range(1000, 1150)]
+    assert {(row.queue, int(row.body) >= 1000) for row in seen.rows} == {("orders", False), ("payments", True)}
+    for queue in ("orders", "payments"):
+        vhost.wait_for_messages(queue, 0)
+
+
+def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str
+) -> None:
+    """A query that is stopped in mid-batch gives everything back at once, and no delivery is counted."""
+    publish(vhost, ORDERS, numbered(300))
+    with vhost.connect() as connection:
+        channel = connection.channel()
+
+        def ready() -> int:
+            return int(channel.queue_declare("orders", passive=True).method.message_count)
+
+        def hold(_batch: int) -> None:
+            wait_until(lambda: not query.isActive or stopping, timeout=60, what="the test")
+
+        stopping = False
+        seen = Seen(hold)
+        query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=100), checkpoint, seen)
+        wait_until(lambda: seen.batches, timeout=60, what="a batch")
+        assert 200 <= ready() <= 236
+        stopping = True
+        query.stop()
+        wait_until(
+            lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=10, what=f"{ready()} handed back"
+        )
+    rest = available_now(read(spark, vhost.url), checkpoint)
+    assert sorted({*seen.numbers, *rest.numbers}) == list(range(300))
+    assert {row.delivery_count for row in rest.rows} <= {None, 0}
+
+
+def batches_committed(checkpoint: str) -> int:
+    from pathlib import Path
+
+    return max(0, batches_in(Path(checkpoint), "commits") - 1)  # the last one is acked with the next
+
+
+def test_f59_a_task_that_fails_is_tried_again_with_the_same_rows(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str, tmp_path: Path
+) -> None:
+    """The messages travel with the task: its second attempt has the same ones, with the same ids, and none is lost."""
+    publish(vhost, ORDERS, numbered(200))
+    rows = failing_once(read(spark, vhost.url, maxMessagesPerTrigger=200), tmp_path, after=30)
+    seen = available_now(rows, checkpoint)
+    assert (tmp_path / "failed").exists()
+    assert seen.numbers == list(range(200))
+    assert len({row.message_id for row in seen.rows}) == 200
+    vhost.wait_for_messages("orders", 0)
+
+
+def test_a_connection_cut_in_mid_batch_loses_nothing(
+    spark: SparkSession,
+    vhost: VirtualHost,
+    checkpoint: str,
+    checker: Checker,
+    fault_proxy: Callable[..., FaultProxy],
+) -> None:
+    """What was in the batch comes again, no old tag is acked, and the query goes on by itself."""
+    publish(vhost, ORDERS, numbered(300), checker)
+    proxy = fault_proxy(vhost.url)
+    cuts = iter((1, 3))
+    cut_in = next(cuts)
+
+    def hold(batch: int) -> None:
+        nonlocal cut_in
+        if batch == cut_in:
+            proxy.cut()
+            cut_in = next(cuts, -1)
+
+    seen = Seen(hold)
+    query = running(read(spark, proxy.url, maxMessagesPerTrigger=40, prefetch=80), checkpoint, seen)
+    wait_until(
+        lambda: set(seen.numbers) == set(range(300)), timeout=60, what=lambda: f"{len(set(seen.numbers))} of 300"
+    )
+    query.processAllAvailable()
+    query.stop()
+    for row in seen.rows:
+        checker.handled(row.message_id)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert balance.dead_lettered == 0
+    assert len(balance.duplicated) <= 2 * 80 + 40
+
+
+def test_the_backlog_is_in_the_progress(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
+    """``latestOffset`` counts what waits in the queue, too."""
+    publish(vhost, ORDERS, numbered(500))
+    seen = Seen()
+    query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=60), checkpoint, seen)
+    wait_until(lambda: len(query.recentProgress) >= 2, timeout=60, what="progress")
+    first = next(progress for progress in query.recentProgress if progress.numInputRows)
+    source = first.sources[0]
+    end, latest = json.loads(source.endOffset), json.loads(source.latestOffset)
+    assert end["queues"] == {"orders": end["sequence"]}
+    assert latest["sequence"] - end["sequence"] == 500 - end["sequence"]
+    query.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"queue": None}, "give one of the options queue and stream: neither is there"),
+        ({"stream": "s"}, "both are there"),
+        ({"queue": "missing"}, "no queue 'missing'"),
+        ({"maxMessagesPerTriger": "5"}, "did you mean maxMessagesPerTrigger"),
+        ({"startingOffsets": "earliest"}, "startingOffsets is an option of stream mode"),
+        ({"url": "amqp://guest:s3cret@127.0.0.1:1/"}, "127.0.0.1:1"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_names_it(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str, options: dict[str, str | None], says: str
+) -> None:
+    """At the latest when the query starts; and no error shows the password."""
+    given = {"url": vhost.url, "queue": "orders"} | options
+    source = spark.readStream.format("rabbitmq").options(**{k: v for k, v in given.items() if v is not None})
+    with pytest.raises(PySparkException) as raised:
+        available_now(source.load(), checkpoint)
+    assert says in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
+    """Batch reads of a queue, trigger(once), overwriting: each error says what to do instead."""
+    publish(vhost, ORDERS, numbered(5))
+    batch = spark.read.format("rabbitmq").options(url=vhost.url, queue="orders")
+    with pytest.raises(PySparkException, match=r"Use spark.readStream with trigger\(availableNow=True\)"):
+        batch.load().collect()
+    with pytest.raises(PySparkException, match=r"use\s+trigger\(availableNow=True\)"):
+        running(read(spark, vhost.url), checkpoint, Seen(), once=True).awaitTermination(110)
+    rows = spark.range(1).selectExpr("cast(id as string) as body")
+    with pytest.raises(PySparkException, match="use mode"):
+        rows.write.format("rabbitmq").options(url=vhost.url, routingKey="orders").mode("overwrite").save()
+    vhost.wait_for_messages("orders", 5)
+
+
+def test_a_queue_that_would_lose_messages_is_refused_with_the_fix(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """A delivery limit without a dead-letter exchange; a queue that goes with its reader; a stream."""
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
+        channel.queue_declare("going", durable=True, auto_delete=True)
+        channel.queue_declare("log", durable=True, arguments={"x-queue-type": "stream"})
+        channel.queue_declare(
+            "kept",
+            durable=True,
+            arguments={"x-queue-type": "quorum", "x-delivery-limit": 3, "x-dead-letter-exchange": ""},
+        )
+    for number, (queue, says) in enumerate(
+        {"limited": "Declare it with x-delivery-limit=-1", "going": "auto-delete", "log": "option stream"}.items()
+    ):
+        with pytest.raises(PySparkException, match=says):
+            available_now(read(spark, vhost.url, queue), str(tmp_path / str(number)))
+    for queue in ("limited", "kept"):
+        publish_plain(vhost, queue, 3)
+        assert available_now(read(spark, vhost.url, queue, failOnDataLoss="false"), str(tmp_path / queue)).numbers == [
+            0,
+            1,
+            2,
+        ]
+
+
+def publish_plain(vhost: VirtualHost, queue: str, count: int) -> None:
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        for number in range(count):
+            channel.basic_publish("", queue, b"%d" % number)
+    vhost.wait_for_messages(queue, count)
+
+
+def test_the_password_is_nowhere_to_be_seen(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not in a plan, the progress, the checkpoint, a description or the log."""
+    publish(vhost, ORDERS, numbered(5))
+    broker = vhost.broker
+    broker.management.call("PUT", "users", "reader", body={"password": "s3cr3t-pass", "tags": ""})
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    broker.management.call("PUT", "permissions", vhost.name, "reader", body=everything)
+    url = vhost.url.replace("guest:guest", "reader:s3cr3t-pass")
+    rows = read(spark, url)
+    seen = Seen()
+    query = running(rows, checkpoint, seen)
+    query.processAllAvailable()
+    shown = [str(query.lastProgress), str(query.status), repr(rows)]
+    rows.explain(extended=True)
+    query.explain(extended=True)
+    query.stop()
+    shown.append(capfd.readouterr().out)
+    shown += [path.read_text(errors="replace") for path in Path(checkpoint).rglob("*") if path.is_file()]
+    assert seen.numbers == list(range(5))
+    assert not [text for text in shown if "s3cr3t" in text]
