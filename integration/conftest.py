@@ -26,7 +26,8 @@ fixture              scope      what it is
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
 So it is with `consumer_face`: the sync one, or with ``@pytest.mark.both_faces`` or in `make soak` both. The other faces
-are both in every run, unless ``@pytest.mark.one_face("aio")`` says that one is enough outside of `make soak`.
+are both in every run, unless ``@pytest.mark.one_face("aio")`` says that one is enough outside of `make soak`. There,
+publishers are on uvloop, too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import pytest
 
 from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
-from integration.support.blocking import BlockingPublisher
+from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
 from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
 from integration.support.checker import Checker
@@ -81,7 +82,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if name in metafunc.fixturenames:
             alone = metafunc.definition.get_closest_marker("one_face")
             faces = ["sync", "aio"] if soaking() or alone is None else alone.args
-            metafunc.parametrize(name, faces, indirect=True)
+            on_uvloop = ["uvloop"] if soaking() and name == "publisher_face" else []
+            metafunc.parametrize(name, [*faces, *on_uvloop], indirect=True)
     for name in ("broker", "private_broker"):
         if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
             metafunc.parametrize(name, LINES, indirect=True)
@@ -275,10 +277,11 @@ def rng(seed: int) -> random.Random:
 
 
 @pytest.fixture
-def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _uvloop: None) -> str:
     """Run the test on either face: what holds for one holds for the other."""
-    if request.param == "aio":
-        monkeypatch.setattr(request.module, "Publisher", BlockingPublisher)
+    faces = {"aio": BlockingPublisher, "uvloop": UvloopPublisher}
+    if request.param in faces:
+        monkeypatch.setattr(request.module, "Publisher", faces[request.param])
     return str(request.param)
 
 

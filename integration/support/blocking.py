@@ -10,6 +10,8 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+import uvloop
+
 from reliable_mq.aio.publisher import AsyncPublisher
 
 if TYPE_CHECKING:
@@ -174,3 +176,9 @@ class BlockingPublisher:
         if self._loop is not None:
             loop, self._loop = self._loop, None
             loop.stop()
+
+
+class UvloopPublisher(BlockingPublisher):
+    """The same on uvloop's event loop."""
+
+    loop_factory = staticmethod(uvloop.new_event_loop)

@@ -10,7 +10,7 @@ import tenacity
 import uvloop
 
 from integration.support import blocking_consumer
-from integration.support.blocking import BlockingPublisher, Loop
+from integration.support.blocking import BlockingPublisher, Loop, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer, PlainBlockingConsumer
 from reliable_mq import Consumer, Publisher
 from tests.contract.scripted_broker import ScriptedBroker
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class OnUvloop(BlockingPublisher):
-    loop_factory = staticmethod(uvloop.new_event_loop)
-
-
-PUBLISHERS: dict[str, type[Any]] = {"sync": Publisher, "aio": BlockingPublisher, "uvloop": OnUvloop}
+PUBLISHERS: dict[str, type[Any]] = {"sync": Publisher, "aio": BlockingPublisher, "uvloop": UvloopPublisher}
 # With coroutine handlers, with plain ones, which have threads, and with coroutines on the other loop.
 CONSUMERS: dict[str, type[Any]] = {
     "sync": Consumer,
