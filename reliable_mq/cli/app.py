@@ -10,6 +10,7 @@ import typer
 
 from reliable_mq.cli import consume, demo, doctor, publish
 from reliable_mq.cli.dlq import dlq
+from reliable_mq.cli.outbox import outbox
 from reliable_mq.cli.terminal import errors, show_logs
 from reliable_mq.errors import ReliableMQError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 for command in (publish.publish, consume.consume, doctor.doctor, demo.demo):
     app.command()(command)
 app.add_typer(dlq)
+app.add_typer(outbox)
 
 
 @app.callback()

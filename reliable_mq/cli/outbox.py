@@ -1,0 +1,223 @@
+"""``reliable-mq outbox``: looks after an outbox, and relays one in a process of its own.
+
+An outbox is named by the path of its SQLite file, or by a database URL as SQLAlchemy writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from reliable_mq.cli.terminal import errors, output
+from reliable_mq.errors import ConfigurationError, OutboxError
+from reliable_mq.outbox import Outbox, SQLiteOutbox
+from reliable_mq.sync.publisher import Publisher
+
+if TYPE_CHECKING:
+    from reliable_mq.outbox import SQLAlchemyOutbox
+
+__all__ = ["outbox"]
+
+_INTERRUPTED: Final = 130
+_TABLE: Final = "reliable_mq_outbox"
+
+outbox = typer.Typer(
+    name="outbox",
+    help="Look into an outbox, relay it, and decide about what was set aside.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUTBOX",
+        help="The path of a SQLite outbox, or a database URL: postgresql+psycopg://user:password@host/db.",
+    ),
+]
+TableName = Annotated[str, typer.Option(help="The table, where OUTBOX is a database URL.")]
+Schema = Annotated[str | None, typer.Option(help="Its schema.")]
+MessageIds = Annotated[
+    list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="Which messages; with --all none is to be given.")
+]
+All = Annotated[bool, typer.Option("--all", help="All messages that were set aside.")]
+
+
+@outbox.command()
+def status(
+    where: Where,
+    *,
+    table: TableName = _TABLE,
+    schema: Schema = None,
+    limit: Annotated[int, typer.Option(min=0, help="How many of the messages that were set aside to list.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Count what waits, and list what was set aside with the reason. The exit status is 1 where anything was."""
+    with _outbox(where, table, schema) as box:
+        counted, aside = box.status(), box.set_aside(limit)
+    if as_json:
+        print(json.dumps(asdict(counted) | {"messages": [one._asdict() for one in aside]}, ensure_ascii=False))
+    else:
+        counts = Table.grid(padding=(0, 2))
+        for name, count in asdict(counted).items():
+            text = f"{count:,.1f} s" if isinstance(count, float) else f"{count:,}"
+            counts.add_row(name.replace("_", " "), text)
+        output.print(counts)
+        for one in aside:
+            to = f"{one.exchange!r} {one.routing_key!r}"
+            output.print(Text(f"{one.message_id} to {to}, {one.attempts} attempts: {one.reason}"), soft_wrap=True)
+    if counted.set_aside or counted.unreadable:
+        raise typer.Exit(1)
+
+
+@outbox.command()
+def relay(
+    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    where: Where,
+    *,
+    table: TableName = _TABLE,
+    schema: Schema = None,
+    create: Annotated[bool, typer.Option("--create", help="Make the outbox where it does not exist.")] = False,
+    until_empty: Annotated[
+        bool, typer.Option("--until-empty", help="End when everything that is there now is published.")
+    ] = False,
+    lease: Annotated[
+        float, typer.Option(help="Seconds after which a database gives the rows of a relay that died to another.")
+    ] = 30.0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
+    ] = None,
+) -> None:
+    """Publish what is in an outbox, confirmed, until Ctrl-C or SIGTERM. Any number may share a database's table."""
+    stopped = threading.Event()
+    received: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        stopped.set()
+        if until_empty:
+            raise KeyboardInterrupt  # out of the wait
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    with _outbox(where, table, schema, create=create, lease=lease) as box:
+        publisher = Publisher(url, outbox=box, name="reliable-mq outbox relay")
+        try:
+            with publisher:
+                publisher.connect()
+                if until_empty:
+                    publisher.flush(timeout)
+                else:
+                    errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
+                    stopped.wait()
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+        except TimeoutError as error:
+            raise OutboxError(str(error)) from error
+    if received and received[0] == signal.SIGINT:
+        raise typer.Exit(_INTERRUPTED)
+
+
+@outbox.command()
+def retry(
+    where: Where,
+    message_ids: MessageIds = None,
+    *,
+    every: All = False,
+    table: TableName = _TABLE,
+    schema: Schema = None,
+) -> None:
+    """Put messages that were set aside back, for the next relay to publish."""
+    which = _which(message_ids, every=every)
+    with _outbox(where, table, schema) as box:
+        _say(box.retry(which), "put back", which)
+
+
+@outbox.command()
+def purge(
+    where: Where,
+    message_ids: MessageIds = None,
+    *,
+    every: All = False,
+    table: TableName = _TABLE,
+    schema: Schema = None,
+) -> None:
+    """Remove messages that were set aside, for good. What waited behind them in their order goes on."""
+    which = _which(message_ids, every=every)
+    with _outbox(where, table, schema) as box:
+        _say(box.purge(which), "removed", which)
+
+
+@outbox.command()
+def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> None:
+    """Print the statements that make the table in this database, for a migration. Nothing is asked or changed."""
+    if "://" not in where:
+        raise typer.BadParameter("a SQLite outbox makes its own tables: give a database URL")
+    with _in_database(where, table=table, schema=schema) as box:
+        print(box.ddl())
+
+
+@contextmanager
+def _outbox(
+    where: str, table: str, schema: str | None, *, create: bool = False, lease: float = 30.0
+) -> Iterator[Outbox]:
+    if "://" in where:
+        with _in_database(where, table=table, schema=schema, create=create, lease=lease) as box:
+            box.open()
+            yield box
+        return
+    if not create and not Path(where).exists():
+        raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
+    file = SQLiteOutbox(where)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+@contextmanager
+def _in_database(url: str, **options: Any) -> Iterator[SQLAlchemyOutbox]:
+    try:  # of the extra `sql`, which nothing else here needs
+        from sqlalchemy import create_engine  # noqa: PLC0415
+        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+
+        from reliable_mq.outbox import SQLAlchemyOutbox  # noqa: PLC0415
+    except ImportError:
+        raise ConfigurationError("a database URL needs SQLAlchemy: pip install 'reliable-mq[sql]'") from None
+    try:
+        engine = create_engine(url)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
+    except SQLAlchemyError as error:
+        # Its text may show the URL, and with it a password.
+        raise ConfigurationError(f"OUTBOX is no database URL that can be used: {type(error).__name__}") from None
+    box = SQLAlchemyOutbox(engine, **options)
+    try:
+        yield box
+    finally:
+        box.close()
+        engine.dispose()
+
+
+def _which(message_ids: list[str] | None, *, every: bool) -> list[str] | None:
+    if bool(message_ids) == every:
+        raise typer.BadParameter("which messages? Give their ids, or --all")
+    return message_ids or None
+
+
+def _say(count: int, what: str, which: list[str] | None) -> None:
+    output.print(f"{count:,} messages {what}", highlight=False)
+    if which is not None and count < len(which):
+        raise typer.Exit(1)
