@@ -146,6 +146,7 @@ def test_aio_03_an_unroutable_publish_raises_unasked_and_after_a_reconnect_too(
     run_async(main())
 
 
+@pytest.mark.parametrize("run_async", [asyncio.new_event_loop], ids=["asyncio"], indirect=True)
 def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
     private_broker: Broker, private_vhost: VirtualHost, run_async: Any
 ) -> None:
