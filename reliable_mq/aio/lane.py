@@ -32,6 +32,8 @@ from reliable_mq.core.publication import Outcome, Reply
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reliable_mq.aio.confirmation import AsyncConfirmation
     from reliable_mq.aio.event_loop import Timer
     from reliable_mq.core.codec import RawDelivery
@@ -219,6 +221,15 @@ class AsyncPublishingLane:
         self._failures.clear()
         return unseen, count
 
+    def not_reported(self, confirmations: Iterable[AsyncConfirmation]) -> None:
+        """The report that was to tell of these will not be made: their failures are told at the end."""
+        for confirmation in confirmations:
+            if confirmation.seen:
+                confirmation.seen = False
+                if confirmation.outcome not in (None, Outcome.CONFIRMED):
+                    self._failures.append(confirmation)
+                    self._unseen += 1
+
     def failure_seen(self) -> None:
         """Somebody looked at a failure."""
         self._unseen -= 1
@@ -376,7 +387,7 @@ class AsyncPublishingLane:
         confirmed = Outcome.CONFIRMED
         for confirmation in settled:
             if confirmation.outcome is not confirmed:
-                if confirmation.watchers is None:
+                if confirmation.watchers is None and not confirmation.seen:
                     unwatched = confirmation
                     self._unwatched += 1
                 if not confirmation.seen:

@@ -192,19 +192,7 @@ class AsyncPublisher:
 
         Args and errors are those of :meth:`publish`, except that the broker's verdict comes through the confirmation.
         """
-        accepted_at = time.monotonic()
-        limit = None if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            return await self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
-        options = self._options
-        lane = self._lane or await self._open(options.delivery_timeout if limit is None else limit)
-        size = options.check(message, exchange, routing_key, lane.frame_max)
-        confirmation = AsyncConfirmation(
-            message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane
-        )
-        if not lane.take(confirmation):
-            await lane.wait_for_room(confirmation)
-        return confirmation
+        return await self._submit(message, exchange, routing_key, timeout)
 
     async def publish_many(
         self,
@@ -240,7 +228,7 @@ class AsyncPublisher:
         async def publish_one(message: Message) -> None:
             nonlocal pending
             try:
-                pending.append(await self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
+                pending.append(await self._submit(message, exchange, routing_key, timeout, reported=True))
             except PublishError as error:
                 failures.append((message, error))
             while pending and pending[0].outcome is not None:
@@ -251,17 +239,22 @@ class AsyncPublisher:
                         collect(confirmation)
                 pending = deque(confirmation for confirmation in pending if confirmation.outcome is None)
 
-        if hasattr(messages, "__aiter__"):
-            async for message in messages:
-                await publish_one(message)
-        else:
-            for message in messages:
-                await publish_one(message)
-        for confirmation in pending:
-            if confirmation.outcome is None:
-                with suppress(PublishError):  # it is collected with the others
-                    await confirmation
-            collect(confirmation)
+        try:
+            if hasattr(messages, "__aiter__"):
+                async for message in messages:
+                    await publish_one(message)
+            else:
+                for message in messages:
+                    await publish_one(message)
+            for confirmation in pending:
+                if confirmation.outcome is None:
+                    with suppress(PublishError):  # it is collected with the others
+                        await confirmation
+                collect(confirmation)
+        except BaseException:
+            if self._lane is not None and self._outbox is None:
+                self._lane.not_reported(pending)
+            raise
         if self._outbox is not None:
             return PublishReport(0, tuple(failures), stored=well)
         return PublishReport(well, tuple(failures))
@@ -410,6 +403,25 @@ class AsyncPublisher:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"
         hosts = ", ".join(map(str, self._options.settings.endpoints))
         return f"<AsyncPublisher {self._options.name!r} to {hosts}: {state}>"
+
+    async def _submit(
+        self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
+    ) -> AsyncConfirmation:
+        """Submit. ``reported``: a failure will be in a report, and nobody else need be told."""
+        accepted_at = time.monotonic()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        if self._outbox is not None:
+            return await self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
+        options = self._options
+        lane = self._lane or await self._open(options.delivery_timeout if limit is None else limit)
+        size = options.check(message, exchange, routing_key, lane.frame_max)
+        confirmation = AsyncConfirmation(
+            message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane
+        )
+        confirmation.seen = reported
+        if not lane.take(confirmation):
+            await lane.wait_for_room(confirmation)
+        return confirmation
 
     # With an outbox
 

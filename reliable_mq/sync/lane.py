@@ -39,7 +39,7 @@ from reliable_mq.sync.confirmation import PATIENCE
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reliable_mq.core.codec import RawDelivery
     from reliable_mq.core.publisher_options import PublisherOptions
@@ -200,6 +200,16 @@ class PublishingLane:
             count, self._unseen = self._unseen, 0
             self._failures.clear()
         return unseen, count
+
+    def not_reported(self, confirmations: Iterable[Confirmation]) -> None:
+        """The report that was to tell of these will not be made: their failures are told at the end."""
+        with self.lock:
+            for confirmation in confirmations:
+                if confirmation.seen:
+                    confirmation.seen = False
+                    if confirmation.outcome not in (None, Outcome.CONFIRMED):
+                        self._failures.append(confirmation)
+                        self._unseen += 1
 
     def failure_seen(self) -> None:
         """Somebody looked at a failure; the caller holds the lock."""
@@ -377,7 +387,7 @@ class PublishingLane:
         with self.lock:
             for confirmation in settled:
                 if confirmation.outcome is not confirmed:
-                    if confirmation.watchers is None:
+                    if confirmation.watchers is None and not confirmation.seen:
                         unwatched = confirmation
                         self._unwatched += 1
                     if not confirmation.seen:

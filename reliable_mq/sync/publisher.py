@@ -184,16 +184,7 @@ class Publisher:
 
         Args and errors are those of :meth:`publish`, except that the broker's verdict comes through the confirmation.
         """
-        accepted_at = time.monotonic()
-        limit = None if timeout is None else seconds("timeout", timeout)
-        if self._outbox is not None:
-            return self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
-        options = self._options
-        lane = self._lane or self._open(options.delivery_timeout if limit is None else limit)
-        size = options.check(message, exchange, routing_key, lane.frame_max)
-        confirmation = Confirmation(message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane)
-        lane.submit(confirmation)
-        return confirmation
+        return self._submit(message, exchange, routing_key, timeout)
 
     def publish_many(
         self,
@@ -226,20 +217,25 @@ class Publisher:
             else:
                 failures.append((confirmation.message, error))
 
-        for message in messages:
-            try:
-                pending.append(self.submit(message, exchange=exchange, routing_key=routing_key, timeout=timeout))
-            except PublishError as error:
-                failures.append((message, error))
-            while pending and pending[0].outcome is not None:
-                collect(pending.popleft())
-            if len(pending) > 2 * self._options.max_outstanding:  # a slow one is in front: keep what is outstanding
-                for confirmation in pending:
-                    if confirmation.outcome is not None:
-                        collect(confirmation)
-                pending = deque(confirmation for confirmation in pending if confirmation.outcome is None)
-        for confirmation in pending:
-            collect(confirmation)
+        try:
+            for message in messages:
+                try:
+                    pending.append(self._submit(message, exchange, routing_key, timeout, reported=True))
+                except PublishError as error:
+                    failures.append((message, error))
+                while pending and pending[0].outcome is not None:
+                    collect(pending.popleft())
+                if len(pending) > 2 * self._options.max_outstanding:  # a slow one is in front: keep what is outstanding
+                    for confirmation in pending:
+                        if confirmation.outcome is not None:
+                            collect(confirmation)
+                    pending = deque(confirmation for confirmation in pending if confirmation.outcome is None)
+            for confirmation in pending:
+                collect(confirmation)
+        except BaseException:
+            if self._lane is not None and self._outbox is None:
+                self._lane.not_reported(pending)
+            raise
         if self._outbox is not None:
             return PublishReport(0, tuple(failures), stored=well)
         return PublishReport(well, tuple(failures))
@@ -382,6 +378,22 @@ class Publisher:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"
         return f"<Publisher {self._options.name!r} to {', '.join(map(str, self._options.settings.endpoints))}: {state}>"
+
+    def _submit(
+        self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
+    ) -> Confirmation:
+        """Submit. ``reported``: a failure will be in a report, and nobody else need be told."""
+        accepted_at = time.monotonic()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        if self._outbox is not None:
+            return self._store(message, exchange, routing_key, accepted_at, limit, self._outbox)
+        options = self._options
+        lane = self._lane or self._open(options.delivery_timeout if limit is None else limit)
+        size = options.check(message, exchange, routing_key, lane.frame_max)
+        confirmation = Confirmation(message, exchange, routing_key, options.mandatory, size, accepted_at, limit, lane)
+        confirmation.seen = reported
+        lane.submit(confirmation)
+        return confirmation
 
     # With an outbox
 

@@ -11,6 +11,7 @@ import pytest
 from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
+    ConfigurationError,
     Message,
     PublishBlocked,
     PublishError,
@@ -545,6 +546,38 @@ def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publish
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_report_tells_is_not_said_in_the_log_as_well(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a submit that nobody waits for are."""
+    broker.script = lambda published: published.channel.nack(published.number)
+
+    def leave() -> None:
+        with new_publisher(retry=ONCE) as publisher:
+            report = publisher.publish_many([Message(b"%d" % number) for number in range(20)], routing_key=KEY)
+            assert [message.body for message, _ in report.failures] == [b"%d" % number for number in range(20)]
+            assert "nobody waits" not in caplog.text
+            publisher.submit(Message(b"lost"), routing_key=KEY)
+
+    with pytest.raises(PublishNacked):
+        leave()
+    assert "1 publishes failed that nobody waits for" in caplog.text
+
+
+def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """Something that is no message ends the call; what it had submitted goes on."""
+
+    def leave() -> None:
+        with new_publisher(retry=ONCE) as publisher:
+            messages = [Message(b"0"), Message(b"1"), "no message"]
+            with pytest.raises(ConfigurationError, match="must be a Message"):
+                publisher.publish_many(messages, routing_key=KEY)
+            broker.wait_published(2)[-1].channel.nack(2, multiple=True)
+
+    with pytest.raises(PublishError, match="2 messages"):
+        leave()
 
 
 def test_frames_keep_to_the_size_that_was_agreed_on(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
