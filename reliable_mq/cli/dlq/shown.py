@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.core.failure import printable
+from reliable_mq.core.headers import PREFIX
 from reliable_mq.core.lines import write_line
 from reliable_mq.deadletters import DeadMessage, Statistics
 from reliable_mq.deadletters.statistics import AGES
@@ -28,6 +29,9 @@ _TELLS: Final = (
     ("consumer", "consumer"),
     ("by version", "package_version"),
     ("handed out before", "delivery_count"),
+)
+_ELSEWHERE: Final = frozenset(
+    {"body", "body_base64", "exchange", "routing_key", "redelivered", "headers", "properties_base64"}
 )
 _UNITS: Final = ((604800, "w"), (86400, "d"), (3600, "h"), (60, "m"))
 
@@ -89,10 +93,11 @@ def details(message: DeadMessage, most: int) -> Table:
         row(name, getattr(message, attribute))
     row("cannot be replayed", message.unreadable)
     line: dict[str, Any] = json.loads(write_line(message))
-    for name in line.keys() - {"body", "body_base64", "exchange", "routing_key", "redelivered", "headers"}:
-        row(name, line[name])
+    for name in sorted(line.keys() - _ELSEWHERE):
+        row(name.replace("_", " "), line[name])
     for name, value in sorted(message.headers.items()):
-        row(f"header {printable(name, 100)}", value)
+        if not name.startswith(PREFIX):  # it was told above
+            row(f"header {printable(name, 100)}", value)
     table.add_row(f"body, {len(message.body):,} bytes", _body(message.body, most))
     return table
 
