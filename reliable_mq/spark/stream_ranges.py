@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.spark.columns import record_batch
+from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.stream_channel import StreamChannel, offset_of
 from reliable_mq.spark.stream_ends import end_of, first_offset
 from reliable_mq.url import parse_url
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from reliable_mq.core.codec import RawDelivery
-    from reliable_mq.spark.offsets import StreamRange
     from reliable_mq.spark.options import StreamOptions
 
 __all__ = ["RangeReader"]

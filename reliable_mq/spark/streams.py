@@ -147,8 +147,8 @@ class StreamBatch(DataSourceReader):
         """
         planner = _Planner(self._options)
         try:
-            begin = planner.positions("startingOffsets", self._options.starting_offsets)
             end = planner.ending(self._options.ending_offsets)
+            begin = planner.positions("startingOffsets", self._options.starting_offsets)
         finally:
             planner.close()
         return split(ranges_of(begin, end), self._options.min_partitions)
@@ -248,6 +248,9 @@ class _Planner:
         return end_of(channel, name, _SURE).position if offset is None else offset
 
     def _position(self, channel: StreamChannel, name: str, position: int | str) -> int:
+        known = self._ends.get(name)
+        if known is not None and known.position == 0 and isinstance(position, str):
+            return 0  # as long as it takes to be sure of that, it is not asked again
         if position == "earliest":
             return first_offset(channel, name, _SURE) or 0
         return end_of(channel, name, _SURE).position if isinstance(position, str) else position

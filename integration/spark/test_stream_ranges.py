@@ -1,0 +1,307 @@
+"""Stream mode against a real broker, without a session around it: ends, plans, ranges, what is gone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+
+from integration.support.waiting import wait_until
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.spark.datasource import RabbitMQDataSource
+from reliable_mq.spark.offsets import StreamRange
+from reliable_mq.spark.options import read_options
+from reliable_mq.spark.stream_ranges import RangeReader
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from integration.support.management import VirtualHost
+    from reliable_mq.spark.options import StreamOptions
+    from reliable_mq.spark.streams import StreamBatch, StreamSource
+    from reliable_mq.testing import FaultProxyFactory
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+EVENTS = Queue("events", type="stream")
+COLUMNS = ("offset", "body", "queue")
+ANY = ReadMaxRows(2**62)
+
+
+def publish(vhost: VirtualHost, count: int, *, first: int = 0, queue: Queue = EVENTS, size: int = 0) -> None:
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        numbers = range(first, first + count)
+        report = publisher.publish_many((Message(b"%d" % n + b" " * size) for n in numbers), routing_key=queue.name)
+        assert report.ok
+
+
+def options(url: str, **given: str) -> StreamOptions:
+    checked = read_options({"url": url, "stream": "events", **given}, streaming=False)
+    assert not hasattr(checked, "queues")
+    return checked  # type: ignore[return-value]
+
+
+def source(url: str, **given: str) -> StreamSource:
+    made = RabbitMQDataSource({"url": url, "stream": "events", **given})
+    reader: Any = made.streamReader(made.schema())
+    return pickle.loads(pickle.dumps(reader))  # as Spark does  # type: ignore[no-any-return]
+
+
+def batch(url: str, **given: str) -> StreamBatch:
+    made = RabbitMQDataSource({"url": url, "stream": "events", **given})
+    reader: Any = made.reader(made.schema())
+    return reader  # type: ignore[no-any-return]
+
+
+def read(reader: RangeReader) -> list[tuple[int, bytes]]:
+    rows = [row for each in reader.batches() for row in each.to_pylist()]
+    assert {row["queue"] for row in rows} <= {"events"}
+    return [(row["offset"], row["body"].rstrip()) for row in rows]
+
+
+def numbered(start: int, end: int) -> list[tuple[int, bytes]]:
+    return [(number, b"%d" % number) for number in range(start, end)]
+
+
+def restored(offset: dict[str, Any]) -> dict[str, Any]:
+    """An offset as it comes back from the checkpoint."""
+    back: dict[str, Any] = json.loads(json.dumps(offset))
+    return back
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "prefetch"), [(0, 5000, "2000"), (1, 2, "1"), (2499, 3777, "7"), (4999, 5000, "100")]
+)
+def test_a_range_is_read_exactly(vhost: VirtualHost, start: int, end: int, prefetch: str) -> None:
+    """From the middle of a chunk to the middle of another, in order, each message once; as often as it is asked for."""
+    publish(vhost, 5000)
+    for _ in range(2):
+        assert read(
+            RangeReader(options(vhost.url, prefetch=prefetch), StreamRange("events", start, end), COLUMNS)
+        ) == numbered(start, end)
+
+
+def test_a_range_is_read_exactly_over_lost_connections(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """It goes on behind the last message that it has given."""
+    publish(vhost, 6000, size=300)
+    proxy = fault_proxy(vhost.url)
+    reader = RangeReader(options(proxy.url, prefetch="200"), StreamRange("events", 10, 5990), COLUMNS)
+    rows: list[int] = []
+    cuts = sorted(rng.sample(range(100, 5500), 3))
+    for each in reader.batches():
+        rows += each.column("offset").to_pylist()
+        if cuts and len(rows) > cuts[0]:
+            cuts.pop(0)
+            proxy.cut()
+    assert rows == list(range(10, 5990))
+    assert not cuts
+
+
+def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
+    """The stream ends before its end; it never just ends early."""
+    publish(vhost, 10)
+    reader = RangeReader(options(vhost.url), StreamRange("events", 5, 20), COLUMNS, patience=0.5)
+    with pytest.raises(ConsumeError, match=r"offsets 10 to 19 of stream 'events' are not there: .*ends at offset 9"):
+        read(reader)
+    lenient = options(vhost.url, failOnDataLoss="false")
+    assert read(RangeReader(lenient, StreamRange("events", 5, 20), COLUMNS, patience=0.5)) == numbered(5, 10)
+
+
+def test_what_the_stream_has_dropped_is_an_error_unless_it_is_allowed(vhost: VirtualHost) -> None:
+    """RabbitMQ begins later without a word; a range that begins in front of the first message is data loss."""
+    short = Queue(
+        "events", type="stream", arguments={"x-max-length-bytes": 200_000, "x-stream-max-segment-size-bytes": 100_000}
+    )
+    publish(vhost, 3000, queue=short, size=500)
+
+    def truncated() -> list[tuple[int, bytes]]:
+        publish(vhost, 50, queue=short, first=10**6, size=500)  # retention is looked at when a segment is rolled
+        lenient = options(vhost.url, failOnDataLoss="false")
+        rows = read(RangeReader(lenient, StreamRange("events", 0, 3000), COLUMNS))
+        return [] if rows[:1] == [(0, b"0")] else [(-1, b""), *rows]
+
+    left = wait_until(truncated, timeout=30, what="the stream drops its first segment")[1:]
+    offsets = [offset for offset, _ in left]
+    assert offsets == sorted(set(offsets))
+    assert all(0 < offset < 3000 for offset in offsets)  # behind bodies: rolling segments leaves gaps
+    bodies = [int(body) for _, body in left if int(body) < 10**6]
+    assert bodies == list(range(min(bodies, default=0), max(bodies, default=-1) + 1))
+    with pytest.raises(ConsumeError, match=r"are gone, at least up to \d+: .* failOnDataLoss"):
+        read(RangeReader(options(vhost.url), StreamRange("events", 0, 3000), COLUMNS))
+
+
+def test_a_queue_that_is_no_stream_is_refused_and_keeps_its_messages(vhost: VirtualHost) -> None:
+    """The error names the option to use."""
+    plain = Queue("events", dead_letter=None)
+    publish(vhost, 3, queue=plain)
+    for call in (
+        lambda: read(RangeReader(options(vhost.url), StreamRange("events", 0, 3), COLUMNS)),
+        lambda: batch(vhost.url).partitions(),
+    ):
+        with pytest.raises(ConfigurationError, match="'events' is no stream: read it with the option queue"):
+            call()
+    vhost.wait_for_messages("events", 3)
+
+
+# -- batch reads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_what_is_there_when_it_is_planned(vhost: VirtualHost) -> None:
+    """From the first message to the newest; split where more partitions are wanted."""
+    publish(vhost, 100)
+    assert batch(vhost.url).partitions() == [StreamRange("events", 0, 100)]
+    assert batch(vhost.url, minPartitions="3").partitions() == [
+        StreamRange("events", 0, 33),
+        StreamRange("events", 33, 66),
+        StreamRange("events", 66, 100),
+    ]
+    bounded = batch(vhost.url, startingOffsets='{"events": 90}', endingOffsets='{"events": 95}')
+    (partition,) = bounded.partitions()
+    rows = [row for each in bounded.read(partition) for row in each.to_pylist()]
+    assert [(row["offset"], row["body"]) for row in rows] == numbered(90, 95)
+
+
+def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
+    """A batch does not wait for messages to come."""
+    publish(vhost, 10)
+    with pytest.raises(
+        ConfigurationError, match="endingOffsets of stream 'events' is 11, and its newest message has offset 9"
+    ):
+        batch(vhost.url, endingOffsets='{"events": 11}').partitions()
+
+
+def test_a_stream_without_messages_is_an_empty_batch(vhost: VirtualHost) -> None:
+    """Which it is known to be after some seconds."""
+    publish(vhost, 0)
+    assert batch(vhost.url).partitions() == []
+
+
+def test_a_time_to_start_at(vhost: VirtualHost) -> None:
+    """The chunk that the time lies in, and what follows; beyond the newest message nothing."""
+    publish(vhost, 10)
+    earlier = time.time()
+    wait_until(lambda: time.time() > earlier + 2.1, timeout=5, what="two seconds to pass")
+    publish(vhost, 10, first=10)
+    since = batch(vhost.url, startingTimestamp=str(int((earlier + 2) * 1000)))
+    assert since.partitions() == [StreamRange("events", 10, 20)]
+    assert batch(vhost.url, startingTimestamp=str(int((time.time() + 3600) * 1000))).partitions() == []
+
+
+def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
+    """Found by their names; what is neither is an error that says so."""
+    for number in range(3):
+        publish(vhost, number, queue=Queue(f"orders-{number}", type="stream"))
+    publish(vhost, 1)
+    both = batch(vhost.url, stream="orders,events")
+    assert both.partitions() == [
+        StreamRange("events", 0, 1),
+        StreamRange("orders-1", 0, 1),
+        StreamRange("orders-2", 0, 2),
+    ]
+    with pytest.raises(ConfigurationError, match="there is no stream 'missing'"):
+        batch(vhost.url, stream="missing").partitions()
+
+
+# -- streaming reads ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_of_a_query_is_empty_and_pins_where_it_begins(vhost: VirtualHost) -> None:
+    """With "latest", a restart in the middle of it would otherwise begin elsewhere, and lose what came between."""
+    publish(vhost, 10)
+    reader = source(vhost.url)
+    initial = restored(reader.initialOffset())
+    pinned = restored(reader.latestOffset(initial, ANY))
+    assert pinned == {"events": 10}
+    assert initial != pinned, "Spark would not write a batch down in which nothing is new"
+    publish(vhost, 5, first=10)
+    again = source(vhost.url)  # after a crash: another process, which asks for the beginning anew
+    assert list(again.partitions(restored(again.initialOffset()), pinned)) == []
+    wait_until(lambda: again.latestOffset(pinned, ANY) == {"events": 15}, timeout=10, what="what came since")
+    assert again.partitions(pinned, {"events": 15}) == [StreamRange("events", 10, 15)]
+    assert again.reportLatestOffset() == {"events": 15}
+    reader.stop()
+    again.stop()
+
+
+def test_a_batch_ends_where_its_limit_says(vhost: VirtualHost) -> None:
+    """Messages exactly; bytes by what messages have weighed lately."""
+    publish(vhost, 1000, size=1000)
+    reader = source(vhost.url, maxMessagesPerTrigger="300")
+    assert reader.getDefaultReadLimit() == ReadMaxRows(300)
+    assert reader.latestOffset({"events": 50}, ReadMaxRows(300)) == {"events": 350}
+    reader.stop()
+    reader = source(vhost.url, maxBytesPerTrigger="100000")
+    assert reader.getDefaultReadLimit() == ReadMaxBytes(100_000)
+    taken = reader.latestOffset({"events": 0}, ReadMaxBytes(100_000))["events"]
+    assert 80 <= taken <= 100
+    reader.stop()
+
+
+def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
+    """However much comes meanwhile, and in as many batches as the limit makes of it."""
+    publish(vhost, 100)
+    reader = source(vhost.url, maxMessagesPerTrigger="60")
+    reader.prepareForTriggerAvailableNow()
+    publish(vhost, 100, first=100)
+    ends = [{"events": 0}]
+    while len(ends) < 2 or ends[-1] != ends[-2]:
+        ends.append(reader.latestOffset(ends[-1], reader.getDefaultReadLimit()))
+    assert ends == [{"events": 0}, {"events": 60}, {"events": 100}, {"events": 100}]
+    reader.stop()
+
+
+def test_trigger_once_is_refused(vhost: VirtualHost) -> None:
+    """It would read the first batch of a query, which is empty, and end."""
+    reader = source(vhost.url)
+    with pytest.raises(ConfigurationError, match=r"trigger\(availableNow=True\)"):
+        reader.latestOffset({"events": 0}, ReadAllAvailable())
+
+
+def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost) -> None:
+    """Its offsets begin again at 0; with failOnDataLoss=false it is read from there."""
+    publish(vhost, 5)
+    reader = source(vhost.url)
+    with pytest.raises(ConsumeError, match="was read up to offset 99 and ends at 4 now"):
+        reader.latestOffset({"events": 100}, ANY)
+    reader.stop()
+    with pytest.raises(ConsumeError, match="stream 'other' is in the checkpoint and no longer read"):
+        reader.latestOffset({"events": 1, "other": 3}, ANY)
+    reader.stop()
+    lenient = source(vhost.url, failOnDataLoss="false")
+    assert lenient.latestOffset({"events": 100, "other": 3}, ANY) == {"events": 5}
+    lenient.stop()
+
+
+def test_a_stream_that_is_new_is_read_from_its_first_message(vhost: VirtualHost) -> None:
+    """As with a new partition of a topic."""
+    publish(vhost, 5)
+    publish(vhost, 7, queue=Queue("more", type="stream"))
+    reader = source(vhost.url, stream="events,more")
+    end = reader.latestOffset({"events": 2}, ANY)
+    assert end == {"events": 5, "more": 7}
+    reader.stop()
+
+
+def test_while_the_broker_is_away_nothing_is_new(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """A query outlives it; it would end with an error otherwise."""
+    publish(vhost, 5)
+    proxy = fault_proxy(vhost.url)
+    reader = source(proxy.url)
+    assert reader.latestOffset({"events": 0}, ANY) == {"events": 5}
+    proxy.refuse_connections()
+    proxy.cut()
+    publish(vhost, 5, first=5)
+    wait_until(lambda: reader.latestOffset({"events": 5}, ANY) == {"events": 5}, timeout=10, what="nothing is new")
+    proxy.accept_connections()
+    wait_until(lambda: reader.latestOffset({"events": 5}, ANY) == {"events": 10}, timeout=30, what="it goes on")
+    reader.stop()
