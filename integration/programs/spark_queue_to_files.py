@@ -31,7 +31,8 @@ def main(settings: dict[str, Any]) -> None:
     for name, value in json.loads(os.environ["SPARK_TEST_SETTINGS"]).items():
         builder = builder.config(name, value)
     spark = builder.config("spark.local.dir", str(directory / "local")).getOrCreate()
-    register(spark)
+    if settings.get("register", True):
+        register(spark)
     query = start(spark, settings)
     query.awaitTermination()
     spark.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +29,17 @@ class Application:
         program: its module's name.
         settings: given to it as JSON.
         log: takes what it says.
+        discovered: whether Spark finds the data source by itself, as it does with the wheel.
     """
 
-    def __init__(self, program: str, settings: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, program: str, settings: Mapping[str, Any], log: Path, *, discovered: bool = False) -> None:
         self.log = log
+        own = {**environment(), "PYSPARK_PYTHON": sys.executable, "SPARK_TEST_SETTINGS": json.dumps(SETTINGS)}
+        if discovered:
+            wheel = log.parent / "wheel"
+            wheel.mkdir(exist_ok=True)
+            shutil.copy(ROOT / "reliable_mq" / "spark" / "discovered.py", wheel / "pyspark_reliable_mq.py")
+            own["PYTHONPATH"] += f":{wheel}"
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"integration.programs.{program}", json.dumps(settings)],
@@ -39,7 +47,7 @@ class Application:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**environment(), "PYSPARK_PYTHON": sys.executable, "SPARK_TEST_SETTINGS": json.dumps(SETTINGS)},
+                env=own,
                 start_new_session=True,
             )
 
@@ -104,13 +112,15 @@ def descendants(pid: int) -> list[int]:
 
 def committed_rows(output: Path, column: str = "message_id") -> Counter[str]:
     """What a streaming file sink has committed, from its own log: a file that is not in there does not count."""
+    files = {
+        json.loads(line)["path"].removeprefix("file://")
+        for batch in (output / "_spark_metadata").iterdir()
+        if batch.name.partition(".")[0].isdigit()  # every tenth repeats those before
+        for line in batch.read_text().splitlines()[1:]
+    }
     rows: Counter[str] = Counter()
-    for batch in sorted((output / "_spark_metadata").glob("*")):
-        if not batch.name.partition(".")[0].isdigit():
-            continue
-        for line in batch.read_text().splitlines()[1:]:
-            path = json.loads(line)["path"].removeprefix("file://")
-            rows.update(pyarrow.parquet.read_table(path, columns=[column]).column(0).to_pylist())
+    for path in files:
+        rows.update(pyarrow.parquet.read_table(path, columns=[column]).column(0).to_pylist())
     return rows
 
 

@@ -1,0 +1,62 @@
+"""Queue mode on clusters: executors in processes of their own, which import the package and get the messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.spark_application import Application, batches_in, committed_rows
+from integration.support.spark_cluster import StandaloneCluster
+from reliable_mq import Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from integration.support.management import VirtualHost
+
+ORDERS = Queue("orders")
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+def published(vhost: VirtualHost, count: int) -> set[str]:
+    messages = [Message(b"%d" % number) for number in range(count)]
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key="orders").ok
+    return {message.message_id for message in messages}
+
+
+def settings(vhost: VirtualHost, directory: Path, master: str) -> dict[str, object]:
+    options = {"maxMessagesPerTrigger": "200", "minPartitions": "2"}
+    given = {"url": vhost.url, "queue": "orders", "directory": str(directory), "master": master}
+    return {**given, "options": options, "drain": True}
+
+
+@pytest.mark.parametrize("found", [False, True], ids=["registered", "found by Spark"])
+def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: Path, found: bool) -> None:
+    """Registered by hand, or found as the module that the wheel brings."""
+    expected = published(vhost, 1000)
+    given = {**settings(vhost, tmp_path, "local-cluster[2,1,600]"), "register": not found}
+    with Application("spark_queue_to_files", given, tmp_path / "log", discovered=found) as application:
+        application.wait(400)
+    rows = committed_rows(tmp_path / "output")
+    assert rows.keys() == expected
+    assert rows.total() == len(expected)
+
+
+def test_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tmp_path: Path) -> None:
+    """On a standalone cluster: its tasks run again elsewhere, with the same messages, and nothing is read twice."""
+    expected = published(vhost, 1000)
+    with StandaloneCluster(tmp_path) as cluster:
+        given = {**settings(vhost, tmp_path, cluster.url), "pause": 0.005}
+        with Application("spark_queue_to_files", given, tmp_path / "log") as application:
+            application.wait_until(lambda: list(tmp_path.glob("reading-*")), timeout=240, what="a task")
+            cluster.kill_executor()
+            reached = batches_in(tmp_path / "checkpoint", "commits")
+            application.wait_until(
+                lambda: batches_in(tmp_path / "checkpoint", "commits") > reached, timeout=240, what="a batch"
+            )
+            application.wait(400)
+    rows = committed_rows(tmp_path / "output")
+    assert rows.keys() == expected
+    assert rows.total() == len(expected)
