@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
-CHANNEL = 1  # the data channel is the only one of its connection
 SOON = tenacity.wait_fixed(0.1)
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
+@pytest.mark.both_faces
 def test_f01_f02_broker_dies_while_messages_are_handled(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
 ) -> None:
@@ -66,6 +66,7 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
     assert balance.left == 0
 
 
+@pytest.mark.both_faces
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -86,6 +87,7 @@ def test_f03_connection_is_reset_after_frame_n(
     assert checker.close().left == 0
 
 
+@pytest.mark.both_faces
 def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -135,6 +137,7 @@ def test_f04_connection_is_reset_between_publish_and_ack(
     assert balance.effects == 100
 
 
+@pytest.mark.both_faces
 def test_f04_connection_is_reset_between_effect_and_ack(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -196,6 +199,7 @@ def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost
     checker.close()
 
 
+@pytest.mark.both_faces
 def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -207,7 +211,7 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
             publish(vhost, "orders", numbered(20, first=100 * times), checker)
             handler.wait_done(20 * times)
             wait_until(lambda times=times: consumer.statistics.acked >= 20 * times, timeout=10, what="acked")
-            proxy.inject("to_broker", basic_ack(CHANNEL, 1))
+            proxy.inject("to_broker", basic_ack(handler.done[-1].source.channel, 1))
             proxy.wait_for(lambda times=times: proxy.seen("channel.close", "to_client") == times)
         publish(vhost, "orders", numbered(20), checker)
         handler.wait_done(80)
@@ -258,6 +262,7 @@ def test_f14_an_exclusive_consumer_waits_for_the_one_before(
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["reset", "closed_by_the_broker"])
+@pytest.mark.both_faces
 def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, graceful: bool
 ) -> None:
@@ -289,6 +294,7 @@ def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
 
 
 @pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.both_faces
 def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
 ) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
 QUICK = RetryPolicy(3, delays=(0.05, 0.1))
@@ -77,6 +77,7 @@ def test_what_a_plain_handler_returns_is_ignored(vhost: VirtualHost, answer: obj
         assert (consumer.statistics.failed, consumer.statistics.handled) == (0, 2)
 
 
+@pytest.mark.both_faces
 def test_handlers_run_side_by_side_as_many_as_told(vhost: VirtualHost) -> None:
     """Each waits until all four are at it; a fifth does not begin."""
     together = threading.Barrier(5)
@@ -105,6 +106,7 @@ def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
 # Trying again
 
 
+@pytest.mark.both_faces
 def test_a_handler_that_raises_is_tried_again_after_each_delay_then_dead_lettered(any_vhost: VirtualHost) -> None:
     """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
     times: list[float] = []
@@ -155,7 +157,7 @@ def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> N
     with Consumer(vhost.url, ORDERS, handler, retry=QUICK) as consumer:
         publish(vhost, "orders", numbered(1))
         handler.wait_done(1)
-        wait_until(lambda: consumer.statistics.acked == 1, timeout=10, what="acked")
+        wait_until(lambda: consumer.statistics.acked == 3, timeout=10, what="acked, with those that were retried")
         assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (2, 0)
     assert handler.attempts == [1, 2, 3]
 
@@ -172,10 +174,21 @@ def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+@pytest.mark.both_faces
 def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, error: BaseException, store: bool) -> None:
     """sys.exit() in a handler ends neither the worker nor the program."""
+    check_that_only_the_attempt_ends(vhost, error, store)
 
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+def test_a_handler_that_raises_keyboardinterrupt_has_failed(vhost: VirtualHost, store: bool) -> None:
+    """In a thread it is the handler's own: a user's goes to the main thread. On an event loop it ends the program."""
+    check_that_only_the_attempt_ends(vhost, KeyboardInterrupt(), store)
+
+
+def check_that_only_the_attempt_ends(vhost: VirtualHost, error: BaseException, store: bool) -> None:
     def leave_once(delivery: Delivery) -> None:
         if delivery.body == b"0" and delivery.attempt == 1:
             raise error
@@ -379,7 +392,7 @@ def test_a_batch_handler_gives_a_verdict_per_item(vhost: VirtualHost, store: boo
     options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
     with Consumer(vhost.url, ORDERS, handler, batch_size=5, batch_wait=10, **options) as consumer:
         publish(vhost, "orders", numbered(5))
-        wait_until(lambda: consumer.statistics.acked == 5, timeout=10, what="all settled")
+        wait_until(lambda: settled(consumer) == 5, timeout=10, what="all settled")
         assert (consumer.statistics.handled, consumer.statistics.dead_lettered) == (4, 1)
     assert handler.given == [numbered(5), [b"2"]]
     assert [dead["payload"] for dead in dead_letters(vhost, "orders.dead", 1)] == ["3"]
@@ -400,7 +413,7 @@ def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: 
     options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
     with Consumer(vhost.url, ORDERS, handler, batch_size=5, retry=QUICK, **options) as consumer:
         publish(vhost, "orders", numbered(5), checker)
-        wait_until(lambda: consumer.statistics.acked == 5, timeout=10, what="all settled")
+        wait_until(lambda: settled(consumer) == 5, timeout=10, what="all settled")
     assert handler.given[0] == numbered(5)
     assert sorted(map(tuple, handler.given[1:])) == sorted([(body,) for body in numbered(5)] + [(b"3",)] * 2)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
@@ -429,6 +442,11 @@ def test_batches_of_several_workers_and_the_prefetch(vhost: VirtualHost) -> None
     assert {len(batch) for batch in handler.given} == {10}
 
 
+def settled(consumer: Consumer) -> int:
+    """Messages that are done with, one way or the other; those that wait for another attempt are not."""
+    return consumer.statistics.handled + consumer.statistics.dead_lettered
+
+
 # Metrics
 
 
@@ -446,19 +464,19 @@ def test_the_metrics_of_a_run(vhost: VirtualHost) -> None:
     handler = Handler(then=fail_nines)
     with Consumer(vhost.url, ORDERS, handler, retry=QUICK, name="billing", registry=registry) as consumer:
         publish(vhost, "orders", numbered(100))
-        wait_until(lambda: consumer.statistics.acked == 100, timeout=20, what="all settled")
+        wait_until(lambda: consumer.statistics.acked == 120, timeout=20, what="all settled")
         assert value("consumer_connected") == 1
         assert value("consumer_unacked") == 0
-        assert value("consumer_deliveries_total") == 100
+        assert value("consumer_deliveries_total") == 120
         assert value("consumer_handled_total") == 90
         assert value("consumer_failed_attempts_total") == 30
-        assert value("consumer_retried_total") == 20
+        assert value("consumer_retried_total") == value("consumer_delayed_total") == 20
         assert value("consumer_dead_lettered_total") == 10
         sent, saved = value("consumer_acks_sent_total"), value("consumer_acks_saved_total")
         assert sent is not None
         assert saved is not None
-        assert sent + saved == 100
-        assert sent < 50
+        assert sent + saved == 120
+        assert sent < 120
         assert value("consumer_handler_seconds_count") == 120
     assert value("consumer_connected") is None, "a consumer that is closed is registered no more"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reliable_mq.stores import Claim
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
 
@@ -32,6 +32,7 @@ def copies(count: int, of: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.both_faces
 def test_f36_each_message_is_delivered_ten_times_concurrently(
     vhost: VirtualHost, checker: Checker, together: bool
 ) -> None:

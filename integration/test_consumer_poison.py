@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
 NOT_UTF_8 = b"\xff\xfe\xc3("
@@ -127,6 +127,7 @@ def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost,
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+@pytest.mark.both_faces
 def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool) -> None:
     """2000 levels deep: handled where the handler does not look, else quarantined at once, with its properties kept."""
 
@@ -211,6 +212,7 @@ def test_f30_a_body_that_cannot_be_parsed_is_dead_lettered_with_the_reason(
     checker.close()
 
 
+@pytest.mark.both_faces
 def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHost, checker: Checker) -> None:
     """A body or headers that are too large reach no handler, cost no attempt, and do not harm the consumer."""
     handler = Handler(account=checker)

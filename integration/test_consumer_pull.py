@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
+HELD = RetryPolicy(3, delays=(3600,), backend="memory")
 SOON = tenacity.wait_fixed(0.1)
 
 
@@ -42,6 +43,7 @@ def count(vhost: VirtualHost, queue: str = "orders") -> int:
     return vhost.live_counts([queue])[queue]
 
 
+@pytest.mark.both_faces
 def test_it_gives_what_is_there_and_acks_at_the_end_of_the_block(any_vhost: VirtualHost) -> None:
     """In order, up to as many as asked for; the rest stays."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -88,6 +90,7 @@ def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHo
         pass
 
 
+@pytest.mark.both_faces
 def test_after_an_exception_all_that_was_not_settled_goes_back(any_vhost: VirtualHost) -> None:
     """Redelivered, in its place, and no attempt is counted."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -156,9 +159,10 @@ def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
             assert delivery.attempt == 2
 
 
+@pytest.mark.both_faces
 def test_no_more_are_unsettled_than_the_prefetch(vhost: VirtualHost) -> None:
     """The broker does not hold back basic.get; we do, what is held for a retry included."""
-    with Consumer(vhost.url, ORDERS, prefetch=5, retry=RetryPolicy(3, delays=(3600,))) as consumer:
+    with Consumer(vhost.url, ORDERS, prefetch=5, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(20))
         with consumer.get(5) as first:
             with pytest.raises(UsageError, match="prefetch=5"), consumer.get(1):
@@ -239,6 +243,7 @@ def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_pr
         assert got == numbered(1)
 
 
+@pytest.mark.both_faces
 def test_answers_that_were_lost_with_their_channel_are_asked_for_again(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -361,7 +366,7 @@ def test_what_does_not_go_together(vhost: VirtualHost) -> None:
 
 def test_handed_back_when_the_consumer_is_left(vhost: VirtualHost) -> None:
     """What was got and held for a retry goes back to the queue at the end."""
-    with Consumer(vhost.url, ORDERS, retry=RetryPolicy(3, delays=(3600,))) as consumer:
+    with Consumer(vhost.url, ORDERS, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(3))
         with consumer.get(3) as deliveries:
             deliveries[0].retry()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
 SOON = tenacity.wait_fixed(0.1)
@@ -45,6 +45,7 @@ def fail(_delivery: Delivery) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
+@pytest.mark.both_faces
 def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -148,6 +149,7 @@ def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_
 
 
 @pytest.mark.parametrize("start", ["run", "with", "get", "connect"])
+@pytest.mark.both_faces
 def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHost, start: str) -> None:
     """However the consumer is started."""
     declare(vhost, Queue("orders", type="classic"))
@@ -245,7 +247,7 @@ def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
         wait_until(lambda: consumer.statistics.republish_failed >= 2, timeout=20, what="tried twice")
         assert consumer.statistics.acked == 0
         assert len(handler.begun) == 1, "waiting for the dead-letter queue costs no attempt"
-    assert "dead letter not confirmed" in caplog.text
+    assert "not published again, and stays unacked" in caplog.text
     vhost.wait_for_messages("orders", 1)
     declare(vhost, Queue("bin", dead_letter=None))
     with Consumer(vhost.url, orders, handler, retry=ONCE, dead_letter="bin") as consumer:

@@ -1,23 +1,26 @@
 """Consumes until it is told to stop; each handler waits for a byte on the standard input before it ends.
 
-Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT [PASSES]``: the handlers of the first PASSES
-deliveries do not wait. Says on the standard output what it does; ends with ``returned`` when ``run()`` has.
+Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES FACE``: the handlers of the first PASSES
+deliveries do not wait; FACE is ``sync`` or ``aio``. Says on the standard output what it does; ends with ``returned``
+when ``run()`` has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from reliable_mq import Consumer, Queue
+from integration.support.blocking_consumer import in_a_coroutine
+from reliable_mq import AsyncConsumer, Consumer, Queue
 
 if TYPE_CHECKING:
     from reliable_mq import Delivery
 
 
-def main(url: str, stop_timeout: float, passes: int) -> None:
+def main(url: str, stop_timeout: float, passes: int, face: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
     def handle(delivery: Delivery) -> None:
@@ -26,7 +29,11 @@ def main(url: str, stop_timeout: float, passes: int) -> None:
             os.read(0, 1)  # not sys.stdin: its lock would abort an interpreter that exits meanwhile
         say(f"done {delivery.body.decode()}")
 
-    Consumer(url, Queue("orders"), handle, stop_timeout=stop_timeout, ack_every=1).run()
+    if face == "sync":
+        Consumer(url, Queue("orders"), handle, stop_timeout=stop_timeout, ack_every=1).run()
+    else:
+        consumer = AsyncConsumer(url, Queue("orders"), in_a_coroutine(handle), stop_timeout=stop_timeout, ack_every=1)
+        asyncio.run(consumer.run())
     say("returned")
 
 
@@ -35,4 +42,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -40,6 +40,9 @@ class BlockingConsumer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.consumer, name)
 
+    def __repr__(self) -> str:
+        return repr(self.consumer)
+
     @property
     def prefetch(self) -> int:
         return self.consumer.prefetch
@@ -64,7 +67,11 @@ class BlockingConsumer:
             self._stop()
 
     def __enter__(self) -> Self:
-        self._call(self.consumer.__aenter__)
+        try:
+            self._call(self.consumer.__aenter__)
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -91,11 +98,13 @@ class BlockingConsumer:
         try:
             return self._loop.call(call(), *(() if deadline is None else (deadline,)))
         finally:
-            if self.consumer._subscription is None:  # there is nothing that runs
+            if self.consumer._subscription is None:
                 self._stop()
 
     def _stop(self) -> None:
-        if self._loop is not None:
+        """End the loop, where nothing runs on it."""
+        subscription = self.consumer._subscription
+        if self._loop is not None and (subscription is None or subscription.ended.is_set()):
             loop, self._loop = self._loop, None
             loop.stop()
 

@@ -203,6 +203,7 @@ class AsyncConsumer:
         self._subscription: AsyncSubscription | None = None
         self._entered = False  # run or async with has begun
         self._stopped = False
+        self._finished = False  # and nothing is left to be waited for
         self._workers: HandlerTasks | WorkerThreads | None = None
         self._registration = None if registry is None else register(registry, self._readings)
 
@@ -257,6 +258,8 @@ class AsyncConsumer:
             return
         if isinstance(self._workers, HandlerTasks) and self._workers.is_current:
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
+        if self._finished:
+            return
         self._check_loop()
         self.stop()
         if self._subscription is None:
@@ -470,8 +473,10 @@ class AsyncConsumer:
         await subscription.join()
         if subscription.republisher is not None:
             await subscription.republisher.close(_END_TIMEOUT)
-        if self._registration is not None and self._stopped:
-            self._registration.close()
+        if self._stopped:
+            self._finished = True
+            if self._registration is not None:
+                self._registration.close()
 
     async def _finish_hurriedly(self, subscription: AsyncSubscription) -> None:
         """Whoever waits for the end was cancelled: cancel the handlers, and leave nothing behind."""

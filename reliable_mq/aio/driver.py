@@ -95,6 +95,7 @@ class Link:
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
         self._opened = False
+        self._closing = False
         self._over = False
         self._aborted: _Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
@@ -147,10 +148,18 @@ class Link:
         return channel
 
     def close(self) -> None:
-        """Begin the closing handshake; where the link is not open yet, abort."""
+        """Begin the closing handshake; where the link is not open yet, abort.
+
+        Channels go first: RabbitMQ drops acks that it has read and not handled yet when ``connection.close`` follows.
+        """
         if not self._opened:
             self.abort("closed while it was opening")
-        else:
+            return
+        self._closing = True
+        for channel in self._channels.values():
+            channel.silence()
+            channel.close()
+        if not self._channels:
             self._end_now()
 
     def abort(self, reason: str) -> None:
@@ -329,6 +338,8 @@ class Link:
                 return  # of a channel that is closed already, or content of one that is silenced
             if channel.take(method, frame):
                 del self._channels[number]
+                if self._closing and not self._channels:
+                    self._end_now()
             return
         if method == methods.CONNECTION_BLOCKED:
             self._events.link_blocked(self, methods.decode_text(frame))
