@@ -184,3 +184,66 @@ def test_cancelled_tasks_in_every_state_leave_the_others_their_outcomes(broker: 
                 await publisher.close()
 
     run(main())
+
+
+def test_a_consumer_whose_run_is_cancelled_hands_back_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
+    """Its handlers are cancelled, which is no failure; nothing is acked, and the connection ends in good order."""
+    ended: list[bytes] = []
+    begun = asyncio.Event()
+
+    async def handle(delivery: Delivery) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append(delivery.body)
+            raise
+
+    async def main() -> None:
+        running = asyncio.create_task(AsyncConsumer(broker.url, "q", handle).run())
+        await until(lambda: broker.consumed)
+        for body in (b"a", b"b", b"c"):
+            broker.consuming.deliver(body)
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run(main())
+    assert ended == [b"a"]
+    assert all(one.verdict != "ack" and one.requeue for one in broker.settlements)
+    assert broker.published == []
+    assert broker.connections[0].closed_in_good_order
+
+
+def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedBroker, run: Any) -> None:
+    """While it waits, or holds deliveries: what it held goes back, and the next one gets what comes."""
+
+    async def main() -> None:
+        async with AsyncConsumer(broker.url, "orders", ack_interval=0.02) as consumer:
+
+            async def take(count: int, timeout: float, hold: asyncio.Event | None = None) -> list[bytes]:
+                async with consumer.get(count, timeout=timeout) as deliveries:
+                    if hold is not None:
+                        hold.set()
+                        await asyncio.Event().wait()
+                    return [delivery.body for delivery in deliveries]
+
+            waiting = asyncio.create_task(take(1, 20))
+            await until(lambda: "Basic.Get" in broker.seen)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            broker.ready.extend([b"a", b"b"])
+            holds = asyncio.Event()
+            holding = asyncio.create_task(take(2, 5, holds))
+            await asyncio.wait_for(holds.wait(), 10)
+            holding.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await holding
+            await until(lambda: sum(2 if one.multiple else 1 for one in broker.settlements) == 2)
+            assert all(one.verdict == "nack" and one.requeue for one in broker.settlements)
+            broker.ready.append(b"c")
+            assert await take(1, 5) == [b"c"]
+
+    run(main())
