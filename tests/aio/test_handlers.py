@@ -1,0 +1,402 @@
+"""Tasks for coroutine handlers: what they are given, in which order, and what their ends are reported as."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from reliable_mq import Ack, DeadLetter, RetryLater
+from reliable_mq.aio.handlers import HandlerTasks
+from reliable_mq.core.claims import Claim
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
+from reliable_mq.stores import MemoryStore
+from tests.core.deliveries import delivery
+
+DEADLINE = 10.0
+
+
+class Sink:
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.idle: list[bool] = []
+        self.handed_back: list[Delivery] = []
+        self._changed = asyncio.Event()
+
+    def report(self, results: Sequence[Result], *, idle: bool) -> None:
+        self.results += results
+        self.idle.append(idle)
+        self._changed.set()
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        self.handed_back += deliveries
+        self._changed.set()
+
+    async def wait_for(self, count: int, what: Callable[[Sink], Sequence[object]] = lambda sink: sink.results) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while len(what(self)) < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Awaiting(MemoryStore):
+    """A store whose methods are coroutines."""
+
+    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().claim_many(keys, lease)
+
+    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().complete_many(claims)
+
+    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().release_many(claims, failed=failed)
+
+
+class Blocking(MemoryStore):
+    """A store that is asked on a thread, since it is not known not to block."""
+
+    threads: set[int]
+
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        assert threading.current_thread() is not threading.main_thread()
+        return super().claim_many(keys, lease)
+
+
+KINDS: dict[str, Callable[[], Any] | None] = {
+    "plain": None,
+    "in memory": MemoryStore,
+    "blocking": Blocking,
+    "awaited": Awaiting,
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def store(request: pytest.FixtureRequest) -> Any:
+    make = KINDS[request.param]
+    return None if make is None else make()
+
+
+@asynccontextmanager
+async def running(
+    handler: Callable[[Any], Any], *, count: int = 1, batch: bool = False, store: Any = None
+) -> AsyncIterator[tuple[HandlerTasks, Sink]]:
+    """Afterwards no task and no thread is left."""
+    before = asyncio.all_tasks()
+    sink = Sink()
+    claiming = None if store is None else Claiming(namespace="q", key=None, lease=60.0, max_attempts=3)
+    tasks = HandlerTasks(
+        name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
+    )
+    try:
+        yield tasks, sink
+    finally:
+        assert await tasks.stop(DEADLINE)
+        assert asyncio.all_tasks() <= before
+
+
+def items(count: int) -> list[Delivery]:
+    return [delivery(tag, message_id=f"m{tag}") for tag in range(1, count + 1)]
+
+
+def failures(results: Sequence[Result]) -> list[str]:
+    return [result.failure.exception_type for result in results if isinstance(result, Failed)]
+
+
+def cancelled(results: Sequence[Result]) -> list[Delivery]:
+    return [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.CANCELLED]
+
+
+def test_each_delivery_is_handled_once_and_in_order_by_one_task(store: Any) -> None:
+    seen: list[Delivery] = []
+    work = items(100)
+
+    async def handle(item: Delivery) -> None:
+        await asyncio.sleep(0)
+        seen.append(item)
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(work)
+            await sink.wait_for(100)
+            assert sink.results == seen == work
+            assert sink.idle[-1], "the last report says that nothing waits"
+            assert sum(tasks.handler_seconds.counts) == 100
+
+    asyncio.run(main())
+
+
+def test_as_many_handlers_run_at_a_time_as_told_and_no_more_tasks_than_work(store: Any) -> None:
+    """Each of four handlers waits for the other three."""
+
+    async def main() -> None:
+        together = asyncio.Barrier(4)
+
+        async def handle(_: Delivery) -> None:
+            await together.wait()
+
+        async with running(handle, count=4, store=store) as (tasks, sink):
+            tasks.put(items(1))
+            await asyncio.sleep(0)
+            assert len(tasks._tasks) == 1
+            tasks.put(items(8)[1:])
+            await sink.wait_for(8)
+            assert len(tasks._tasks) == 4
+            assert failures(sink.results) == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit(), StopAsyncIteration()])
+def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, store: Any) -> None:
+    async def handle(item: Delivery) -> None:
+        if item.delivery_tag == 1:
+            raise error
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(3))
+            await sink.wait_for(3)
+            assert failures(sink.results) == [type(error).__name__]
+
+    asyncio.run(main())
+
+
+def test_a_batch_handler_answers_per_item(store: Any) -> None:
+    async def handle(_: list[Delivery]) -> list[Any]:
+        return [Ack, None, RetryLater(5), DeadLetter("bad")]
+
+    async def main() -> None:
+        async with running(handle, batch=True, store=store) as (tasks, sink):
+            tasks.put([items(4)])
+            await sink.wait_for(4)
+            failed = {one.delivery.delivery_tag: one for one in sink.results if isinstance(one, Failed)}
+            assert (failed[3].failure.delay, failed[4].failure.verdict) == (5.0, "bad")
+            assert sum(isinstance(one, Delivery) for one in sink.results) == 2
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_raises_or_answers_nonsense_has_failed_as_a_whole(store: Any) -> None:
+    async def handle(_: list[Delivery]) -> str:
+        return "ok"
+
+    async def main() -> None:
+        async with running(handle, batch=True, store=store) as (tasks, sink):
+            tasks.put([items(2)])
+            await sink.wait_for(2)
+            assert failures(sink.results) == ["reliable_mq.errors.UsageError"] * 2
+            assert not any(one.alone for one in sink.results if isinstance(one, Failed))
+
+    asyncio.run(main())
+
+
+def test_what_has_not_begun_can_be_withdrawn(store: Any) -> None:
+    work = items(5)
+
+    async def main() -> None:
+        gate, begun = asyncio.Event(), asyncio.Event()
+
+        async def handle(_: Delivery) -> None:
+            begun.set()
+            await gate.wait()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(work)
+            await begun.wait()
+            assert tasks.withdraw() == work[1:]
+            gate.set()
+            await sink.wait_for(1)
+            assert sink.results == work[:1]
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_is_cancelled_has_not_failed_and_others_take_over(store: Any) -> None:
+    """Its claim is given up: whoever gets the delivery next may begin."""
+    work = items(3)
+
+    async def main() -> None:
+        begun: list[asyncio.Task[Any] | None] = []
+
+        async def handle(item: Delivery) -> None:
+            if item.delivery_tag == 1 and not begun:
+                begun.append(asyncio.current_task())
+                await asyncio.Event().wait()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(work)
+            async with asyncio.timeout(DEADLINE):
+                while not begun:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert begun[0] is not None
+            begun[0].cancel()
+            await sink.wait_for(3)
+            assert cancelled(sink.results) == work[:1]
+            assert failures(sink.results) == []
+            tasks.put(work[:1])
+            await sink.wait_for(4)
+            assert sink.results[-1] is work[0]
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_was_for_something_inside_is_no_failure_either(store: Any) -> None:
+    """The handler awaits what somebody else has cancelled; its task goes on."""
+
+    async def handle(item: Delivery) -> None:
+        if item.delivery_tag == 1:
+            inner = asyncio.get_running_loop().create_future()
+            inner.cancel()
+            await inner
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(2))
+            await sink.wait_for(2)
+            assert len(cancelled(sink.results)) == 1
+            assert failures(sink.results) == []
+
+    asyncio.run(main())
+
+
+def test_timeouts_inside_a_handler_are_its_own(store: Any) -> None:
+    """asyncio.timeout cancels the task and takes it back: that is a TimeoutError, not a cancellation."""
+
+    async def handle(_: Delivery) -> None:
+        async with asyncio.timeout(0.001):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(2))
+            await sink.wait_for(2)
+            assert failures(sink.results) == ["TimeoutError"] * 2
+
+    asyncio.run(main())
+
+
+def test_stopping_cancels_what_is_not_done_in_time(store: Any) -> None:
+    async def handle(_: Delivery) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with running(handle, count=2, store=store) as (tasks, sink):
+            tasks.put(items(2))
+            await asyncio.sleep(0.01)
+            assert await tasks.stop(0.01)
+            assert len(cancelled(sink.results)) == 2
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_refuses_to_be_cancelled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.01)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def handle(_: Delivery) -> None:
+            while not gate.is_set():
+                try:
+                    await gate.wait()
+                except asyncio.CancelledError:
+                    continue
+
+        async with running(handle) as (tasks, sink):
+            tasks.put(items(1))
+            await asyncio.sleep(0)
+            assert not await tasks.stop(0.0)
+            gate.set()
+            await sink.wait_for(1)
+
+    asyncio.run(main())
+
+
+def test_a_store_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.01)
+    answer = threading.Event()
+
+    class Hanging(MemoryStore):
+        def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            assert answer.wait(DEADLINE)
+            return super().claim_many(keys, lease)
+
+    async def handle(_: Delivery) -> None:
+        raise AssertionError
+
+    async def main() -> None:
+        async with running(handle, store=Hanging()) as (tasks, sink):
+            tasks.put(items(1))
+            await asyncio.sleep(0.01)
+            assert await tasks.stop(0.0)
+            assert [type(one) for one in sink.results] == [Outcome]
+
+    try:
+        asyncio.run(main())
+    finally:
+        answer.set()
+
+
+def test_handlers_that_never_wait_leave_the_loop_to_others() -> None:
+    """Thousands of them wait; something else gets its turn long before the last."""
+
+    async def main() -> None:
+        done = 0
+
+        async def handle(_: Delivery) -> None:
+            nonlocal done
+            done += 1
+            end = asyncio.get_running_loop().time() + 0.001
+            while asyncio.get_running_loop().time() < end:
+                pass
+
+        async with running(handle) as (tasks, sink):
+            tasks.put(items(200))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            assert done < 100
+            await sink.wait_for(200)
+
+    asyncio.run(main())
+
+
+def test_a_handler_knows_that_it_runs_here() -> None:
+    async def main() -> None:
+        async def handle(_: Delivery) -> None:
+            assert tasks.is_current
+
+        async with running(handle) as (tasks, sink):
+            assert not tasks.is_current
+            tasks.put(items(1))
+            await sink.wait_for(1)
+            assert failures(sink.results) == []
+
+    asyncio.run(main())
+
+
+def test_ctrl_c_in_a_handler_is_for_the_program() -> None:
+    """The loop ends with it, as it would without us; the delivery counts as cancelled."""
+    results: list[Result] = []
+
+    async def main() -> None:
+        async def handle(_: Delivery) -> None:
+            raise KeyboardInterrupt
+
+        async with running(handle) as (tasks, sink):
+            sink.results = results
+            tasks.put(items(1))
+            await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert len(cancelled(results)) == 1
