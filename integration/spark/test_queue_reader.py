@@ -274,6 +274,25 @@ def test_f24_a_queue_that_is_deleted_is_read_again_when_it_is_back(
     reading.until(10)
 
 
+def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_else(
+    vhost: VirtualHost, query: Callable[..., Query]
+) -> None:
+    """The broker takes it back and cancels; what waited goes back, and is read once, after the batch."""
+    timeout = Queue("orders", arguments={"x-consumer-timeout": 1500})
+    with Publisher(vhost.url, topology=[timeout]) as publisher:
+        assert publisher.publish_many([Message(b"x") for _ in range(60)], routing_key="orders").ok
+    reading = query(vhost.url, most=10)
+
+    def long() -> None:
+        wait_until(lambda: not reading.source._pump._subscribed, timeout=60, what="cancelled")
+
+    assert reading.batch(long) == 10
+    reading.until(60)
+    assert sum(reading.rows.values()) <= 70
+    reading.source.stop()
+    vhost.wait_for_messages("orders", 0)
+
+
 @pytest.mark.timeout(240)
 def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Messages of 256 KiB with a prefetch of 2000, 64 MiB of them, and 4 MiB a batch: 8 MiB are held, and a read."""

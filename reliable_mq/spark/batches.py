@@ -191,6 +191,18 @@ class Batches:
         self.waiting.clear()
         return [delivery for batch in self._planned for delivery in batch.deliveries]
 
+    def withdraw(self, queue: str) -> list[Delivery]:
+        """A queue is not read any more: give what waits of it, which is forgotten."""
+        withdrawn = [delivery for delivery in self.waiting if delivery.queue == queue]
+        self.waiting = deque(delivery for delivery in self.waiting if delivery.queue != queue)
+        self.held -= sum(map(size_of, withdrawn))
+        return withdrawn
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a batch that is not committed."""
+        return bool(self._planned)
+
     def give_back(self) -> list[Delivery]:
         """The query stops: give everything that is here, which is forgotten."""
         everything = [delivery for batch in self._planned for delivery in batch.deliveries]

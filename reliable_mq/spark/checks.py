@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -28,10 +29,12 @@ __all__ = ["Arguments", "Verdict", "check_queues", "corrected", "judge"]
 
 logger = logging.getLogger(__name__)
 
+_NAME: Final = "spark-check"  # of the connection, and in the log
 _ROUNDS: Final = 24  # arguments that a queue may differ in
 _NUMBER: Final = re.compile(r"current is the value '(?P<value>-?[0-9]+)' of type '(?!longstr)")
 _DEFAULT_LIMIT: Final = 20  # deliveries, of a quorum queue that says nothing, since RabbitMQ 4.0
 _LIMITED_SINCE: Final = (4, 0)
+_WITH_DEAD_LETTERS: Final = ("x-dead-letter-routing-key", "x-dead-letter-strategy", "x-overflow")
 _SHORT_TIMEOUT: Final = 600_000  # milliseconds
 
 
@@ -67,7 +70,7 @@ def check_queues(options: QueueOptions) -> None:
         TopologyMismatch: there is none of that name.
         BrokerUnavailable: the broker could not be asked.
     """
-    with StepChannel(parse_url(options.url), name="spark-check", patience=0.0) as channel:
+    with _quietly(), StepChannel(parse_url(options.url), name=_NAME) as channel:
         version = channel.server.version_tuple
         for name in options.queues:
             try:
@@ -155,6 +158,8 @@ def corrected(name: str, assumed: Arguments, text: str) -> Arguments | None:
         if argument not in values:
             return None
         del values[argument]
+        if argument == "x-dead-letter-exchange":  # what goes with it is not there either; if it is, that will be said
+            values = {name: value for name, value in values.items() if name not in _WITH_DEAD_LETTERS}
     else:
         number = _NUMBER.search(text)
         value: object = int(number["value"]) if number else existing
@@ -162,6 +167,21 @@ def corrected(name: str, assumed: Arguments, text: str) -> Arguments | None:
             value = existing == "true"
         values[argument] = value
     return replace(assumed, values=values)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep the refusals that are asked for out of the log."""
+    connector = logging.getLogger("reliable_mq.connection.connector")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_NAME)
+
+    connector.addFilter(other)
+    try:
+        yield
+    finally:
+        connector.removeFilter(other)
 
 
 def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arguments | None:

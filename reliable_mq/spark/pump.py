@@ -258,9 +258,12 @@ class Pump(Client):
         self._subscribed.remove(consumer_tag)
         logger.warning(
             "the broker cancelled the consumer of queue %r: the queue was deleted or moved, or a batch took longer "
-            "than the consumer timeout; subscribing again",
+            "than the consumer timeout, and will come again; subscribing again once the batch is committed",
             queue,
         )
+        with self._changed:
+            withdrawn = self._batches.withdraw(queue)
+        self._give_back(withdrawn)
         self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
@@ -358,7 +361,14 @@ class Pump(Client):
             yield from self._subscribe()
 
     def _subscribe_again(self, queue: str) -> None:
-        if self._connected and not self._closing and queue not in map(self._consumers.get, self._subscribed):
+        """Consume a queue again, but not what the running batch has: a broker that lost patience gives it out again."""
+        if not self._connected or self._closing or queue in map(self._consumers.get, self._subscribed):
+            return
+        with self._changed:
+            waits = self._batches.planned
+        if waits:
+            self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
+        else:
             self._io.run(self._consume_again(queue), self._changed_subscriptions)
 
     def _consume_again(self, queue: str) -> StepGenerator:
@@ -438,17 +448,20 @@ class Pump(Client):
         with self._changed:
             everything = self._batches.give_back()
             self._changed.notify_all()
+        self._give_back([*everything, *self._read])
+        self._handed_back.set()
+
+    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Return to the broker what is of this channel."""
         generation = self._acks.generation
-        tags = [
-            delivery.delivery_tag for delivery in [*everything, *self._read] if delivery.source.generation == generation
-        ]
+        tags = [delivery.delivery_tag for delivery in deliveries if delivery.source.generation == generation]
+        if not tags:
+            return
+        logger.info("handing back %d deliveries that are in no committed batch", len(tags))
         acks, nacks = self._acks.hand_back(generation, tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]
         frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
-        if frames:
-            logger.info("handing back %d deliveries that are in no committed batch", len(tags))
-            self._io.write(b"".join(frames))
-        self._handed_back.set()
+        self._io.write(b"".join(frames))
 
 
 def _nothing() -> StepGenerator:
