@@ -208,6 +208,7 @@ def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: 
     assert count(vhost) == 0
 
 
+@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
 def test_a_consumer_that_is_closed_inside_the_block_takes_its_deliveries_along(vhost: VirtualHost) -> None:
     """They are waited for as a handler would be; then they go back, and the end of the block says so."""
     consumer = Consumer(vhost.url, ORDERS, stop_timeout=0.3)
