@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core import headers
-from reliable_mq.core.attempts import NewerFormat
+from reliable_mq.core.attempts import Failures, NewerFormat
+from reliable_mq.core.quarantine import returns
 from reliable_mq.core.transit import PLAIN, Transit, unpack
 from reliable_mq.errors import ConsumeError
 
@@ -84,10 +85,14 @@ class Admission:
                 return False
         return True
 
-    def look(self, delivery: Delivery) -> Finding:
+    def look(self, delivery: Delivery, *, forgiven: int | None = None) -> Finding:
         """Look closely at a delivery.
 
         One that has waited is what it was before then, and what is known of its failures is on it.
+
+        Args:
+            delivery: as it came.
+            forgiven: where each time that the broker took it back is a failed attempt, how many of them are not.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1
@@ -98,6 +103,12 @@ class Admission:
         if unfit is not None:
             self._statistics.quarantined += 1
             return Finding(f"not handed to a handler: {unfit}")
+        if forgiven is not None and delivery.redelivered:
+            lost = returns(delivery) - forgiven
+            if lost > 0:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count += lost
+                failures.lost = lost
         return Finding(self._given_up(delivery), *transit)
 
     def _given_up(self, delivery: Delivery) -> str | None:
@@ -109,7 +120,10 @@ class Admission:
         delivery.redelivered = True
         if failures.verdict is not None:
             return failures.verdict
-        return used_up(failures.count, self._max_attempts) if failures.count >= self._max_attempts else None
+        if failures.count < self._max_attempts:
+            return None
+        lost = f"; {failures.lost} of them by the loss of their consumer" if failures.lost else ""
+        return used_up(failures.count, self._max_attempts) + lost
 
     def _too_large(self, delivery: Delivery) -> str | None:
         for what, size, limit in (

@@ -41,17 +41,19 @@ class Failures:
     Attributes:
         count: how many.
         first_at: when the first of them failed, in seconds since 1970; None where nobody said.
+        lost: how many of them ended with the loss of their consumer.
         last: the last of them, as far as it is known.
         due: before when, on the monotonic clock, the next attempt must not be made.
         verdict: why the message is to be dead-lettered, once that is decided.
     """
 
-    __slots__ = ("count", "due", "first_at", "last", "verdict")
+    __slots__ = ("count", "due", "first_at", "last", "lost", "verdict")
 
     def __init__(self, count: int = 0, first_at: float | None = None) -> None:
         self.count = count
         self.first_at = first_at
         self.last: Failure | None = None
+        self.lost = 0
         self.due = 0.0
         self.verdict: str | None = None
 

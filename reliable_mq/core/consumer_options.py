@@ -19,7 +19,8 @@ from reliable_mq.core.deadletters import DeadLetters, Target
 from reliable_mq.core.handling import Claiming
 from reliable_mq.core.ladder import Ladder
 from reliable_mq.core.positions import StreamPosition
-from reliable_mq.core.setup import Consume, consumer_setup, pull_setup
+from reliable_mq.core.quarantine import Quarantine
+from reliable_mq.core.setup import Consume, SetPrefetch, consumer_setup, pull_setup
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.identity import own_version
@@ -29,7 +30,7 @@ from reliable_mq.topology.arguments import Arguments
 
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator
+    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
 
 __all__ = ["AckMode", "ConsumerOptions", "Offset"]
 
@@ -137,6 +138,7 @@ class ConsumerOptions:
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
         self._ladder = self._new_ladder(queue)
+        self._quarantine = self._new_quarantine(queue)
         self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
         given = {
@@ -176,7 +178,7 @@ class ConsumerOptions:
     @property
     def republishes(self) -> bool:
         """Whether anything is ever published: dead letters, or what waits in delay queues."""
-        return self.dead_letter is not None or self._ladder is not None
+        return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
 
     def change_prefetch(self, prefetch: int) -> None:
         """Let sessions to come have this prefetch.
@@ -221,6 +223,7 @@ class ConsumerOptions:
             max_header_bytes=max_header,
             position=StreamPosition() if self.is_stream else None,
             ladder=self._ladder,
+            quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
         )
 
     def new_claiming(self, transaction: Callable[..., Any] | None = None) -> Claiming | None:
@@ -262,10 +265,34 @@ class ConsumerOptions:
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
     @property
+    def isolates(self) -> bool:
+        """Whether the queue has a quarantine."""
+        return self._quarantine is not None
+
+    @property
+    def isolated_tag(self) -> str:
+        """The consumer tag of the subscription to quarantine."""
+        return f"{self.name}#quarantine"
+
+    def subscribe_to_quarantine(self) -> StepGenerator:
+        """Give the steps after which the broker delivers from quarantine, too."""
+        if self._quarantine is not None:
+            yield SetPrefetch(1)
+            yield Consume(self._quarantine.name, self.isolated_tag)
+
+    @property
     def _declared(self) -> list[Declaration]:
         """What is declared at every connect, beside the queue."""
-        own = () if self._ladder is None else self._ladder.own
-        return [*self.topology, *(self._ladder.queue(step) for step in own if self._ladder is not None)]
+        beside: list[Declaration] = [] if self._quarantine is None else [self._quarantine]
+        if self._ladder is not None:
+            beside += [self._ladder.queue(step) for step in self._ladder.own]
+        return [*self.topology, *beside]
+
+    def _new_quarantine(self, queue: Queue | str) -> Queue | None:
+        """The quarantine of the queue, where the broker counts what comes back and somebody hands out what is in it."""
+        if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
+            return None
+        return Quarantine.of(queue)
 
     def _new_ladder(self, queue: Queue | str) -> Ladder | None:
         """The delay queues, where there may be some beside the queue and something would ever wait in them."""

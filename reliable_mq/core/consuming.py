@@ -9,6 +9,7 @@ The way of a delivery::
 
     delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
     delivered --there are delay queues that it has still to go through--> retry
+    delivered --it has come back too often without a verdict--> quarantine
     delivered --its next attempt is not due yet--> held
     delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
     running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
@@ -17,8 +18,8 @@ The way of a delivery::
     running --its handler was cancelled--> basic.nack, back to the queue, no attempt; from the second time on, held
     running --its batch failed--> work, alone, no attempt
     running --failed, none left, or the handler says so--> dead letter
-    dead letter, retry --published and confirmed--> finished
-    dead letter, retry --not confirmed--> held --> published again
+    dead letter, retry, quarantine --published and confirmed--> finished
+    dead letter, retry, quarantine --not confirmed--> held --> published again
     retry --cannot be published, or an alarm blocks publishing--> held --its delay is over--> work
     dead letter --an alarm blocks publishing for long, and the broker itself can dead-letter--> basic.reject
     dead letter --there is no dead-letter queue--> basic.reject
@@ -44,16 +45,17 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.admission import Admission, used_up
+from reliable_mq.core.admission import Admission, Finding, used_up
 from reliable_mq.core.attempts import FailureBook, Failures
 from reliable_mq.core.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.handling import Failed, Outcome, Result, What
+from reliable_mq.core.notices import Notice, NoticeKind
 from reliable_mq.core.republishing import Republishing
 from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
 
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.failure import Failure
     from reliable_mq.core.ladder import Ladder
     from reliable_mq.core.positions import StreamPosition
+    from reliable_mq.core.quarantine import Quarantine
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
@@ -88,28 +91,6 @@ class State(enum.Enum):
     """They go back to the broker, for good."""
 
 
-class NoticeKind(enum.Enum):
-    """What the shell should log."""
-
-    RETRIED = "retried"
-    DEAD_LETTERED = "dead-lettered"
-    REJECTED = "rejected"
-    NOT_DECLARED = "delay queue not declared, what was to wait there is held here"
-    REPUBLISH_FAILED = "not published again, and stays unacked"
-    STORE_FAILED = "idempotency store failed"
-    BATCH_FAILED = "and its batch failed, each is tried by itself"
-    CANCELLED = "not handled, and no attempt"
-    DROPPED = "failed, and acknowledged automatically"
-
-
-class Notice(NamedTuple):
-    """Something that a log should tell, most often about a delivery."""
-
-    kind: NoticeKind
-    delivery: Delivery | None
-    text: str
-
-
 class ConsumingSession:
     """See the module. Not thread-safe: one thread, or one event loop, owns it.
 
@@ -127,6 +108,7 @@ class ConsumingSession:
         claim_wait: seconds until a delivery that is claimed elsewhere is looked at again.
         position: where the consumption of a stream is; None for queues.
         ladder: the delay queues in which failed deliveries wait; None where they are held here.
+        quarantine: of the queue; None where there is none.
 
     Attributes:
         automatic: whether acks are.
@@ -150,6 +132,7 @@ class ConsumingSession:
         claim_wait: float = 1.0,
         position: StreamPosition | None = None,
         ladder: Ladder | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._queue = queue
         self._retry = retry
@@ -160,6 +143,9 @@ class ConsumingSession:
         self.automatic: Final = acks is None
         self._batcher = batcher
         self._claim_wait = claim_wait
+        self._quarantine = quarantine
+        self._to_isolate = False
+        self._flush = False  # what is finished is acked now: quarantine has a prefetch of 1
         self.position = position
         self._book = FailureBook()
         self._source: Source | None = None
@@ -167,6 +153,7 @@ class ConsumingSession:
         self._held: list[tuple[float, int, Delivery | Republish]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
+        self._back: list[int] = []  # delivery tags that go back with the next output
         self._notices: list[Notice] = []
         self._noted: Failure | None = None  # of the last batch that failed
         self._running = 0
@@ -196,6 +183,8 @@ class ConsumingSession:
         self._source = Source(generation, channel, self._queue)
         self._acks.opened(generation)
         self._out.opened()
+        if self._quarantine is not None:
+            self._quarantine.opened()
         if self.state is State.DRAINING:
             self.state = State.CONSUMING
 
@@ -219,6 +208,7 @@ class ConsumingSession:
             return
         elif not self._admission.plain(deliveries):
             deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
+            deliveries = self._without_quarantine(deliveries)
         if self._batcher is None:
             self._work += deliveries
         elif deliveries:
@@ -254,11 +244,14 @@ class ConsumingSession:
             self._not_published(republish, error, now)
         else:
             finished = self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
+            self._flush |= self._in_quarantine(delivery)
             if republish.purpose is Purpose.DEAD_LETTER:
                 self.statistics.dead_lettered += finished
                 self._book.forget(delivery)
-            else:
+            elif republish.purpose is Purpose.RETRY:
                 self.statistics.delayed += finished
+            else:
+                self.statistics.isolated += finished
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
         """A queue that was taken is declared, or it is known that it was not."""
@@ -284,6 +277,8 @@ class ConsumingSession:
                 self._dispatch_alone(item)
         if self._batcher is not None:
             self._batcher.due(now)
+        if self._quarantine is not None and self.state is State.CONSUMING:
+            self._to_isolate |= self._quarantine.subscribe(now)
 
     def lost(self, generation: int) -> None:
         """The channel is gone. What was handed out and has not begun is to be `withdrawn`."""
@@ -295,7 +290,11 @@ class ConsumingSession:
         self.statistics.lost += self._acks.lost()
         self._take_everything()
         self._out.lost()
+        if self._quarantine is not None:
+            self._quarantine.lost()
+        self._to_isolate = False
         self._output.clear()
+        self._back.clear()
 
     def drain(self) -> None:
         """The broker has ended the subscription; the channel is open: hand back what has not begun, ack what ends.
@@ -339,6 +338,19 @@ class ConsumingSession:
         self._running += sum(map(len, batches))
         return batches
 
+    def take_isolated(self) -> list[Delivery | list[Delivery]]:
+        """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler."""
+        if self._quarantine is None:
+            return []
+        isolated, self._quarantine.work = self._quarantine.work, []
+        self._running += len(isolated)
+        return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
+
+    def take_subscription(self) -> bool:
+        """Whether to subscribe to quarantine on the open channel, now."""
+        subscribe, self._to_isolate = self._to_isolate, False
+        return subscribe
+
     def take_republishes(self) -> list[Republish]:
         """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
         return self._out.take()
@@ -354,9 +366,12 @@ class ConsumingSession:
 
     def take_output(self, now: float) -> bytes:
         """Take the bytes to write on the open channel; empty where there are none."""
-        frames = self._acks.due(now) if self.state is State.CONSUMING else self._acks.flush()
+        flush, self._flush = self._flush or self.state is not State.CONSUMING, False
+        frames = self._acks.flush() if flush else self._acks.due(now)
         if frames and self._source is not None:
             self._send_acks(self._source, frames)
+        if self._back and self._source is not None:
+            self._send_back(self._source)
         if not self._output:
             return b""
         output = b"".join(self._output)
@@ -368,7 +383,9 @@ class ConsumingSession:
         """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
         held = self._held[0][0] if self._held else None
         waiting = None if self._batcher is None else self._batcher.deadline
-        return min((time for time in (self._acks.deadline, held, waiting) if time is not None), default=None)
+        isolation = None if self._quarantine is None else self._quarantine.deadline
+        times = (self._acks.deadline, held, waiting, isolation)
+        return min((time for time in times if time is not None), default=None)
 
     @property
     def source(self) -> Source | None:
@@ -378,7 +395,8 @@ class ConsumingSession:
     @property
     def drained(self) -> bool:
         """Whether nothing is handed out or to be, and nothing is being published."""
-        return not (self._running or self._work) and self._out.idle
+        waiting = self._work or (self._quarantine is not None and self._quarantine.work)
+        return not (self._running or waiting) and self._out.idle
 
     @property
     def running(self) -> int:
@@ -403,17 +421,43 @@ class ConsumingSession:
     # Results
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
-        finding = self._admission.look(delivery)
+        quarantine = self._quarantine
+        forgiven = quarantine.losses if quarantine is not None and quarantine.has(delivery) else None
+        finding = self._admission.look(delivery, forgiven=forgiven)
         if finding.refusal is not None:
             self._dead_letter(delivery, finding.refusal)
         elif finding.path:
-            if not self._out.forward(delivery, finding.path):
+            if not self._out.forward(delivery, finding.path, suspect=finding.suspect):
                 self._hold(delivery, now + sum(finding.path) / 1000)
+        elif self._isolate(delivery, finding):
+            pass
         elif delivery.failures is not None and delivery.failures.due > now:
             self._hold(delivery, delivery.failures.due)
         else:
             return True
         return False
+
+    def _isolate(self, delivery: Delivery, finding: Finding) -> bool:
+        """Move it to quarantine, if it is suspect, not from there, and can be moved."""
+        quarantine = self._quarantine
+        if quarantine is None or quarantine.has(delivery):
+            return False
+        if not (finding.suspect or quarantine.suspects(delivery)):
+            return False
+        moved = self._out.isolate(delivery, quarantine.queue)
+        if moved:
+            self._notices.append(Notice(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}"))
+        return moved
+
+    def _in_quarantine(self, delivery: Delivery) -> bool:
+        return self._quarantine is not None and self._quarantine.has(delivery)
+
+    def _without_quarantine(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Put aside what came from quarantine."""
+        if self._quarantine is None:
+            return deliveries
+        self._quarantine.work += [delivery for delivery in deliveries if self._quarantine.has(delivery)]
+        return [delivery for delivery in deliveries if not self._quarantine.has(delivery)]
 
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
         source = self._source
@@ -421,6 +465,8 @@ class ConsumingSession:
         self.statistics.stale += len(deliveries) - len(current)
         tags = [delivery.delivery_tag for delivery in current]
         self.statistics.handled += self._acks.finished(self._acks.generation, tags, now)
+        if self._quarantine is not None and self._quarantine.active:
+            self._flush |= any(map(self._quarantine.has, current))
         if self._book:
             for delivery in current:
                 if delivery.failures is not None:
@@ -472,7 +518,7 @@ class ConsumingSession:
         delivery.redelivered = True
         self.statistics.retried += 1
         self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}"))
-        if not self._out.delay(delivery, delay):
+        if not self._out.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
             self._hold(delivery, failures.due)
 
     def _not_published(self, republish: Republish, error: ReliableMQError, now: float) -> None:
@@ -487,7 +533,7 @@ class ConsumingSession:
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _PATIENCE)):
                 self._reject(delivery, republish.reason)
                 return
-        elif refused or blocked:
+        elif refused or (blocked and republish.purpose is Purpose.RETRY):
             self._hold_instead(delivery, now)
             return
         elif isinstance(error, PublishReturned) and republish.tries == 1:
@@ -535,7 +581,9 @@ class ConsumingSession:
     # Where deliveries go
 
     def _dispatch_alone(self, delivery: Delivery) -> None:
-        if self._batcher is None:
+        if self._quarantine is not None and self._quarantine.has(delivery):
+            self._quarantine.work.append(delivery)
+        elif self._batcher is None:
             self._work.append(delivery)
         else:
             self._batcher.ready.append([delivery])
@@ -563,10 +611,13 @@ class ConsumingSession:
             self._book.forget(delivery)
 
     def _hand_back(self, deliveries: list[Delivery]) -> None:
-        source = self._source
-        if source is None or self.automatic or self.position is not None or not deliveries:
-            return
-        acks, nacks = self._acks.hand_back(source.generation, [delivery.delivery_tag for delivery in deliveries])
+        """Return these with the next output: the later that is, the fewer frames it takes."""
+        if self._source is not None and not self.automatic and self.position is None:
+            self._back += [delivery.delivery_tag for delivery in deliveries]
+
+    def _send_back(self, source: Source) -> None:
+        acks, nacks = self._acks.hand_back(source.generation, self._back)
+        self._back.clear()
         self._send_acks(source, acks)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
 
@@ -580,6 +631,9 @@ class ConsumingSession:
         deliveries, self._work = self._work, []
         if self._batcher is not None:
             deliveries += self._batcher.clear()
+        if self._quarantine is not None:
+            deliveries += self._quarantine.work
+            self._quarantine.work = []
         deliveries.extend(item.delivery if isinstance(item, Republish) else item for _, _, item in self._held)
         self._held.clear()
         return deliveries

@@ -80,6 +80,16 @@ class Republishing:
         self.again(Republish(delivery, target, properties, "", purpose=Purpose.RETRY, queue=queue))
         return True
 
+    def isolate(self, delivery: Delivery, queue: Queue) -> bool:
+        """Move it to quarantine, which was declared with the policy's delay queues; False where it cannot be."""
+        properties = pack(delivery, suspect=True)
+        if properties is None:
+            return False
+        self._known.add(queue.name)
+        target = Target("", queue.name)
+        self.again(Republish(delivery, target, properties, "", purpose=Purpose.QUARANTINE, queue=queue))
+        return True
+
     def again(self, republish: Republish) -> None:
         """Publish one, once its queue is declared."""
         queue = republish.queue

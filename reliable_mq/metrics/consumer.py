@@ -32,6 +32,7 @@ COUNTERS = {
         ("failed", "failed_attempts", "Attempts that failed."),
         ("retried", "retried", "Failed attempts that are tried again."),
         ("delayed", "delayed", "Originals acked after the message that waits in a delay queue was confirmed."),
+        ("isolated", "isolated", "Originals acked after they were moved to the quarantine of their queue."),
         ("dead_lettered", "dead_lettered", "Originals acked after their dead letter was confirmed."),
         (
             "quarantined",

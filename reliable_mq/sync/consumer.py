@@ -200,7 +200,7 @@ class Consumer:
         self._subscription: Subscription | None = None
         self._entered = False  # run or with has begun
         self._stopped = False
-        self._workers: Workers | None = None
+        self._workers: tuple[Workers, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
 
     # Running
@@ -248,7 +248,7 @@ class Consumer:
         """
         if os.getpid() != self._made_in:
             return
-        if self._workers is not None and self._workers.is_current:
+        if any(workers.is_current for workers in self._workers):
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
         self.stop()
         if self._subscription is not None:
@@ -392,7 +392,7 @@ class Consumer:
             if first:
                 subscription.stop_now()
                 self._finish(subscription)
-                self._subscription = self._workers = None
+                self._subscription, self._workers = None, ()
             raise
         return subscription
 
@@ -404,16 +404,21 @@ class Consumer:
             subscription = PullSubscription(self._options, self._settings, self._new_recovery())
         else:
             subscription = Subscription(self._options, self._settings, self._new_recovery())
-            subscription.outlet = self._workers = Workers(
-                name=self._options.name,
-                count=self._options.concurrency,
+            new_workers = partial(
+                Workers,
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
                 claiming=self._options.new_claiming(getattr(self._store, "transaction", None)),
                 sink=subscription,
             )
-            self._workers.start()
+            subscription.outlet = new_workers(name=self._options.name, count=self._options.concurrency)
+            self._workers = (subscription.outlet,)
+            if self._options.isolates:
+                subscription.isolation = new_workers(name=f"{self._options.name}-quarantine", count=1)
+                self._workers += (subscription.isolation,)
+            for workers in self._workers:
+                workers.start()
         if self._options.republishes:
             name = f"{self._options.name}-dead-letters-out"
             subscription.republisher = Republisher(self._new_publisher(), subscription.published, name)
@@ -436,12 +441,12 @@ class Consumer:
         subscription.stop()
         subscription.ended.wait()
         subscription.join()
-        if self._workers is not None:
+        if self._workers:
             if subscription.error is not None:
                 patience = self._options.stop_timeout  # it ended by itself: handlers may be at it
             else:
                 patience = 0.1 if subscription.session.running else _END_TIMEOUT
-            if not self._workers.stop(patience):
+            if not all([workers.stop(patience) for workers in self._workers]):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
         if subscription.republisher is not None:
             subscription.republisher.close(_END_TIMEOUT)
@@ -476,13 +481,16 @@ class Consumer:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _readings(self) -> Iterator[Reading]:
-        subscription, workers = self._subscription, self._workers
+        subscription = self._subscription
         if subscription is not None:
+            handler_seconds = Histogram()
+            for workers in self._workers:
+                handler_seconds.add(workers.handler_seconds)
             yield from consumer_readings(
                 self._options.name,
                 self._options.queue_name,
                 subscription.session.statistics,
-                Histogram() if workers is None else workers.handler_seconds,
+                handler_seconds,
                 unacked=subscription.session.outstanding,
                 connected=subscription.connected,
                 reconnects=subscription.reconnects,

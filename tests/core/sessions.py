@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from reliable_mq import PublishReturned, RetryPolicy
+from reliable_mq import PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
 from reliable_mq.core.consuming import ConsumingSession, NoticeKind
@@ -12,9 +12,11 @@ from reliable_mq.core.deadletters import DeadLetters, Republish, Target
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Failed
 from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.quarantine import Quarantine
 from tests.core.deliveries import delivery, failure
 
 CHANNEL = 3
+ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
 
 
@@ -28,6 +30,7 @@ def make(
     max_body_bytes: int | None = None,
     retry: RetryPolicy | None = None,
     queues: bool = False,
+    quarantine: bool = False,
 ) -> ConsumingSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
     session = ConsumingSession(
@@ -40,6 +43,7 @@ def make(
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
         ladder=Ladder("orders", policy) if queues else None,
+        quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
     )
     session.opened(1, CHANNEL)
     return session

@@ -5,16 +5,18 @@ The same on both faces: it lives on the loop of its connection, an I/O thread's 
 that came in meanwhile. A face adds its connection and how its callers wait. The phases::
 
     RUNNING --the broker cancels--> RESUBSCRIBING --what runs has ended, or the channel is lost--> RUNNING
-    RUNNING --stop--> CANCELLING --cancel-ok, or the channel is lost--> STOPPING
+    RUNNING --stop--> CANCELLING --cancel-ok, or the channel is lost--> SETTLING
+    SETTLING --what runs has ended, or the pause is over--> STOPPING
     RESUBSCRIBING, or RUNNING without a channel --stop--> STOPPING
-    STOPPING --what runs has ended--> ENDED
+    STOPPING --what runs has ended--> ENDED, or after many frames at once: LINGERING --the pause is over--> ENDED
     any --an error that trying again cannot heal, stop_timeout, a second signal--> ENDED
 
 Invariants:
 
 - the session is touched on the loop alone; no user code runs inside a call of the connection, and nothing blocks;
 - deliveries that wait in the outlet are withdrawn when their channel is lost, or is about to be given up;
-- what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again;
+- what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again; and, for a
+  moment, not before what runs has ended: then one frame returns it all, instead of one each;
 - a finished delivery is looked at within ``ack_interval``, however long the handler of the next one takes;
 - the subscription ends once, and what was finished until then has been acked.
 """
@@ -28,8 +30,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from reliable_mq.core.consuming import NoticeKind
 from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.notices import NoticeKind
 from reliable_mq.core.setup import Cancel, SetPrefetch, declare, is_missing
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
 
@@ -54,11 +56,14 @@ logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
 _LOOKED_AT_TOGETHER = 32  # results, at most
+_PAUSE = 0.1  # seconds that a stop waits for quick handlers before it hands back the rest
+_BURST_BYTES = 16 * 21  # of acks: a channel passes on 32 commands to a quorum queue before it waits for the first
 _SHORTEST_LOOK = 0.02  # seconds between two looks at results while handlers run, at least
 
 _LEVELS = {
     NoticeKind.RETRIED: logging.INFO,
     NoticeKind.DEAD_LETTERED: logging.WARNING,
+    NoticeKind.ISOLATED: logging.WARNING,
     NoticeKind.REJECTED: logging.ERROR,
     NoticeKind.NOT_DECLARED: logging.WARNING,
     NoticeKind.REPUBLISH_FAILED: logging.ERROR,
@@ -126,7 +131,9 @@ class _Phase(enum.Enum):
     RUNNING = enum.auto()
     RESUBSCRIBING = enum.auto()  # the broker has cancelled: waiting for what runs, then a new channel
     CANCELLING = enum.auto()  # stopping, but the broker may still deliver: nothing is sent
+    SETTLING = enum.auto()  # it delivers no more: nothing is sent yet, so that one frame may return all at once
     STOPPING = enum.auto()  # waiting for what runs
+    LINGERING = enum.auto()  # for what RabbitMQ may not have passed on to the queue yet: it drops that with the channel
     ENDED = enum.auto()
 
 
@@ -140,6 +147,7 @@ class BaseSubscription:
 
     Attributes:
         outlet: hands out; to be set before `start`.
+        isolation: hands out what comes from quarantine, so that it holds up nothing else; None to use ``outlet``.
         republisher: for dead letters; to be set before `start` where the session makes any.
         session: decides.
         error: why it ended by itself, if it did.
@@ -155,6 +163,8 @@ class BaseSubscription:
 
     def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
         self.republisher: Republisher | None = None
+        self.isolation: Outlet | None = None
+        self._isolated = False  # subscribed to quarantine
         self.session: ConsumingSession = options.new_session()
         self.error: ReliableMQError | None = None
         self.connected = False
@@ -173,6 +183,9 @@ class BaseSubscription:
         self._connection_lost = False
         self._timer: TimerHandle | None = None
         self._timer_at = 0.0
+        self._burst_at = 0.0
+        self._burst = 0  # bytes sent since then, a pause at most
+        self._pause: TimerHandle | None = None  # of SETTLING, or of LINGERING
         self._patience: TimerHandle | None = None  # with what runs, before the channel or the consumer is given up
         self._verdict = self._new_event()
         self._attempts_left = len(settings.endpoints)
@@ -264,7 +277,7 @@ class BaseSubscription:
 
     def lost(self, generation: int, loss: Loss) -> None:
         """The channel is gone; the broker delivers again what was not acked."""
-        self.connected = False
+        self.connected = self._isolated = False
         self._connection_lost |= loss.scope == "connection"
         self.session.lost(generation)
         self._withdraw()
@@ -290,7 +303,8 @@ class BaseSubscription:
 
     def cancelled(self, consumer_tag: str) -> None:
         """The broker ended the subscription: the queue is gone, or its leader."""
-        if consumer_tag != self._consumer_tag or self._phase is not _Phase.RUNNING:
+        ours = consumer_tag in {self._consumer_tag, self._options.isolated_tag}
+        if not ours or self._phase is not _Phase.RUNNING:
             return
         logger.warning(
             "the broker cancelled consumer %r: queue %r was deleted or moved; subscribing again",
@@ -360,12 +374,19 @@ class BaseSubscription:
         work = session.take_work() or session.take_batches()
         if work:
             self.outlet.put(work)
+        isolated = session.take_isolated()
+        if isolated:
+            (self.isolation or self.outlet).put(isolated)
+        if session.take_subscription():
+            self._io.run(self._options.subscribe_to_quarantine(), self._isolating)
         for queue in session.take_declarations():
             self._io.run(declare(queue, self._version), partial(self._declared, queue))
         for republish in session.take_republishes():
             if self.republisher is not None:
                 self.republisher.put(republish)
-        if self._phase is not _Phase.CANCELLING:
+        if self._phase is _Phase.SETTLING and session.drained:
+            self._phase = _Phase.STOPPING
+        if self._phase not in _SILENT:
             self._send(now)
         for notice in session.take_notices():
             subject = notice.delivery or f"consumer {self._options.name!r}:"
@@ -373,8 +394,11 @@ class BaseSubscription:
         if session.drained:
             if self._phase is _Phase.RESUBSCRIBING:
                 self._resubscribe()
-            elif self._phase is _Phase.STOPPING:
+            elif self._phase is _Phase.STOPPING and self._burst <= _BURST_BYTES:
                 self._end()
+            elif self._phase is _Phase.STOPPING:
+                self._phase = _Phase.LINGERING
+                self._pause = self._io.call_later(_PAUSE, self._end)
         self._schedule(now)
 
     def _take_in(self, now: float) -> None:
@@ -393,6 +417,9 @@ class BaseSubscription:
     def _send(self, now: float) -> None:
         output = self.session.take_output(now)
         if output:
+            if now - self._burst_at > _PAUSE:
+                self._burst_at, self._burst = now, 0
+            self._burst += len(output)
             self._io.write(output)
 
     def _schedule(self, now: float) -> None:
@@ -400,6 +427,8 @@ class BaseSubscription:
         if self._look_after > 1 and self.session.running:
             look = now + self._look_every
             at = look if at is None else min(at, look)
+        if at is not None and self._phase in _SILENT:
+            at = max(at, now + _SHORTEST_LOOK)
         if at is None or (self._timer is not None and self._timer_at <= at):
             return
         if self._timer is not None:
@@ -414,7 +443,16 @@ class BaseSubscription:
     def _withdraw(self) -> None:
         """Take back what nobody has begun with, unless it would never come again."""
         if not self.session.automatic:
-            self.session.withdrawn(self.outlet.withdraw())
+            self.session.withdrawn(self._withdrawn())
+
+    def _withdrawn(self) -> list[Delivery]:
+        isolated = [] if self.isolation is None else self.isolation.withdraw()
+        return [*self.outlet.withdraw(), *isolated]
+
+    def _isolating(self, outcome: object) -> None:
+        self._isolated = not isinstance(outcome, Exception)
+        if not self._isolated:
+            logger.warning("consumer %r does not handle what is in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
         error = outcome if isinstance(outcome, Exception) else None
@@ -453,7 +491,8 @@ class BaseSubscription:
             return
         if self._subscribed:
             self._phase = _Phase.CANCELLING
-            self._io.run(_cancel(self._consumer_tag), self._unsubscribed)
+            tags = [self._consumer_tag, *([self._options.isolated_tag] if self._isolated else [])]
+            self._io.run(_cancel(tags), self._unsubscribed)
         else:
             self._phase = _Phase.STOPPING
         self.connected = False
@@ -466,6 +505,12 @@ class BaseSubscription:
 
     def _unsubscribed(self, _outcome: object) -> None:
         if self._phase is _Phase.CANCELLING:
+            self._phase = _Phase.SETTLING
+            self._pause = self._io.call_later(_PAUSE, self._send_all_the_same)
+            self._pump()
+
+    def _send_all_the_same(self) -> None:
+        if self._phase is _Phase.SETTLING:
             self._phase = _Phase.STOPPING
             self._pump()
 
@@ -490,9 +535,11 @@ class BaseSubscription:
             return
         self._phase = _Phase.ENDED
         self.connected = False
+        if self._pause is not None:
+            self._pause.cancel()
         self._be_patient_no_more()
         self.session.stop()
-        self.session.withdrawn(self.outlet.withdraw())
+        self.session.withdrawn(self._withdrawn())
         now = time.monotonic()
         self._take_in(now)
         self._send(now)
@@ -501,15 +548,17 @@ class BaseSubscription:
         self.ended.set()
 
 
-_STOPPING = frozenset({_Phase.CANCELLING, _Phase.STOPPING, _Phase.ENDED})
+_STOPPING = frozenset({_Phase.CANCELLING, _Phase.SETTLING, _Phase.STOPPING, _Phase.LINGERING, _Phase.ENDED})
+_SILENT = frozenset({_Phase.CANCELLING, _Phase.SETTLING})
 
 
 def _nothing() -> SetupGenerator:
     yield from ()
 
 
-def _cancel(consumer_tag: str) -> StepGenerator:
-    yield Cancel(consumer_tag)
+def _cancel(consumer_tags: Iterable[str]) -> StepGenerator:
+    for consumer_tag in consumer_tags:
+        yield Cancel(consumer_tag)
 
 
 def _next_tag(consumer_tag: str) -> str:

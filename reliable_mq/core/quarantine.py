@@ -1,0 +1,116 @@
+"""The quarantine of a queue: where messages are handled one at a time that may be what kills or hangs their consumer.
+
+A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
+(``x-delivery-count``, and ``x-acquired-count`` from 4.3 on); what has come back twice without a verdict is suspect, more
+often where this process has lost channels itself and lives. A suspect is moved, confirmed, to a queue of its own beside
+the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as a failed
+attempt. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and then
+dead-lettered; its neighbours are handed out twice beside it, then by themselves.
+
+Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
+them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a process
+which quarantine kills has had time for the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.core.codec import CodecError, Properties
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Queue
+from reliable_mq.topology.arguments import SHORT_STRING_BYTES
+
+if TYPE_CHECKING:
+    from reliable_mq.core.delivery import Delivery
+
+__all__ = ["Quarantine", "returns"]
+
+#: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
+SUSPECT_FROM: Final = 2
+AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
+_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+_SUFFIX: Final = ".quarantine"
+
+
+class Quarantine:
+    """What a session knows of the quarantine of its queue. Not thread-safe.
+
+    Args:
+        queue: as it is declared.
+        consumer_tag: of the subscription to it.
+
+    Attributes:
+        queue: as given.
+        consumer_tag: as given.
+        work: its deliveries that are to be handed out; one at a time.
+        active: whether it was subscribed to, on this channel.
+        losses: channels that this process has lost, and lives.
+    """
+
+    def __init__(self, queue: Queue, consumer_tag: str) -> None:
+        self.queue = queue
+        self.consumer_tag = consumer_tag
+        self.work: list[Delivery] = []
+        self.losses = 0
+        self.active = False
+        self._due: float | None = None
+        self._here = False  # there is a channel
+        self._open = False  # and it is not subscribed to on that
+
+    @staticmethod
+    def of(queue: Queue) -> Queue:
+        """Return the queue to declare beside this one.
+
+        Raises:
+            ConfigurationError: the name leaves no room for its own.
+        """
+        if len(queue.name.encode()) + len(_SUFFIX) > SHORT_STRING_BYTES:
+            raise ConfigurationError(f"the name of queue {queue.name!r} leaves no room for {_SUFFIX!r}: shorten it")
+        return Queue(
+            queue.name + _SUFFIX,
+            dead_letter=queue.dead_letter_name,
+            single_active_consumer=queue.single_active_consumer,
+        )
+
+    def opened(self) -> None:
+        """A channel is open."""
+        self._open, self._due, self._here = True, None, True
+
+    def lost(self) -> None:
+        """It is gone."""
+        self.losses += self._here
+        self.active = self._open = self._here = False
+        self._due = None
+
+    def subscribe(self, now: float) -> bool:
+        """Whether it is time to subscribe; true once per channel."""
+        if self._open and self._due is None:
+            self._due = now + AFTER
+        if self._due is None or now < self._due:
+            return False
+        self._open, self._due, self.active = False, None, True
+        return True
+
+    @property
+    def deadline(self) -> float | None:
+        """When to ask `subscribe` again."""
+        return self._due
+
+    def has(self, delivery: Delivery) -> bool:
+        """Whether it came from quarantine."""
+        return delivery.consumer_tag == self.consumer_tag
+
+    def suspects(self, delivery: Delivery) -> bool:
+        """Whether a delivery from the queue is to be moved."""
+        return delivery.redelivered and returns(delivery) >= SUSPECT_FROM + self.losses
+
+
+def returns(delivery: Delivery) -> int:
+    """How often the broker has taken a delivery back from a consumer, by its own count; 0 where it does not say."""
+    view = Properties(delivery.properties)
+    try:
+        found = [view.headers_beginning(name).get(name) for name in _COUNTS]
+    except CodecError:
+        return 0
+    return max((count for count in found if isinstance(count, int) and not isinstance(count, bool)), default=0)

@@ -1,0 +1,251 @@
+"""Quarantine: who is suspect, where suspects go, and what a return counts there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reliable_mq import ConfigurationError, PublishBlocked, PublishNacked, PublishRefused, PublishReturned, Queue
+from reliable_mq.core.codec import encode_ack
+from reliable_mq.core.consuming import ConsumingSession
+from reliable_mq.core.deadletters import Purpose, Republish
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.notices import NoticeKind
+from reliable_mq.core.quarantine import AFTER, Quarantine, returns
+from tests.core.deliveries import BROKEN_TABLE, delivery
+from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
+from tests.core.test_transit import waited
+
+RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="orders.quarantine")
+
+
+def back(count: int, tag: int = 1, **others: Any) -> Delivery:
+    """A delivery that the broker took back so often."""
+    return delivery(tag, redelivered=True, headers={"x-delivery-count": count}, **others)
+
+
+def isolated(republish: Republish, tag: int = 1, *, returned: int = 0) -> Delivery:
+    """What comes out of quarantine."""
+    item = waited(republish.properties)
+    table = dict(item.headers)
+    if returned:
+        table["x-delivery-count"] = returned
+    made = delivery(tag, redelivered=bool(returned), headers=table, routing_key="orders.quarantine")
+    made.consumer_tag = ISOLATED
+    return made
+
+
+def suspect(session: ConsumingSession, tag: int = 1) -> Republish:
+    assert deliver(session, [back(2, tag)]) == []
+    return only_republish(session)
+
+
+@pytest.mark.parametrize(
+    ("table", "count"),
+    [
+        ({}, 0),
+        ({"x-delivery-count": 3}, 3),
+        ({"x-acquired-count": 4}, 4),
+        ({"x-delivery-count": 1, "x-acquired-count": 4}, 4),
+        ({"x-delivery-count": "9", "x-acquired-count": True}, 0),
+        (BROKEN_TABLE, 0),
+    ],
+)
+def test_how_often_a_delivery_was_taken_back(table: Any, count: int) -> None:
+    assert returns(delivery(headers=table)) == count
+
+
+@pytest.mark.parametrize(("count", "moved"), [(0, False), (1, False), (2, True), (99, True)])
+def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(count: int, moved: bool) -> None:
+    session = make(quarantine=True)
+    assert bool(deliver(session, [back(count)])) != moved
+    if moved:
+        assert kinds(session) == [NoticeKind.ISOLATED]
+        republish = only_republish(session)
+        assert (republish.routing_key, republish.purpose) == ("orders.quarantine", Purpose.QUARANTINE)
+        assert session.take_output(9.0) == b""
+        session.published(republish, None, 9.0)
+        assert session.take_output(20.0) == encode_ack(CHANNEL, 1, multiple=False)
+        assert session.statistics.isolated == 1
+
+
+def test_a_count_that_a_client_sent_moves_nothing() -> None:
+    """The broker says that it is the first delivery."""
+    session = make(quarantine=True)
+    assert deliver(session, [delivery(headers={"x-delivery-count": 99})])
+
+
+def test_without_a_quarantine_nothing_is_moved() -> None:
+    session = make()
+    assert deliver(session, [back(99)])
+    assert session.take_isolated() == []
+    assert not session.take_subscription()
+
+
+def test_channels_that_this_process_has_lost_and_survived_are_no_reason() -> None:
+    """It lives, so its messages have not killed it."""
+    session = make(quarantine=True)
+    session.lost(1)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert deliver(session, [back(2)])
+    assert deliver(session, [back(3, tag=2)]) == []
+
+
+def test_it_is_subscribed_to_a_moment_after_the_queue_once_per_channel() -> None:
+    session = make(quarantine=True)
+    session.tick(10.0)
+    assert not session.take_subscription()
+    assert session.deadline == 10.0 + AFTER
+    session.tick(10.0 + AFTER)
+    assert session.take_subscription()
+    assert not session.take_subscription()
+    session.tick(100.0)
+    assert not session.take_subscription()
+    assert session.deadline is None
+    session.lost(1)
+    session.tick(101.0)
+    assert not session.take_subscription()
+    session.opened(2, CHANNEL)
+    session.tick(102.0)
+    session.tick(102.0 + AFTER)
+    assert session.take_subscription()
+
+
+def test_a_session_that_stops_does_not_subscribe() -> None:
+    session = make(quarantine=True)
+    session.tick(0.0)
+    session.stop()
+    session.tick(AFTER)
+    assert not session.take_subscription()
+
+
+def subscribed(**options: Any) -> ConsumingSession:
+    session = make(quarantine=True, **options)
+    session.tick(-AFTER)
+    session.tick(0.0)
+    assert session.take_subscription()
+    return session
+
+
+def test_what_comes_from_quarantine_is_handed_out_by_itself_and_acked_at_once() -> None:
+    """The broker sends the next one only then."""
+    session = subscribed()
+    republish = suspect(session)
+    item = isolated(republish, 2)
+    assert deliver(session, [item]) == []
+    assert not session.drained
+    assert session.take_isolated() == [item]
+    assert (item.routing_key, item.attempt, session.running) == ("orders", 1, 1)
+    session.finished([item], 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
+
+
+def test_a_batch_handler_gets_it_as_a_batch_of_one() -> None:
+    session = subscribed(batch=(5, 1.0))
+    session.delivered([back(2)], 0.0)
+    item = isolated(only_republish(session), 2)
+    session.delivered([item], 0.0)
+    assert session.take_isolated() == [[item]]
+
+
+@pytest.mark.parametrize(("returned", "attempt"), [(1, 2), (2, 3), (3, None), (7, None)])
+def test_there_each_return_is_a_failed_attempt(returned: int, attempt: int | None) -> None:
+    session = subscribed()
+    item = isolated(suspect(session), 2, returned=returned)
+    session.delivered([item], 0.0)
+    if attempt is None:
+        dead = only_republish(session)
+        assert dead.purpose is Purpose.DEAD_LETTER
+        assert dead.reason == f"{returned} of 3 attempts failed; {returned} of them by the loss of their consumer"
+        session.published(dead, None, 0.0)
+        assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
+    else:
+        assert [one.attempt for one in session.take_isolated() if isinstance(one, Delivery)] == [attempt]
+
+
+def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven() -> None:
+    session = subscribed()
+    republish = suspect(session)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    item = isolated(republish, 1, returned=1)
+    session.delivered([item], 0.0)
+    assert session.take_isolated() == [item]
+    assert item.attempt == 1
+
+
+def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None:
+    session = subscribed(queues=True)
+    item = isolated(suspect(session), 2)
+    session.delivered([item], 0.0)
+    session.take_isolated()
+    fail(session, item)
+    republish = only_republish(session)
+    assert republish.routing_key == "orders.retry.1000"
+    again = waited(republish.properties)
+    again.delivery_tag = 3
+    assert deliver(session, [again], 1.0) == []
+    moved = only_republish(session)
+    assert (moved.purpose, moved.delivery.attempt) == (Purpose.QUARANTINE, 2)
+
+
+def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:
+    session = subscribed()
+    item = isolated(suspect(session), 2)
+    session.delivered([item], 0.0)
+    session.take_isolated()
+    fail(session, item)
+    session.tick(1.0)
+    assert session.take_work() == []
+    assert session.take_isolated() == [item]
+
+
+def test_it_goes_back_when_the_session_stops() -> None:
+    session = subscribed()
+    session.delivered([isolated(suspect(session), 2)], 0.0)
+    session.stop()
+    assert session.take_isolated() == []
+    assert session.take_output(0.0)
+    assert session.statistics.handed_back == 1
+
+
+def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
+    """Its headers would not come back as they are; or it is too large with ours."""
+    session = make(quarantine=True)
+    broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
+    broken.properties = b"\x00"
+    assert deliver(session, [broken]) == [broken]
+    republish = suspect(session, 2)
+    session.published(republish, PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR"), 0.0)
+    session.tick(0.0)
+    assert session.take_work() == [republish.delivery]
+
+
+def test_where_it_is_missing_it_is_declared_again() -> None:
+    session = make(quarantine=True)
+    republish = suspect(session)
+    session.published(republish, RETURNED, 0.0)
+    [queue] = session.take_declarations()
+    assert queue.name == "orders.quarantine"
+    session.declared(queue, None, 0.0)
+    assert only_republish(session) is republish
+
+
+@pytest.mark.parametrize("error", [PublishBlocked("alarm"), PublishNacked("full")])
+def test_a_suspect_that_cannot_be_moved_now_is_not_handled_meanwhile(error: Exception) -> None:
+    session = make(quarantine=True)
+    republish = suspect(session)
+    session.published(republish, error, 0.0)  # type: ignore[arg-type]
+    session.tick(1.0)
+    assert session.take_work() == []
+    assert only_republish(session) is republish
+
+
+def test_the_queue_of_quarantine() -> None:
+    """It dead-letters where its queue does."""
+    queue = Quarantine.of(Queue("orders", dead_letter="bin", single_active_consumer=True))
+    assert (queue.name, queue.dead_letter_name, queue.single_active_consumer) == ("orders.quarantine", "bin", True)
+    with pytest.raises(ConfigurationError, match="leaves no room for"):
+        Quarantine.of(Queue("q" * 248))
