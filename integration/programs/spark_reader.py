@@ -5,6 +5,8 @@ source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itse
 (seconds without a message after which it stops; none for never). If ``hold`` is given, says ``reading`` and waits with
 a batch in its hands until the standard input ends.
 
+Given a list of such settings, it lives and dies as often.
+
 The sink is a file of lines ``batch message-id``. A batch that is in there is written again by nobody who has seen its
 commit; without one it is, as any sink that Spark writes to may be.
 """
@@ -86,5 +88,20 @@ def main(settings: dict[str, Any]) -> None:
     source.stop()
 
 
+def one_after_the_other(lives: list[dict[str, Any]]) -> int:
+    """Run each in a process of its own, which has all imports already; give the status of the last one."""
+    status = 0
+    for settings in lives:
+        pid = os.fork()
+        if pid == 0:
+            main(settings)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return abs(status)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    given = json.loads(sys.argv[1])
+    if isinstance(given, list):
+        sys.exit(one_after_the_other(given))
+    main(given)

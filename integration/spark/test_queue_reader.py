@@ -107,8 +107,15 @@ def query() -> Iterator[Callable[..., Query]]:
     signal.signal(signal.SIGTERM, before)
 
 
+def life(vhost: VirtualHost, directory: Path, **settings: Any) -> dict[str, Any]:
+    return {"url": vhost.url, "queue": "orders", "directory": str(directory), **settings}
+
+
 def reader(vhost: VirtualHost, directory: Path, **settings: Any) -> subprocess.Popen[bytes]:
-    given = {"url": vhost.url, "queue": "orders", "directory": str(directory), **settings}
+    return started(directory, life(vhost, directory, **settings))
+
+
+def started(directory: Path, given: object) -> subprocess.Popen[bytes]:
     with (directory / "log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "integration.programs.spark_reader", json.dumps(given)],
@@ -116,8 +123,8 @@ def reader(vhost: VirtualHost, directory: Path, **settings: Any) -> subprocess.P
         )  # fmt: skip
 
 
-def run_to_its_end(process: subprocess.Popen[bytes], expected: int, directory: Path) -> None:
-    process.communicate(timeout=100)
+def run_to_its_end(process: subprocess.Popen[bytes], expected: int, directory: Path, timeout: float = 100) -> None:
+    process.communicate(timeout=timeout)
     assert process.returncode == expected, (directory / "log").read_text()[-3000:]
 
 
@@ -132,9 +139,8 @@ def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
 ) -> None:
     """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
     publish(vhost, 500, checker)
-    for phase in rng.sample(PHASES, len(PHASES)):
-        run_to_its_end(reader(vhost, tmp_path, phase=phase, batch=rng.randrange(2)), -signal.SIGKILL, tmp_path)
-    run_to_its_end(reader(vhost, tmp_path, idle=3), 0, tmp_path)
+    deaths = [life(vhost, tmp_path, phase=phase, batch=rng.randrange(2)) for phase in rng.sample(PHASES, len(PHASES))]
+    run_to_its_end(started(tmp_path, [*deaths, life(vhost, tmp_path, idle=3)]), 0, tmp_path)
     book_sink(tmp_path, checker)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close()
@@ -168,10 +174,11 @@ def test_f60_two_hundred_restarts_lose_nothing(
                 checker.confirmed(message.message_id)
     else:
         publish(vhost, 4000, checker)
-    for _ in range(RESTARTS):
-        process = reader(vhost, tmp_path, phase=rng.choice(PHASES), batch=rng.randrange(2), idle=2, most=20)
-        process.communicate(timeout=100)
-    run_to_its_end(reader(vhost, tmp_path, idle=3), 0, tmp_path)
+    deaths = [
+        life(vhost, tmp_path, phase=rng.choice(PHASES), batch=rng.randrange(2), idle=2, most=20)
+        for _ in range(RESTARTS)
+    ]
+    run_to_its_end(started(tmp_path, [*deaths, life(vhost, tmp_path, idle=3)]), 0, tmp_path, timeout=1700)
     book_sink(tmp_path, checker)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close()
