@@ -361,7 +361,7 @@ def test_a_deadline_ends_a_publish_and_a_late_ack_gives_its_place_back(
 def test_a_channel_that_confirms_nothing_in_time_is_replaced(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
-    with new_publisher(confirm_timeout=0.3) as publisher:
+    with new_publisher(confirm_timeout=0.6) as publisher:
         confirmations = submit(publisher, 3)
         broker.wait_published(3)
         broker.script = acking
@@ -372,14 +372,14 @@ def test_a_channel_that_confirms_nothing_in_time_is_replaced(
 
 
 def test_confirms_that_trickle_in_keep_the_channel(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
-    with new_publisher(confirm_timeout=0.4) as publisher:
-        confirmations = submit(publisher, 8)
-        channel = broker.wait_published(8)[-1].channel
-        for number in range(1, 9):
+    with new_publisher(confirm_timeout=0.8) as publisher:
+        confirmations = submit(publisher, 6)
+        channel = broker.wait_published(6)[-1].channel
+        for number in range(1, 7):
             began = time.monotonic()
-            wait_until(lambda since=began: time.monotonic() - since > 0.15, timeout=5, what="time to pass")
+            wait_until(lambda since=began: time.monotonic() - since > 0.2, timeout=5, what="time to pass")
             channel.ack(number)
-        assert errors(confirmations) == [None] * 8
+        assert errors(confirmations) == [None] * 6
         assert len(broker.connections) == 1
 
 
@@ -415,7 +415,7 @@ def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new
 
 def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """And the confirm timeout does not run: what waits out an alarm is confirmed after it."""
-    with new_publisher(confirm_timeout=0.3) as publisher:
+    with new_publisher(confirm_timeout=0.6) as publisher:
         publisher.connect()
         connection = broker.connection
         connection.block("low on memory")
@@ -423,7 +423,7 @@ def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_
         assert publisher.blocked == "low on memory"
         confirmations = submit(publisher, 3)
         with pytest.raises(PublishBlocked, match="low on memory") as caught:
-            publisher.publish(Message(b"x"), routing_key=KEY, timeout=0.5)
+            publisher.publish(Message(b"x"), routing_key=KEY, timeout=0.9)
         assert not caught.value.may_have_arrived
         assert broker.published == []
         broker.script = acking
