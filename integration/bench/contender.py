@@ -31,6 +31,7 @@ class Role(enum.StrEnum):
 
     PUBLISHER = "publisher"  # publishes job.messages, and knows that each was confirmed
     CONSUMER = "consumer"  # consumes job.messages that are in the queue, and acks each
+    STREAM = "stream"  # reads job.messages that are in the stream, from its first on
     MEMORY = "memory"  # holds job.messages outstanding on a peer that confirms only the last, when it has come
 
 

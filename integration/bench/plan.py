@@ -59,7 +59,7 @@ class Plan:
     held_size: int = 10
 
     def messages(self, contender: Contender) -> int:
-        if contender.role is Role.CONSUMER:
+        if contender.role in (Role.CONSUMER, Role.STREAM):
             return self.consumed
         if contender.role is Role.MEMORY:
             return self.held

@@ -16,7 +16,7 @@ from pathlib import Path
 from integration.bench.contender import Bar, Contender, Limit, Measure, Role, Sample
 from integration.bench.plan import Plan
 from integration.bench.registry import Registry
-from integration.bench.results import MEMORY, Results
+from integration.bench.results import MEMORY, STREAM, Results
 from integration.bench.summary import Judgement, figure, judge, ratio
 
 __all__ = ["Report", "Table", "environment"]
@@ -24,7 +24,13 @@ __all__ = ["Report", "Table", "environment"]
 NOTHING = "-"
 CPU_INFO = Path("/proc/cpuinfo")
 PACKAGES = ("pika", "aio-pika")
-TITLES = {Role.PUBLISHER: "Publishers", Role.CONSUMER: "Consumers", Role.MEMORY: "Memory of outstanding messages"}
+TITLES = {
+    Role.PUBLISHER: "Publishers",
+    Role.CONSUMER: "Consumers",
+    Role.STREAM: "Readers",
+    Role.MEMORY: "Memory of outstanding messages",
+}
+_KINDS = {Role.MEMORY: MEMORY, Role.STREAM: STREAM}  # of those that are not measured on each type of queue
 MIB = 1024 * 1024
 
 
@@ -71,7 +77,7 @@ class Report:
     def tables(self) -> list[Table]:
         """Return all tables that have something to show."""
         tables = [self._role_table(role, kind) for role in (Role.PUBLISHER, Role.CONSUMER) for kind in self.queue_types]
-        tables.append(self._memory_table())
+        tables += [self._role_table(Role.STREAM, STREAM), self._memory_table()]
         tables += [self._bar_table()] if self.results.samples else []
         tables += [self._curve_table(kind, axis) for kind in self.queue_types for axis in ("window", "size")]
         return [table for table in tables if table.rows]
@@ -212,8 +218,8 @@ class Report:
             if bar.contender not in self.only:
                 continue
             entry = self.registry.entries.get(bar.contender)
-            memory = entry is not None and entry.contender.role is Role.MEMORY
-            for queue_type in [MEMORY] if memory else self.queue_types:
+            kind = None if entry is None else _KINDS.get(entry.contender.role)
+            for queue_type in self.queue_types if kind is None else [kind]:
                 samples = {name: rounds for (kind, name), rounds in self.results.samples.items() if kind == queue_type}
                 yield judge(bar, queue_type, samples)
 

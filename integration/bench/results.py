@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from integration.bench.contender import Sample
 from integration.bench.plan import Point
 
-__all__ = ["MEMORY", "Results"]
+__all__ = ["MEMORY", "STREAM", "Results"]
 
 MEMORY = "memory"  # stands where others have a queue type: outstanding messages are measured without a queue
+STREAM = "stream"  # the type of the queue that readers of streams are given
 
 
 @dataclass(slots=True)

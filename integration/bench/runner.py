@@ -19,7 +19,7 @@ from integration.bench.contender import Job, Role, Sample
 from integration.bench.paths import ROOT
 from integration.bench.plan import Plan, Point, rotated
 from integration.bench.registry import Entry, Registry
-from integration.bench.results import MEMORY, Results
+from integration.bench.results import MEMORY, STREAM, Results
 from integration.bench.silent_peer import serving
 
 __all__ = ["Runner"]
@@ -67,10 +67,11 @@ class Runner:
         by_role = {role: [entry for entry in self._entries if entry.contender.role is role] for role in Role}
         on_curves = [entry for entry in by_role[Role.PUBLISHER] if entry.contender.curve] if curves else []
         measured = by_role[Role.PUBLISHER] + by_role[Role.CONSUMER] if table else []
+        streams = by_role[Role.STREAM] if table else []
         memory = by_role[Role.MEMORY] if table else []
         points, types, plan = self._plan.points(), self._queue_types, self._plan
         self._total = (
-            len(measured) * len(types) * plan.rounds
+            (len(measured) * len(types) + len(streams)) * plan.rounds
             + len(memory)
             + len(on_curves) * len(points) * len(types) * plan.curve_rounds
         )
@@ -79,6 +80,8 @@ class Runner:
                 for queue_type in rotated(types, number):
                     for entry in rotated(measured, number):
                         self._measure(entry, queue_type)
+                for entry in rotated(streams, number):
+                    self._measure(entry, STREAM)
             for entry in memory:
                 self._measure_memory(entry)
             for number in range(plan.curve_rounds if on_curves else 0):
@@ -134,21 +137,23 @@ class Runner:
     def _on_queue(self, entry: Entry, queue_type: str, job: Job) -> Sample:
         self._broker.make_queue(QUEUE, queue_type)
         consuming = entry.contender.role is Role.CONSUMER
-        if consuming:
-            self._fill(job)
+        if consuming or queue_type == STREAM:
+            self._fill(job, counted=consuming)
         if wait_for_rest(self._plan.rest) > REST_SHARE:
             self.results.busy += 1
         sample = self._process(entry, job)
-        self._broker.wait_for_depth(QUEUE, 0 if consuming else job.messages + job.warmup)
+        if queue_type != STREAM:  # which keeps what was read, and counts late
+            self._broker.wait_for_depth(QUEUE, 0 if consuming else job.messages + job.warmup)
         return sample
 
-    def _fill(self, job: Job) -> None:
+    def _fill(self, job: Job, *, counted: bool) -> None:
         entries = self._registry.entries
         filler = next((entries[name] for name in FILLERS if name in entries), None)
         if filler is None:
             raise RunFailed(f"nobody can fill the queue: {' and '.join(FILLERS)} are not available")
         self._process(filler, Job(url=job.url, queue=job.queue, messages=job.messages, size=job.size))
-        self._broker.wait_for_depth(QUEUE, job.messages)
+        if counted:
+            self._broker.wait_for_depth(QUEUE, job.messages)
 
     def _process(self, entry: Entry, job: Job) -> Sample:
         try:

@@ -1,0 +1,213 @@
+"""PySpark on two cores: our source and sink, and what is written today in their place.
+
+The session is started, and its Python workers have run once, before the clock starts; what is measured is one job (or
+one query), with its planning. CPU is that of the JVM and of all Python processes, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pika
+
+from integration.bench import child
+from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Role, Sample, peak_rss
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
+DRAINED_AT_A_TIME = 10_000
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def run_sink(job: Job) -> Sample:
+    def write(rows: DataFrame) -> None:
+        options = {"url": job.url, "routingKey": job.queue}
+        rows.write.format("rabbitmq").options(**options).mode("append").save()
+
+    return measure_writing(job, write)
+
+
+def run_foreach_partition(job: Job) -> Sample:
+    url, queue = job.url, job.queue
+
+    def publish(rows: Iterator[Any]) -> None:
+        connection = pika.BlockingConnection(pika.URLParameters(url))
+        channel = connection.channel()
+        channel.confirm_delivery()
+        for row in rows:
+            channel.basic_publish("", queue, row.body.encode(), PERSISTENT, mandatory=True)
+        connection.close()
+
+    return measure_writing(job, lambda rows: rows.foreachPartition(publish))
+
+
+def run_queue(job: Job) -> Sample:
+    """Read until what was ready is read, into Spark's sink that does nothing."""
+    with session() as spark, tempfile.TemporaryDirectory() as directory:
+        options = {"url": job.url, "queue": job.queue, "prefetch": "20000", "maxMessagesPerTrigger": "10000"}
+
+        def read() -> None:
+            query = (
+                spark.readStream.format("rabbitmq")
+                .options(**options)
+                .load()
+                .writeStream.format("noop")
+                .option("checkpointLocation", directory)
+                .trigger(availableNow=True)
+                .start()
+            )
+            query.awaitTermination()
+            check(job, sum(progress["numInputRows"] for progress in query.recentProgress))
+
+        return measured(job, read)
+
+
+def run_drain(job: Job) -> Sample:
+    """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
+    with session() as spark:
+
+        def drain() -> None:
+            connection = pika.BlockingConnection(pika.URLParameters(job.url))
+            channel = connection.channel()
+            channel.basic_qos(prefetch_count=DRAINED_AT_A_TIME)
+            rows: list[tuple[bytes, str | None]] = []
+            done = 0
+            for method, properties, body in channel.consume(job.queue):
+                rows.append((body, properties.message_id))
+                if len(rows) == DRAINED_AT_A_TIME or done + len(rows) == job.messages:
+                    noop(spark.createDataFrame(rows, "body binary, message_id string"))
+                    channel.basic_ack(method.delivery_tag, multiple=True)
+                    done += len(rows)
+                    rows = []
+                    if done == job.messages:
+                        break
+            channel.cancel()
+            connection.close()
+
+        return measured(job, drain)
+
+
+def reading_stream(partitions: int) -> Callable[[Job], Sample]:
+    def run(job: Job) -> Sample:
+        with session() as spark:
+
+            def read(**options: str) -> None:
+                source = spark.read.format("rabbitmq").options(url=job.url, stream=job.queue, **options)
+                noop(source.load())
+
+            read(endingOffsets=f'{{"{job.queue}": {min(job.messages, 100)}}}')
+            end = f'{{"{job.queue}": {job.messages}}}'
+            return measured(job, lambda: read(minPartitions=str(partitions), endingOffsets=end))
+
+    return run
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def session() -> Iterator[SparkSession]:
+    from integration.support.spark import session as started
+    from reliable_mq.spark import register
+
+    with tempfile.TemporaryDirectory() as directory:
+        spark = started(Path(directory), master="local[2]", **{"spark.driver.memory": "1g"})
+        register(spark)
+        sys.stdout.flush()
+        spark.sparkContext.parallelize(range(2), 2).map(lambda number: number + 1).collect()
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
+    with session() as spark:
+
+        def rows(count: int) -> DataFrame:
+            return spark.range(0, count, 1, 2).selectExpr(f"rpad(cast(id as string), {job.size}, 'x') as body")
+
+        write(rows(job.warmup))
+        return measured(job, lambda: write(rows(job.messages)))
+
+
+def measured(job: Job, work: Callable[[], object]) -> Sample:
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    work()
+    return Sample(
+        messages=job.messages,
+        wall_seconds=time.perf_counter() - wall,
+        cpu_seconds=cpu_seconds() - cpu,
+        peak_rss_bytes=peak_rss(),
+    )
+
+
+def noop(rows: DataFrame) -> None:
+    rows.write.format("noop").mode("overwrite").save()
+
+
+def check(job: Job, count: int) -> None:
+    if count != job.messages:
+        raise RuntimeError(f"{count} of {job.messages} messages were read")
+
+
+def cpu_seconds(pid: int | None = None) -> float:
+    """Of this process and all below it that live, or whose end their parent has seen."""
+    own = os.getpid() if pid is None else pid
+    try:
+        fields = Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()
+        children = [
+            int(word) for task in Path(f"/proc/{own}/task").glob("*/children") for word in task.read_text().split()
+        ]
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS + sum(map(cpu_seconds, children))
+
+
+CONTENDERS = [
+    Contender(name="spark-sink", label="reliable_mq Spark sink, 2 tasks", role=Role.PUBLISHER, run=run_sink),
+    Contender(
+        name="spark-foreach-partition",
+        label="Spark foreachPartition, pika BlockingChannel, confirms, 2 tasks",
+        role=Role.PUBLISHER,
+        run=run_foreach_partition,
+        one_by_one=True,
+    ),
+    Contender(
+        name="spark-queue", label="reliable_mq Spark queue mode, to a noop sink", role=Role.CONSUMER, run=run_queue
+    ),
+    Contender(
+        name="spark-drain",
+        label="pika BlockingConnection drained on the driver, createDataFrame",
+        role=Role.CONSUMER,
+        run=run_drain,
+    ),
+    *[
+        Contender(
+            name=f"spark-stream-{count}",
+            label=f"reliable_mq Spark stream mode, {count} partition(s), to a noop sink",
+            role=Role.STREAM,
+            run=reading_stream(count),
+        )
+        for count in (1, 2, 4)
+    ],
+]
+
+BARS = [
+    Bar("spark-sink", (Limit(Measure.RATE, 0.6, "ours-submit"),)),
+    Bar("spark-sink", (Limit(Measure.RATE, 8, "spark-foreach-partition"),)),
+    Bar("spark-queue", (Limit(Measure.RATE, 0.5, "pika-consumer"),)),
+    *[Bar(f"spark-stream-{count}", (Limit(Measure.RATE, 0.7, "pika-stream"),)) for count in (1, 2)],
+]
+
+if __name__ == "__main__":
+    child.main(CONTENDERS)
