@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from reliable_mq import Queue
+from reliable_mq import Queue, RetryPolicy
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.queues import examine_queues
 from reliable_mq.cli.checks.retries import DelayQueue
 from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
+from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.quarantine import Quarantine
 
 NEWEST, OLD = (4, 3, 6), (4, 0, 5)
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
@@ -85,6 +87,24 @@ def test_a_delay_queue_that_somebody_consumes_from_is_a_problem() -> None:
 def test_what_has_expired_and_is_not_taken_is_told() -> None:
     found = examine(view(ORDERS), view(DEAD), view(DELAY, messages_dlx=7), names=("orders",))
     assert "7 messages have expired, and queue 'orders' has not taken them yet" in found[-1].text
+
+
+def test_a_quarantine_that_nobody_consumes_from_is_warned_of() -> None:
+    around = view(ORDERS), view(DEAD)
+    suspects = view(Quarantine.of(ORDERS), messages=2)
+    for names in ((), ("orders",)):
+        assert not_well(examine(*around, suspects, names=names)) == [
+            (WARNING, "queue 'orders.quarantine'", "quarantine")
+        ]
+    consumers = [{"queue": {"name": suspects.name}, "prefetch_count": 1, "ack_required": True}]
+    assert not_well(examine(*around, suspects, consumers=consumers)) == []
+    assert not_well(examine(*around, view(Quarantine.of(ORDERS)))) == []
+
+
+def test_the_delay_queues_that_a_consumer_declares_are_known() -> None:
+    made = Ladder("orders", RetryPolicy(5, delays=(1, 10, 60))).queue(10_000)
+    assert DelayQueue.of(made.name) == DelayQueue("orders", 10_000)
+    assert not_well(examine(view(ORDERS), view(DEAD), view(made, messages=3))) == []
 
 
 def test_delays_that_are_mixed_in_one_queue_are_warned_of() -> None:

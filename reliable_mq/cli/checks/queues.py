@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from reliable_mq.cli.checks.finding import Finding, Status
-from reliable_mq.cli.checks.retries import DelayQueue, dead_letter_queues, examine_dead_letters, examine_delay_queue
+from reliable_mq.cli.checks.retries import (
+    DelayQueue,
+    dead_letter_queues,
+    examine_dead_letters,
+    examine_delay_queue,
+    examine_quarantine,
+)
 from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
 from reliable_mq.topology.linting import lint_arguments
 
@@ -56,6 +62,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         if name in dead:
             findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
         findings += examine_delay_queue(snapshot, snapshot.queues[name])
+        findings += examine_quarantine(snapshot, snapshot.queues[name])
     if not names:
         text = f"{quiet} of {len(snapshot.queues)} queues: nothing in their arguments or consumers loses messages"
         findings.append(Finding(Status.OK, "queues", "arguments", text))
@@ -74,15 +81,17 @@ def _examine(
     yield from _consumers(snapshot, queue)
     yield from _arguments(queue, version)
     yield from examine_delay_queue(snapshot, queue)
+    yield from examine_quarantine(snapshot, queue)
     if queue.name in dead or (queue.name.endswith(".dead") and queue.name.removesuffix(".dead") not in snapshot.queues):
         yield from examine_dead_letters(snapshot, queue, version)
 
 
 def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
-    """The dead-letter queues and the delay queues of some queues."""
+    """The dead-letter queues, delay queues and quarantines of some queues."""
     targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
     delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
-    return (targets | delays) & snapshot.queues.keys()
+    suspects = {f"{name}.quarantine" for name in names}
+    return (targets | delays | suspects) & snapshot.queues.keys()
 
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:

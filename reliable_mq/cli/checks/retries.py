@@ -1,6 +1,7 @@
-"""The queues around a queue: those where retries wait, those where dead letters do. Pure: a snapshot in, findings out.
+"""The queues around a queue: where retries wait, suspects, and dead letters. Pure: a snapshot in, findings out.
 
 A delay queue of ours is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at least once.
+``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
 A dead-letter queue is one that another queue dead-letters into and that is no work queue of a delay queue.
 """
 
@@ -13,10 +14,18 @@ from typing import Final, NamedTuple
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
 
-__all__ = ["DelayQueue", "dead_letter_queues", "examine_dead_letters", "examine_delay_queue", "waits_to_come_back"]
+__all__ = [
+    "DelayQueue",
+    "dead_letter_queues",
+    "examine_dead_letters",
+    "examine_delay_queue",
+    "examine_quarantine",
+    "waits_to_come_back",
+]
 
 _DELAY: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", re.DOTALL)
 _DEAD: Final = ".dead"
+_QUARANTINE: Final = ".quarantine"
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
 _AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
 
@@ -104,6 +113,18 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         )
         fix = "Use one queue per delay, with x-message-ttl (a Consumer's RetryPolicy does)."
         yield Finding(Status.WARNING, f"queue {queue.name!r}", "delay queue", text, fix)
+
+
+def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    """Look at a quarantine that holds messages: is somebody at it?"""
+    owner = queue.name.removesuffix(_QUARANTINE)
+    if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
+        return
+    text = f"{queue.messages:,} messages that may have killed their consumer wait here, and nobody consumes them"
+    if owner not in snapshot.queues:
+        text += f"; queue {owner!r}, whose consumer does, does not exist"
+    fix = f"Run a Consumer of {owner!r} that declares it (a Queue, not its name): it handles these one at a time."
+    yield Finding(Status.WARNING, f"queue {queue.name!r}", "quarantine", text, fix)
 
 
 def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
