@@ -8,6 +8,7 @@ take place is found again, and not waited for until its lease ends.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import re
@@ -15,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ __all__ = [
     "microseconds",
     "stored_key",
     "taken_in_order",
+    "the_one_loop",
     "unique",
 ]
 
@@ -131,6 +134,20 @@ class Doubts:
         if not waiting:
             del self._doubts[key]
         return holder
+
+
+def the_one_loop(store: object, loop: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
+    """Answer the running event loop, on which all questions of an asyncio store are to be asked.
+
+    Raises:
+        UsageError: it is another one than ``loop``, that of the first question.
+    """
+    running = asyncio.get_running_loop()
+    if loop is not None and loop is not running:
+        raise UsageError(
+            f"{store!r} is used on another event loop: its connections belong to one; make a store for each"
+        )
+    return running
 
 
 def microseconds(duration: float) -> int:

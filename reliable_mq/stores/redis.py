@@ -19,7 +19,17 @@ from redis.retry import Retry
 
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.questions import DAY, Doubts, claims_in_order, held_by, stored_key, taken_in_order, unique
+from reliable_mq.stores.questions import (
+    DAY,
+    Doubts,
+    claims_in_order,
+    held_by,
+    microseconds,
+    stored_key,
+    taken_in_order,
+    the_one_loop,
+    unique,
+)
 from reliable_mq.stores.redis_script import CLAIM, COMPLETE, RELEASE, RESET, TOGETHER, answers
 
 if TYPE_CHECKING:
@@ -51,7 +61,7 @@ class _Questions:
         return f"<{type(self).__name__} at {self._where}>"
 
     def _claims(self, holders: Mapping[str, int], lease: float) -> list[Script]:
-        settings = [max(int(lease * 1000), 1), self._retention]
+        settings = [microseconds(lease), self._retention]
         return [(names, [*settings, *(holders[name] for name in names)]) for names in _parts(list(holders))]
 
     def _settlements(self, held: Sequence[tuple[str, int]], *settings: object) -> list[Script]:
@@ -212,6 +222,7 @@ class AsyncRedisStore(_Questions):
         self._claim, self._complete, self._release, self._reset = (
             self._redis.register_script(script) for script in (CLAIM, COMPLETE, RELEASE, RESET)
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """See `RedisStore.claim_many`."""
@@ -254,6 +265,7 @@ class AsyncRedisStore(_Questions):
         await self.close()
 
     async def _run(self, script: Any, scripts: list[Script]) -> list[Any]:
+        self._loop = the_one_loop(self, self._loop)
         try:
             async with asyncio.timeout(self._timeout):
                 try:

@@ -34,14 +34,15 @@ local function parse(record)
 end
 """
 
-#: Lease and retention in milliseconds, then a holder per key; answers with status, token and attempts per key.
+#: The lease in microseconds, the retention in milliseconds, then a holder per key; answers with status, token and
+#: attempts per key.
 CLAIM: Final = (
     _PARSE
     + """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local ends = string.format('%.0f', now + ARGV[1] * 1000)
-local kept = string.format('%.0f', ARGV[1] + ARGV[2])
+local ends = string.format('%.0f', now + ARGV[1])
+local kept = string.format('%.0f', math.ceil(ARGV[1] / 1000) + ARGV[2])
 local answers = {}
 for i, key in ipairs(KEYS) do
   local record, holder = found[i], ARGV[2 + i]

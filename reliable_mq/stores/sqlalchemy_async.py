@@ -14,7 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from reliable_mq.durations import Duration
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.stores.questions import DAY, claims_in_order, held_by, stored_key, taken_in_order, unique
+from reliable_mq.stores.questions import (
+    DAY,
+    claims_in_order,
+    held_by,
+    stored_key,
+    taken_in_order,
+    the_one_loop,
+    unique,
+)
 from reliable_mq.stores.sql.questions import (
     AGAIN_AT_MOST,
     PURGED_TOGETHER,
@@ -60,6 +68,7 @@ class AsyncSQLAlchemyStore(Questions):
         self._engine = engine
         self._session = session
         self._given_up: set[asyncio.Task[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def create_table(self) -> None:
         """See `SQLAlchemyStore.create_table`."""
@@ -128,6 +137,7 @@ class AsyncSQLAlchemyStore(Questions):
 
     async def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
         """Ask; a driver that takes its time to be cancelled is left to itself."""
+        self._loop = the_one_loop(self, self._loop)
         task = asyncio.ensure_future(self._ask_until_answered(steps))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout)

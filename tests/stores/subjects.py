@@ -93,6 +93,28 @@ class Blocking:
         self._loop.close()
 
 
+class Bridged:
+    """An asyncio store on a loop of its own, for consumers on other loops, which come and go."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.blocking = Blocking(make)
+
+    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        claims: list[Claim] = await self._ask(self.blocking.store.claim_many(keys, lease))
+        return claims
+
+    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        done: list[bool] = await self._ask(self.blocking.store.complete_many(claims))
+        return done
+
+    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        held: list[bool] = await self._ask(self.blocking.store.release_many(claims, failed=failed))
+        return held
+
+    async def _ask(self, coroutine: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.blocking._loop))
+
+
 def memory() -> Subject:
     now = [1000.0]
     store = MemoryStore(retention=RETENTION, clock=lambda: now[0])

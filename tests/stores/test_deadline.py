@@ -1,0 +1,91 @@
+"""Calls that hang: the caller goes on in time, and what hangs is ended or forgotten."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from reliable_mq.stores.deadline import Calls, Lifeline
+
+
+class Connection:
+    """A driver's, as far as this needs one."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self.near.fileno()
+
+
+def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
+    calls = Calls("test")
+    assert calls.call(lambda _: 7, 5) == 7
+    with pytest.raises(ZeroDivisionError):
+        calls.call(lambda _: 1 // 0, 5)
+    calls.close()
+
+
+def test_calls_one_after_the_other_share_a_thread() -> None:
+    calls = Calls("test")
+    assert len({calls.call(lambda _: threading.get_ident(), 5) for _ in range(50)}) == 1
+    calls.close()
+    assert calls.call(lambda _: 7, 5) == 7
+    calls.close()
+
+
+def test_a_call_that_waits_for_its_socket_is_ended() -> None:
+    """Its thread is there for the next one."""
+    calls, connection = Calls("test", most=1), Connection()
+    ended = threading.Event()
+
+    def wait(lifeline: Lifeline) -> bytes:
+        with lifeline.holding(connection, ended.set):
+            answer = connection.near.recv(1)
+        ended.set()
+        return answer
+
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer"):
+        calls.call(wait, 0.05)
+    assert time.monotonic() - begun < 5
+    assert ended.wait(10)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert calls.call(lambda _: 7, 5) == 7
+            break
+        except TimeoutError:
+            assert time.monotonic() < deadline
+    calls.close()
+    connection.near.close()
+    connection.far.close()
+
+
+def test_a_call_that_comes_to_its_connection_too_late_gives_it_up() -> None:
+    calls, go_on, given_up = Calls("test"), threading.Event(), threading.Event()
+
+    def late(lifeline: Lifeline) -> None:
+        assert go_on.wait(10)
+        with lifeline.holding(object(), given_up.set):
+            raise AssertionError("nobody waits")
+
+    with pytest.raises(TimeoutError):
+        calls.call(late, 0.05)
+    go_on.set()
+    assert given_up.wait(10)
+    calls.close()
+
+
+def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
+    calls, go_on = Calls("test", most=2), threading.Event()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            calls.call(lambda _: go_on.wait(10), 0.02)
+    with pytest.raises(TimeoutError, match="2 earlier questions"):
+        calls.call(lambda _: 7, 10)
+    go_on.set()
+    calls.close()
