@@ -231,6 +231,7 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
     balance = checker.close()
     assert balance.left == balance.dead_lettered == 0
     assert 0 < len(balance.duplicated) <= 3 * 40
+    assert reading.source._pump.stale <= 3 * 40
 
 
 @pytest.mark.timeout(240)
@@ -251,6 +252,34 @@ def test_f01_a_broker_killed_in_mid_query_loses_nothing(
             checker.handled(message_id)
     checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
     assert checker.close().left == 0
+
+
+def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
+    vhost: VirtualHost, query: Callable[..., Query]
+) -> None:
+    """One of two queues goes on filling; what comes into it later does not keep the other from being read."""
+    publish(vhost, 20)
+    other = Queue("other")
+    with Publisher(vhost.url, topology=[other]) as publisher:
+        assert publisher.publish_many([Message(b"x") for _ in range(60)], routing_key="other").ok
+    reading = query(vhost.url, most=10, queue="orders,other", maxBytesPerTrigger=40_000)
+    reading.source.prepareForTriggerAvailableNow()
+    while reading.batch(lambda: publish(vhost, 50)):
+        continue
+    assert reading.position["queues"] == {"orders": 20, "other": 60}
+    assert sum(reading.rows.values()) == 80
+    reading.source.stop()
+    vhost.wait_for_messages("other", 0)
+
+
+def test_a_prefetch_below_the_size_of_a_batch_does_not_stop_the_query(
+    vhost: VirtualHost, query: Callable[..., Query]
+) -> None:
+    """What is committed is acked before the next batch is planned, not after."""
+    publish(vhost, 50)
+    reading = query(vhost.url, most=40, prefetch=10)
+    reading.until(50, timeout=30)
+    assert sum(reading.rows.values()) == 50
 
 
 def test_f51_heartbeats_go_on_however_long_a_batch_takes(

@@ -157,6 +157,7 @@ class Pump(Client):
         """Take no more from each queue than was ready in it before it was consumed."""
         with self._changed:
             self._remaining = dict(self._found)
+        self._leave([queue for queue, ready in self._found.items() if not ready])
 
     @property
     def exhausted(self) -> bool:
@@ -207,10 +208,16 @@ class Pump(Client):
         known = self._batches.knows(start)
         end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes, remaining=self._remaining)
         if self._remaining is not None and not known:
-            for queue, taken in end.queues.items():
-                if queue in self._remaining:
-                    self._remaining[queue] -= taken - start.queues.get(queue, 0)
+            before = {queue for queue, count in self._remaining.items() if count > 0}
+            for queue in before:
+                self._remaining[queue] -= end.queues.get(queue, 0) - start.queues.get(queue, 0)
+            self._leave([queue for queue in before if self._remaining[queue] <= 0])
         return end
+
+    def _leave(self, queues: Sequence[str]) -> None:
+        """Let others have what is in these queues: enough was taken."""
+        for queue in queues:
+            self._io.call_soon(partial(self._stop_reading, queue))
 
     # -- on the I/O thread: what the connection tells ------------------------------------------------------------------
 
@@ -340,7 +347,8 @@ class Pump(Client):
         yield SetPrefetch(self._appetite.prefetch)
         self._appetite.renewed()
         for queue in self._options.queues:
-            yield self._consume(queue)
+            if self._remaining is None or self._remaining.get(queue, 0) > 0:
+                yield self._consume(queue)
 
     def _consume(self, queue: str) -> Consume:
         self._subscriptions += 1
@@ -349,11 +357,22 @@ class Pump(Client):
         self._subscribed.append(tag)
         return Consume(queue, tag)
 
-    def _unsubscribe(self) -> StepGenerator:
-        """Cancel every consumer that there is when this is carried out."""
-        tags, self._subscribed = self._subscribed, []
+    def _unsubscribe(self, queue: str | None = None) -> StepGenerator:
+        """Cancel every consumer, or those of a queue, that there is when this is carried out."""
+        tags = [tag for tag in self._subscribed if queue in (None, self._consumers[tag])]
+        self._subscribed = [tag for tag in self._subscribed if tag not in tags]
         for tag in tags:
             yield Cancel(tag)
+
+    def _stop_reading(self, queue: str) -> None:
+        if self._connected and not self._closing:
+            self._io.run(self._unsubscribe(queue), partial(self._stopped_reading, queue))
+
+    def _stopped_reading(self, queue: str, _outcome: object) -> None:
+        with self._changed:
+            withdrawn = self._batches.withdraw(queue)
+        self._give_back(withdrawn)
+        self._adjust()
 
     def _renew(self) -> StepGenerator:
         yield from self._unsubscribe()
