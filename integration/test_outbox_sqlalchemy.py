@@ -243,7 +243,7 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
     with pytest.raises(OutboxError, match="create_table"):
         outbox.open()
     with engine.begin() as connection:
-        for statement in outbox.ddl().split(";"):
+        for statement in outbox.ddl.split(";"):
             if statement.strip():
                 connection.execute(text(statement))
     outbox.open()

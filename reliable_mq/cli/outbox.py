@@ -166,7 +166,7 @@ def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> No
     if "://" not in where:
         raise typer.BadParameter("a SQLite outbox makes its own tables: give a database URL")
     with _in_database(where, table=table, schema=schema) as box:
-        print(box.ddl())
+        print(box.ddl)
 
 
 @contextmanager

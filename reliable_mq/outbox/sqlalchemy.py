@@ -142,8 +142,9 @@ class SQLAlchemyOutbox:
             setattr(row, name, value)
         session.add(row)
 
+    @property
     def ddl(self) -> str:
-        """Give the statements that make the table, for a migration."""
+        """The statements that make the table, for a migration."""
         return ddl(self.table, self._dialect)
 
     def create_table(self) -> None:
@@ -171,7 +172,7 @@ class SQLAlchemyOutbox:
             lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening"
         ):
             raise OutboxError(
-                f"{self!r} does not exist: make it with create_table(), create=True, or the statements of ddl()"
+                f"{self!r} does not exist: make it with create_table(), create=True, or the statements in ddl"
             )
         self._opened = True
 
@@ -252,7 +253,7 @@ class SQLAlchemyOutbox:
 
         def work(connection: Connection) -> OutboxStatus:
             rows, delayed, held, set_aside, unreadable, oldest = connection.execute(query).one()
-            age = 0.0 if oldest is None else max(time.time() - oldest, 0.0)
+            age = 0.0 if oldest is None else max(time.time() - float(oldest), 0.0)
             return OutboxStatus(int(rows), int(delayed), int(held), int(set_aside), int(unreadable), age)
 
         return self._do(work, "reading")
@@ -275,7 +276,7 @@ class SQLAlchemyOutbox:
         def work(connection: Connection) -> list[SetAside]:
             now = time.time()
             return [
-                SetAside(message_id, exchange, routing_key, attempts, reason or "", max(now - stored_at, 0.0))
+                SetAside(message_id, exchange, routing_key, attempts, reason or "", max(now - float(stored_at), 0.0))
                 for message_id, exchange, routing_key, attempts, reason, stored_at in connection.execute(query)
             ]
 

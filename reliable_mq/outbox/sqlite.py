@@ -27,7 +27,8 @@ from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
 from reliable_mq.outbox.sqlite_claims import SQLiteClaims
-from reliable_mq.outbox.sqlite_errors import outbox_error, uncertain
+from reliable_mq.outbox.sqlite_errors import is_full, outbox_error, uncertain
+from reliable_mq.outbox.sqlite_reserve import Reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,9 +99,9 @@ class SQLiteOutbox:
     """An outbox in a SQLite file. Thread-safe; any number of processes may have the same file open.
 
     Give it to one publisher: ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are made
-    where they do not exist, readable by their owner only; beside it are the files ``-wal`` and ``-shm`` of SQLite and
-    the lock ``-relay``, which belong to it. Put it on a local disk: neither SQLite's nor our locks hold on a network
-    file system.
+    where they do not exist, readable by their owner only. Beside it, and belonging to it, are the files ``-wal`` and
+    ``-shm`` of SQLite, the lock ``-relay``, and ``-reserve``: 8 MiB, so that rows can be removed on a full disk.
+    Put it on a local disk: neither SQLite's nor our locks hold on a network file system.
 
     Args:
         path: of the file.
@@ -131,6 +132,7 @@ class SQLiteOutbox:
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self._timeout = seconds("timeout", timeout, positive=True)
         self._ordering_key = ordering_key
+        self._reserve = Reserve(self.path)
         self._made_in = os.getpid()
         self._lock = threading.Lock()  # for the connection
         self._connection: sqlite3.Connection | None = None
@@ -173,6 +175,11 @@ class SQLiteOutbox:
         ]
         if not (stored or removed or changed):
             return
+        if stored and not self._reserve.there():
+            raise OutboxError(
+                f"storing {len(stored)} messages failed in outbox {self.path}: the disk is full, but for the room that "
+                "is needed to remove rows; make room. Earlier rows are safe"
+            )
 
         def work(connection: sqlite3.Connection) -> None:
             if stored:
@@ -182,7 +189,10 @@ class SQLiteOutbox:
             if changed:
                 connection.executemany(_CHANGE, changed)
 
-        self._transact(work, f"storing {len(stored)} messages" if stored else "removing what was published")
+        if stored:
+            self._transact(work, f"storing {len(stored)} messages")
+        else:
+            self._transact_in_any_case(work, "removing what was published")
 
     def claims(self) -> Claims:
         """Make what one relay takes its rows from."""
@@ -257,7 +267,19 @@ class SQLiteOutbox:
                 connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
             return count
 
-        return self._transact(work, "changing what was set aside")
+        return self._transact_in_any_case(work, "changing what was set aside")
+
+    def _transact_in_any_case(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
+        """Give up the reserve where there is no room for what will make some."""
+        try:
+            return self._transact(work, what)
+        except OutboxError as error:
+            if not is_full(error.__cause__):
+                raise
+        self._reserve.give_up()
+        with self._lock, suppress(sqlite3.Error):
+            self._open().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        return self._transact(work, what)
 
     def _transact(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
         with self._lock:
@@ -317,6 +339,8 @@ class SQLiteOutbox:
             _use_wal(connection, self._timeout)
             # FULL: an fsync at every commit. NORMAL would do without in WAL mode, and forget what was accepted.
             connection.execute("PRAGMA synchronous = FULL")
+            # Some builds overwrite what is deleted: all of a message once more, at its removal.
+            connection.execute("PRAGMA secure_delete = OFF").fetchall()
             self._check_version(connection)
         except BaseException:
             connection.close()

@@ -10,7 +10,7 @@ from reliable_mq.errors import OutboxError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["outbox_error", "uncertain"]
+__all__ = ["is_full", "outbox_error", "uncertain"]
 
 _ADVICE: Final = {
     sqlite3.SQLITE_FULL: "the disk is full; make room. Earlier rows are safe",
@@ -37,6 +37,11 @@ def uncertain(error: BaseException) -> bool:
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_TOOBIG,
     )
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether there was no room on the disk."""
+    return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_FULL
 
 
 def _code(error: BaseException) -> int:

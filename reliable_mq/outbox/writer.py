@@ -28,7 +28,7 @@ __all__ = ["OutboxWriter"]
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_A_TIME: Final = 1000
-_BYTES_AT_A_TIME: Final = 8 * 1024 * 1024
+_BYTES_AT_A_TIME: Final = 2 * 1024 * 1024
 _RETRY_AFTER: Final = 1.0  # seconds, for fates that could not be carried out
 _ERRORS_SAID_EVERY: Final = 10.0  # seconds
 

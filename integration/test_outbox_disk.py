@@ -1,0 +1,181 @@
+"""A SQLite outbox on a disk that is full, and one whose files were torn in the middle of a write."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from integration.support.programs import environment
+from integration.support.seeds import soaking
+from reliable_mq import Message, OutboxError
+from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+
+
+@pytest.mark.parametrize("face", ["sync", "aio"])
+def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
+    face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker
+) -> None:
+    """Refused in time, with the reason; what was accepted arrives, rows are removed, and then there is room again."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    program = [sys.executable, "-m", "integration.programs.full_disk", vhost.url, str(directory), face]
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", *program],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        timeout=100,
+        check=True,
+    )
+    for line in done.stdout.decode().splitlines():
+        what, _, message_id = line.partition(" ")
+        {"attempt": checker.attempted, "accepted": checker.confirmed, "refused": checker.failed}[what](message_id)
+    checker.drain(vhost, ["orders"])
+    balance = checker.close()
+    assert balance.confirmed > 50
+    assert balance.failed >= 10
+    assert not balance.refuted
+
+
+class Files(NamedTuple):
+    """The two files of an outbox, after a commit."""
+
+    database: bytes
+    log: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> Files:
+        return cls(path.read_bytes(), path.with_name(f"{path.name}-wal").read_bytes())
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(self.database)
+        path.with_name(f"{path.name}-wal").write_bytes(self.log)
+
+
+def torn(before: bytes, after: bytes, rng: random.Random) -> bytes:
+    """What a write leaves that is cut off at some byte: the new up to there; behind it the old, nothing, or rubbish."""
+    same = 0
+    while same < min(len(before), len(after)) and before[same : same + 4096] == after[same : same + 4096]:
+        same += 4096  # what was on disk before is not written again
+    at = rng.randrange(min(same, len(after)), len(after) + 1)
+    match rng.randrange(3):
+        case 0:
+            rest = before[at:]
+        case 1:
+            rest = b""
+        case _:
+            rest = rng.randbytes(rng.randrange(1, 10_000))
+    return after[:at] + rest
+
+
+def stored(path: Path) -> list[bytes]:
+    """The bodies in an outbox, as a relay gets them."""
+    outbox = SQLiteOutbox(path)
+    claims = outbox.claims()
+    try:
+        found: list[bytes] = []
+        while rows := claims.take(1000).rows:
+            found.extend(row.message.body for row in rows)
+        return found
+    finally:
+        claims.close()
+        outbox.close()
+
+
+def test_f40_an_outbox_torn_at_any_byte_recovers_what_was_accepted(tmp_path: Path, rng: random.Random) -> None:
+    """Cut off in the log: all earlier commits are there, the last one wholly or not at all.
+
+    Cut off in the database, while the log is copied into it: everything is there.
+    """
+    path, copy = tmp_path / "outbox", tmp_path / "copy"
+    outbox = SQLiteOutbox(path)
+    outbox.open()
+    before, accepted, number = Files.read(path), list[bytes](), 0
+    checkpoints = recovered = 0
+    removed = 0
+    for commit in range(400 if soaking() else 90):
+        new = []
+        for _ in range(rng.randrange(1, 20)):
+            new.append(b"%d:" % number + rng.randbytes(rng.randrange(6000)))
+            number += 1
+        settled = []
+        if commit % 7 == 0 and len(accepted) > 50:
+            claims = outbox.claims()
+            settled = [Settlement(row, Fate.CONFIRMED) for row in claims.take(25).rows]
+            claims.close()
+        outbox.write([NewRow(Message(body), "", "orders", True, None) for body in new], settled)
+        removed = len(settled)
+        after = Files.read(path)
+        for _ in range(3):
+            for left in copy.parent.glob("copy*"):
+                left.unlink()
+            if before.database == after.database:
+                log = torn(before.log, after.log, rng)
+                Files(after.database, log).write(copy)
+            else:  # this commit has copied the log into the database, after it was on disk
+                checkpoints += 1
+                at = rng.randrange(len(after.database) + 1)
+                Files(after.database[:at] + before.database[at:], after.log).write(copy)
+            found = stored(copy)
+            if found == accepted[removed:] + new:
+                recovered += 1
+            else:
+                assert before.database == after.database
+                assert found == accepted
+        accepted = accepted[removed:] + new
+        before = after
+    assert checkpoints > 0
+    assert recovered > 0
+    outbox.close()
+
+
+def test_a_file_that_is_damaged_or_of_something_else_is_refused_with_a_clear_error(tmp_path: Path) -> None:
+    """Nothing is overwritten."""
+    path = tmp_path / "text"
+    path.write_bytes(b"this is no database, and long enough to see that" * 100)
+    with pytest.raises(OutboxError, match="no SQLite database, or damaged"):
+        SQLiteOutbox(path).open()
+    assert path.read_bytes().startswith(b"this is no database")
+    with sqlite3.connect(tmp_path / "theirs") as connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    connection.close()
+    with pytest.raises(OutboxError, match="something else"):
+        SQLiteOutbox(tmp_path / "theirs").open()
+    outbox = SQLiteOutbox(tmp_path / "newer")
+    outbox.open()
+    outbox.close()
+    with sqlite3.connect(tmp_path / "newer") as connection:
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(OutboxError, match="newer one"):
+        outbox.status()
+    with pytest.raises(OutboxError, match="directory"):
+        SQLiteOutbox(tmp_path / "nowhere" / "outbox").open()
+
+
+def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(tmp_path: Path) -> None:
+    """It is neither given to a relay nor changed, it holds its key, and it is counted."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    rows = [NewRow(Message(b"%d" % number), "", "orders", True, key) for number, key in enumerate(["k", "k", None])]
+    outbox.write(rows, [])
+    outbox.close()
+    with sqlite3.connect(tmp_path / "outbox") as connection:
+        connection.execute("UPDATE outbox SET format = 2, body = 'what is this' WHERE id = 1")
+    connection.close()
+    assert stored(tmp_path / "outbox") == [b"2"]
+    status = outbox.status()
+    assert (status.rows, status.held, status.unreadable, status.set_aside) == (2, 1, 1, 0)
+    assert outbox.backlog()[0] == 1
+    assert outbox.retry() == outbox.purge() == 0
+    outbox.close()

@@ -1,0 +1,218 @@
+"""What holds for every outbox: nothing is lost, nothing is given out twice, no row of a key overtakes another."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import create_engine
+
+from reliable_mq import ConfigurationError, Message, PublishNacked, PublishReturned
+from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, Settlement
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_claims
+from reliable_mq.outbox.protocol import Claims
+
+KINDS = ("file", "table")
+OUTCOMES: list[Any] = [
+    None,
+    None,
+    PublishNacked("full"),
+    PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key=""),
+]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.lists(st.sampled_from([None, "a", "b"]), min_size=1, max_size=8)),
+        st.tuples(st.just("take"), st.integers(1, 10)),
+        st.tuples(st.just("settle"), st.tuples(st.integers(0, 20), st.sampled_from(OUTCOMES))),
+        st.tuples(st.just("write"), st.none()),
+        st.tuples(st.just("die"), st.none()),
+        st.tuples(st.just("wait"), st.sampled_from([0.5, 3.0, 100.0])),
+        st.tuples(st.just("retry"), st.none()),
+        st.tuples(st.just("purge"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+class Clock:
+    """The wall clock, as the backends see it."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.module = SimpleNamespace(time=lambda: self.now, monotonic=time.monotonic, sleep=time.sleep)
+
+
+class Model:
+    """An outbox with one relay at a time, and what must hold."""
+
+    def __init__(self, outbox: Outbox, clock: Clock) -> None:
+        self.outbox = outbox
+        self.clock = clock
+        self.number = 0
+        self.keys: dict[str, str | None] = {}
+        self.left: list[str] = []  # in order; neither confirmed nor purged
+        self.begin()
+
+    def begin(self) -> None:
+        self.claims: Claims = self.outbox.claims()
+        self.session = RelaySession()
+        self.outstanding: list[OutboxRow] = []
+        self.unwritten: list[Settlement] = []
+
+    def store(self, keys: list[str | None]) -> None:
+        rows = []
+        for key in keys:
+            name = f"m{self.number}"
+            self.number += 1
+            self.keys[name] = key
+            self.left.append(name)
+            rows.append(NewRow(Message(name.encode(), message_id=name), "", "q", True, key))
+        self.outbox.write(rows, [])
+
+    def take(self, limit: int) -> None:
+        taken = self.claims.take(limit)
+        assert not taken.damaged
+        self.session.taken(taken.rows)
+        self.send()
+
+    def send(self) -> None:
+        while self.session.ready:
+            row = self.session.ready.popleft()
+            name = row.message.message_id
+            assert row.message.body == name.encode()
+            assert name in self.left, "it was confirmed, or purged"
+            assert all(other.message.message_id != name for other in self.outstanding), "it is outstanding"
+            key = self.keys[name]
+            if key is not None:
+                first = next(other for other in self.left if self.keys[other] == key)
+                confirmed = {one.row.message.message_id for one in self.unwritten if one.fate.value == "confirmed"}
+                assert first == name or first in confirmed, f"{name} overtakes {first}"
+            self.outstanding.append(row)
+
+    def settle(self, choice: tuple[int, Any]) -> None:
+        number, error = choice
+        if self.outstanding:
+            row = self.outstanding.pop(number % len(self.outstanding))
+            self.session.settled(row, error)
+            if error is None:
+                self.left.remove(row.message.message_id)
+            decided, self.session.settlements = self.session.settlements, []
+            self.claims.decided(decided)
+            self.unwritten += decided
+            self.send()
+
+    def write(self, _: None) -> None:
+        settlements, self.unwritten = self.unwritten, []
+        self.outbox.write([], settlements)
+        self.claims.written(settlements)
+
+    def die(self, _: None) -> None:
+        """What is confirmed and not written comes again."""
+        again = {one.row.message.message_id for one in self.unwritten if one.fate.value == "confirmed"}
+        self.left = sorted({*self.left, *again}, key=lambda name: int(name[1:]))
+        self.claims.close()
+        self.begin()
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def retry(self, _: None) -> None:
+        before = self.outbox.status().set_aside
+        assert self.outbox.retry() == before
+        assert self.outbox.status().set_aside == 0
+
+    def purge(self, _: None) -> None:
+        gone = [one.message_id for one in self.outbox.set_aside()]
+        assert self.outbox.purge() == len(gone)
+        self.left = [name for name in self.left if name not in gone]
+
+    def finish(self) -> None:
+        """With a broker that takes everything, the outbox becomes empty."""
+        self.write(None)
+        self.retry(None)
+        for _ in range(1000):
+            if not self.left:
+                break
+            self.wait(100.0)
+            self.take(7)
+            while self.outstanding:
+                self.settle((0, None))
+            self.write(None)
+        assert not self.left
+        status = self.outbox.status()
+        assert (status.rows, status.set_aside) == (0, 0)
+        assert self.outbox.backlog()[0] == 0
+        self.claims.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS)
+def test_whatever_happens_every_row_is_published_in_the_order_of_its_key(kind: str, steps: list[Any]) -> None:
+    """Relays die, rows are delayed, set aside, put back and purged; at the end everything else was confirmed."""
+    clock = Clock()
+    with ExitStack() as stack:
+        for module in (sqlite, sqlite_claims, sqlalchemy_table):
+            stack.enter_context(patch.object(module, "time", clock.module))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        outbox: Outbox
+        if kind == "file":
+            outbox = SQLiteOutbox(directory / "outbox")
+        else:
+            engine = create_engine(f"sqlite:///{directory}/database")
+            stack.callback(engine.dispose)
+            outbox = SQLAlchemyOutbox(engine, create=True, lease=1e8)
+        stack.callback(outbox.close)
+        model = Model(outbox, clock)
+        for step, argument in steps:
+            getattr(model, step)(argument)
+        model.finish()
+
+
+@pytest.mark.parametrize("arguments", [{"path": ""}, {"path": ":memory:"}, {"path": "x", "timeout": -1}])
+def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
+    """Before anything is opened."""
+    with pytest.raises(ConfigurationError):
+        SQLiteOutbox(**arguments)
+
+
+def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> None:
+    """Both are said."""
+    with pytest.raises(ConfigurationError, match="ordering_key"):
+        SQLiteOutbox(tmp_path / "outbox", ordering_key="key")  # type: ignore[arg-type]
+    outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda *_: 1)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match="int"):
+        outbox.ordering_key(Message(b""), "", "q")
+
+
+def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
+    """The second gets nothing until the first lets go; what the first had may have been published."""
+    first, second = SQLiteOutbox(tmp_path / "outbox"), SQLiteOutbox(tmp_path / "outbox")
+    one, two = first.claims(), second.claims()
+    first.write([NewRow(Message(b""), "", "q", True, None) for _ in range(3)], [])
+    assert [row.possible_duplicate for row in one.take(10).rows] == [False] * 3
+    assert two.take(10).rows == []
+    one.close()
+    assert [row.possible_duplicate for row in two.take(10).rows] == [True] * 3
+    two.close()
+    first.close()
+    second.close()
+
+
+def test_what_is_stored_is_synchronised_at_every_commit(tmp_path: Path) -> None:
+    """A commit that is not on disk would be forgotten by a power cut."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.open()
+    connection = outbox._connection
+    assert connection is not None
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    outbox.close()
