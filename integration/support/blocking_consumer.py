@@ -98,7 +98,7 @@ class BlockingConsumer:
         try:
             return self._loop.call(call(), *(() if deadline is None else (deadline,)))
         finally:
-            if self.consumer._subscription is None:
+            if self.consumer._subscription is None or self.consumer._finished:
                 self._stop()
 
     def _stop(self) -> None:

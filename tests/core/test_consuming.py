@@ -325,7 +325,7 @@ def test_a_failed_batch_goes_back_while_stopping() -> None:
     [batch] = session.take_batches()
     session.stop()
     session.finished([Failed(item, failure(), alone=False) for item in batch], 0.0)
-    assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, True) + encode_nack(CHANNEL, 2, False, True)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 2, True, True)
     assert session.drained
 
 

@@ -156,7 +156,7 @@ def test_stop_hands_back_what_has_not_begun_and_waits_for_what_runs() -> None:
     session.withdrawn(work[4:])
     assert session.state is State.STOPPING
     assert not session.drained
-    nacks = [encode_nack(CHANNEL, 2, False, True)] + [encode_nack(CHANNEL, tag, False, True) for tag in (7, 8, 5, 6)]
+    nacks = [encode_nack(CHANNEL, 2, False, True)] + [encode_nack(CHANNEL, tag, False, True) for tag in (5, 6, 7, 8)]
     assert session.take_output(0.0) == b"".join([encode_ack(CHANNEL, 1, False), *nacks])
     session.finished([work[2]], 0.0)
     fail(session, work[3])

@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
 _LOOKED_AT_TOGETHER = 32  # results, at most
 _PAUSE = 0.1  # seconds that a stop waits for quick handlers before it hands back the rest
-_BURST_BYTES = 16 * 21  # of acks: a channel passes on 32 commands to a quorum queue before it waits for the first
+_LINGER = 0.3  # seconds before the channel is closed, where there were many acks
+_BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0  # many: a channel passes on 32 of them to a quorum queue before it waits
 _SHORTEST_LOOK = 0.02  # seconds between two looks at results while handlers run, at least
 
 _LEVELS = {
@@ -184,7 +185,7 @@ class BaseSubscription:
         self._timer: TimerHandle | None = None
         self._timer_at = 0.0
         self._burst_at = 0.0
-        self._burst = 0  # bytes sent since then, a pause at most
+        self._burst = 0  # bytes sent since then
         self._pause: TimerHandle | None = None  # of SETTLING, or of LINGERING
         self._patience: TimerHandle | None = None  # with what runs, before the channel or the consumer is given up
         self._verdict = self._new_event()
@@ -398,7 +399,7 @@ class BaseSubscription:
                 self._end()
             elif self._phase is _Phase.STOPPING:
                 self._phase = _Phase.LINGERING
-                self._pause = self._io.call_later(_PAUSE, self._end)
+                self._pause = self._io.call_later(_LINGER, self._end)
         self._schedule(now)
 
     def _take_in(self, now: float) -> None:
@@ -417,7 +418,7 @@ class BaseSubscription:
     def _send(self, now: float) -> None:
         output = self.session.take_output(now)
         if output:
-            if now - self._burst_at > _PAUSE:
+            if now - self._burst_at > _BURST_SECONDS:
                 self._burst_at, self._burst = now, 0
             self._burst += len(output)
             self._io.write(output)
