@@ -29,6 +29,7 @@ EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
 # Those with a test of their own below.
 SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio"}
+SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # integration/spark has their tests
 DEADLINE = 60.0
 
 _PRINTS = re.compile(r"^Prints[^\n]*::\n\n((?:(?: {4}[^\n]*)?\n)+)", re.MULTILINE)
@@ -68,7 +69,7 @@ def assert_prints(example: str, printed: str) -> None:
     assert doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS), f"{wanted}\n!=\n{printed}"
 
 
-@pytest.mark.parametrize("example", sorted({path.stem for path in EXAMPLES.glob("*.py")} - SPECIAL))
+@pytest.mark.parametrize("example", sorted({path.stem for path in EXAMPLES.glob("*.py")} - SPECIAL - SPARK))
 def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> None:
     """Twice, since nothing of the first run may be in the way of the second."""
     for _ in range(2):

@@ -108,6 +108,7 @@ _ARROW: Final[Mapping[str, Any]] = {
     "map<string,string>": pa.map_(pa.string(), pa.string()),
 }
 _TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in READ_SCHEMA}
+_STREAM_OFFSET: Final = "x-stream-offset"
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 
 
@@ -257,7 +258,8 @@ def _clean(text: str) -> str:
 
 
 def _headers(properties: Properties) -> list[tuple[str, str | None]]:
-    return [(_clean(name), _as_text(value)) for name, value in properties.headers.items()]
+    """Give all but the offset, which has a column of its own, and is no longer right where the row is written again."""
+    return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != _STREAM_OFFSET]
 
 
 def _as_text(value: object) -> str | None:
@@ -325,7 +327,7 @@ _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
             "user_id",
         )
     },
-    "offset": _number_in_headers("x-stream-offset"),
+    "offset": _number_in_headers(_STREAM_OFFSET),
     "delivery_count": _number_in_headers("x-delivery-count"),
     "headers": _headers,
     "priority": lambda properties: properties.priority,

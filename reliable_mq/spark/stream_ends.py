@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.setup import CheckQueue, StepRefused, refusal
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused, refusal
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.spark.stream_channel import offset_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = ["End", "end_of", "first_offset", "offset_at", "partitions_of"]
 
 _PREFETCH: Final = 2000  # of the search for the end; a chunk has some thousand messages at most, or many small ones
 _LOOKS: Final = 100  # so many times the prefetch, where messages come in as fast as they are looked at
+_SLOWEST: Final = 30.0  # seconds for the first message of a stream that has some
 _NOT_FOUND: Final = 404
 _MOST_PARTITIONS: Final = 1000
 
@@ -47,13 +48,13 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> End:
     """Find the end of a stream. Takes some milliseconds, or ``patience`` seconds where the stream is empty.
 
     Raises:
-        BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`.
+        BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
     """
     tag = channel.consume(stream, "last", _PREFETCH)
     found = End(0, 0.0)
     last_tag = 0
-    for _ in range(_LOOKS):
-        arrived = channel.take(patience)
+    for look in range(_LOOKS):
+        arrived = channel.take(patience) if look else _first_of(channel, stream, patience)
         if not arrived:
             break
         channel.carry_out(CheckQueue(stream))  # answered after the rest of what was on its way
@@ -106,9 +107,26 @@ def partitions_of(channel: StreamChannel, name: str) -> list[str]:
 
 def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, patience: float) -> int | None:
     tag = channel.consume(stream, offset, 1)
-    arrived = channel.take(patience)
+    arrived = _first_of(channel, stream, patience) if offset == "first" else channel.take(patience)
     channel.cancel(tag, arrived[-1].delivery_tag if arrived else 0)
     return _offset(arrived[0], stream) if arrived else None
+
+
+def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawDelivery]:
+    """What comes first: nothing where the stream is empty, not where the broker only takes its time.
+
+    A count above 0 is certain; it lags behind, so 0 is certain only after a while.
+    """
+    arrived = channel.take(patience)
+    if arrived:
+        return arrived
+    state = channel.carry_out(CheckQueue(stream))
+    if not isinstance(state, QueueState) or not state.messages:
+        return channel.take(0.0)
+    arrived = channel.take(_SLOWEST)
+    if not arrived:
+        raise BrokerUnavailable(f"stream {stream!r} has messages, and none came within {_SLOWEST:g} s")
+    return arrived
 
 
 def _offset(delivery: RawDelivery, stream: str) -> int:
