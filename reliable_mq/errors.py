@@ -225,7 +225,11 @@ class ConsumeError(ReliableMQError):
 
 
 class ConsumerCancelled(ConsumeError):
-    """The broker cancelled the consumer: its queue was deleted or lost its leader."""
+    """The broker cancelled the consumer: its queue was deleted or lost its leader.
+
+    For code of your own that reports it: a ``Consumer`` raises nothing then, but logs it and subscribes again, as soon
+    as the queue is back.
+    """
 
 
 class StaleDelivery(ConsumeError):
