@@ -23,7 +23,8 @@ ORDERS = Queue("orders")
 
 
 def seen_by_the_broker(vhost: VirtualHost) -> list[tuple[str, int, bool]]:
-    return [(one["queue_name"], one["prefetch_count"], one["ack_required"]) for one in consumers(vhost)]
+    seen = [(one["queue_name"], one["prefetch_count"], one["ack_required"]) for one in consumers(vhost)]
+    return [one for one in seen if not one[0].endswith(".quarantine")]
 
 
 # Prefetch
