@@ -65,10 +65,12 @@ class Files(NamedTuple):
 
 def torn(before: bytes, after: bytes, rng: random.Random) -> bytes:
     """What a write leaves that is cut off at some byte: the new up to there; behind it the old, nothing, or rubbish."""
-    same = 0
-    while same < min(len(before), len(after)) and before[same : same + 4096] == after[same : same + 4096]:
-        same += 4096  # what was on disk before is not written again
-    at = rng.randrange(min(same, len(after)), len(after) + 1)
+    same, limit = 0, min(len(before), len(after))
+    for step in (4096, 1):  # what was on disk before is not written again
+        while same < limit and before[same : same + step] == after[same : same + step]:
+            same += step
+    same = min(same, limit)
+    at = rng.randrange(same, len(after) + 1)
     match rng.randrange(3):
         case 0:
             rest = before[at:]

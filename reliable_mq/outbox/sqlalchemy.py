@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, Engine, and_, case, delete, exists, func, insert, inspect, or_, select, update
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
 _IDS_AT_A_TIME = 200
+_ATTEMPTS = 4  # at a transaction that others have been in the way of, but for the last
+_DEADLOCKS = frozenset({1205, 1213, "40001", "40P01"})  # the codes of MariaDB and MySQL, and of PostgreSQL
 
 
 class SQLAlchemyOutbox:
@@ -196,6 +198,7 @@ class SQLAlchemyOutbox:
 
         def work(connection: Connection) -> None:
             nonlocal committing
+            committing = False
             columns = self.table.c
             if new:
                 connection.execute(insert(self.table), new)
@@ -216,8 +219,7 @@ class SQLAlchemyOutbox:
     def claims(self) -> Claims:
         """Make what one relay takes its rows from."""
         self.open()
-        isolation = None if self._dialect.name == "sqlite" else "READ COMMITTED"
-        return SQLAlchemyClaims(self.table, lambda work, what: self._do(work, what, isolation), self._lease)
+        return SQLAlchemyClaims(self.table, self._do, self._lease)
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
@@ -353,10 +355,18 @@ class SQLAlchemyOutbox:
 
         return self._do(work, "changing what was set aside")
 
-    def _do(self, work: Callable[[Connection], T], what: str, isolation: str | None = None) -> T:
+    def _do(self, work: Callable[[Connection], T], what: str) -> T:
         if os.getpid() != self._made_in:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
+        # Of the usual levels this one locks least: gaps that MariaDB would lock, too, make relays wait for one another.
+        isolation = None if self._dialect.name == "sqlite" else "READ COMMITTED"
         try:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._runner.run(work, isolation=isolation)
+                except DBAPIError as error:
+                    if not _may_be_repeated(error):
+                        raise
             return self._runner.run(work, isolation=isolation)
         except SQLAlchemyError as error:
             # The text of SQLAlchemy's has the statement and its parameters, and so the bodies of messages.
@@ -364,3 +374,10 @@ class SQLAlchemyOutbox:
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
         except OSError as error:
             raise OutboxError(f"{what} failed in {self!r}: {error}") from error
+
+
+def _may_be_repeated(error: DBAPIError) -> bool:
+    """Whether the transaction was rolled back since others were in its way."""
+    original = error.orig
+    code = getattr(original, "sqlstate", None) or next(iter(getattr(original, "args", ())), None)
+    return code in _DEADLOCKS
