@@ -204,7 +204,7 @@ class AsyncConsumer:
         self._entered = False  # run or async with has begun
         self._stopped = False
         self._finished = False  # and nothing is left to be waited for
-        self._workers: HandlerTasks | WorkerThreads | None = None
+        self._workers: tuple[HandlerTasks | WorkerThreads, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
 
     # Running
@@ -256,7 +256,7 @@ class AsyncConsumer:
         """
         if os.getpid() != self._made_in:
             return
-        if isinstance(self._workers, HandlerTasks) and self._workers.is_current:
+        if any(workers.is_current for workers in self._workers):
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
         if self._finished:
             return
@@ -420,7 +420,8 @@ class AsyncConsumer:
                 subscription.stop_now()
                 await self._finish(subscription)
                 if self._subscription is subscription:
-                    self._subscription = self._started = self._workers = self._loop = None
+                    self._subscription = self._started = self._loop = None
+                    self._workers = ()
             raise
         return subscription
 
@@ -432,16 +433,19 @@ class AsyncConsumer:
             subscription = AsyncPullSubscription(self._options, self._settings, self._new_recovery())
         else:
             subscription = AsyncSubscription(self._options, self._settings, self._new_recovery())
-            kind = HandlerTasks if _is_coroutine_function(self._handler) else WorkerThreads
-            subscription.outlet = self._workers = kind(
-                name=self._options.name,
-                count=self._options.concurrency,
+            new_workers = partial(
+                HandlerTasks if _is_coroutine_function(self._handler) else WorkerThreads,
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
                 claiming=self._options.new_claiming(getattr(self._store, "transaction", None)),
                 sink=subscription,
             )
+            subscription.outlet = new_workers(name=self._options.name, count=self._options.concurrency)
+            self._workers = (subscription.outlet,)
+            if self._options.isolates:
+                subscription.isolation = new_workers(name=f"{self._options.name}-quarantine", count=1)
+                self._workers += (subscription.isolation,)
         if self._options.republishes:
             name = f"{self._options.name}-dead-letters-out"
             subscription.republisher = AsyncRepublisher(self._new_publisher(), subscription.published, name)
@@ -463,12 +467,12 @@ class AsyncConsumer:
         """Wait for the end, and leave nothing behind. Several tasks may do so."""
         subscription.stop()
         await subscription.ended.wait()
-        if self._workers is not None:
+        if self._workers:
             if subscription.error is not None:
                 patience = self._options.stop_timeout  # it ended by itself: handlers may be at it
             else:
                 patience = 0.0 if subscription.session.running else _END_TIMEOUT
-            if not await self._workers.stop(patience):
+            if not all(await asyncio.gather(*(workers.stop(patience) for workers in self._workers))):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
         await subscription.join()
         if subscription.republisher is not None:
@@ -482,16 +486,16 @@ class AsyncConsumer:
         """Whoever waits for the end was cancelled: cancel the handlers, and leave nothing behind."""
         self.stop()
         subscription.stop()
-        if isinstance(self._workers, HandlerTasks):
-            self._workers.cancel()
+        for workers in self._workers:
+            workers.cancel()
         late = subscription.call_later(_HURRIED, subscription.stop_now)
         try:
             await self._finish(subscription)
         except asyncio.CancelledError:  # once more
             subscription.stop_now()
             subscription.abort()
-            if isinstance(self._workers, HandlerTasks):
-                self._workers.abort()
+            for workers in self._workers:
+                workers.abort()
             if subscription.republisher is not None:
                 subscription.republisher.abort()
             raise
@@ -509,13 +513,16 @@ class AsyncConsumer:
         return Recovery(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
 
     def _readings(self) -> Iterator[Reading]:
-        subscription, workers = self._subscription, self._workers
+        subscription = self._subscription
         if subscription is not None:
+            handler_seconds = Histogram()
+            for workers in self._workers:
+                handler_seconds.add(workers.handler_seconds)
             yield from consumer_readings(
                 self._options.name,
                 self._options.queue_name,
                 subscription.session.statistics,
-                Histogram() if workers is None else workers.handler_seconds,
+                handler_seconds,
                 unacked=subscription.session.outstanding,
                 connected=subscription.connected,
                 reconnects=subscription.reconnects,

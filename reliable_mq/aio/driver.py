@@ -150,7 +150,7 @@ class Link:
     def close(self) -> None:
         """Begin the closing handshake; where the link is not open yet, abort.
 
-        Channels go first: RabbitMQ drops acks that it has read and not handled yet when ``connection.close`` follows.
+        Channels go first, as on the sync face: their close-ok says that what was sent on them has been handled.
         """
         if not self._opened:
             self.abort("closed while it was opening")

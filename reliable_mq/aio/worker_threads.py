@@ -68,6 +68,18 @@ class WorkerThreads:
         finally:
             thread.stop()
 
+    def cancel(self) -> None:
+        """Nothing: a thread cannot be cancelled."""
+
+    def abort(self) -> None:
+        """End the threads, each after what it runs. Does not wait."""
+        self._workers.stop(0.0)
+
+    @property
+    def is_current(self) -> bool:
+        """No: a plain handler has no task to await anything in."""
+        return False
+
     @property
     def handler_seconds(self) -> Histogram:
         """The time that handlers took, per call."""
