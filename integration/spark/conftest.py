@@ -31,6 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "integration/spark" in str(item.path):
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+            if item.get_closest_marker("timeout") is None:
+                # On a busy machine Spark's start alone takes a minute, and a test that is interrupted within a call of
+                # Spark's leaves the session unusable for those after it.
+                item.add_marker(pytest.mark.timeout(400))
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ class Seen:
 def available_now(rows: DataFrame, checkpoint: str) -> Seen:
     seen = Seen()
     query = running(rows, checkpoint, seen, availableNow=True)
-    assert query.awaitTermination(110)
+    assert query.awaitTermination(240)
     return seen
 
 
@@ -128,7 +128,7 @@ def test_available_now_leaves_what_comes_later_to_others(
     more = iter([numbered(200, 60)])
     seen = Seen(lambda _batch: publish(vhost, ORDERS, next(more, [])))
     query = running(read(spark, vhost.url, maxMessagesPerTrigger=20), checkpoint, seen, availableNow=True)
-    assert query.awaitTermination(110)
+    assert query.awaitTermination(240)
     assert seen.numbers == list(range(60))
     vhost.wait_for_messages("orders", 200)
     again = available_now(read(spark, vhost.url), checkpoint)
@@ -160,12 +160,12 @@ def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back
             return int(channel.queue_declare("orders", passive=True).method.message_count)
 
         def hold(_batch: int) -> None:
-            wait_until(lambda: not query.isActive or stopping, timeout=60, what="the test")
+            wait_until(lambda: not query.isActive or stopping, timeout=240, what="the test")
 
         stopping = False
         seen = Seen(hold)
         query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=100), checkpoint, seen)
-        wait_until(lambda: seen.batches, timeout=60, what="a batch")
+        wait_until(lambda: seen.batches, timeout=240, what="a batch")
         assert 200 <= ready() <= 236
         stopping = True
         query.stop()
@@ -218,7 +218,7 @@ def test_a_connection_cut_in_mid_batch_loses_nothing(
     seen = Seen(hold)
     query = running(read(spark, proxy.url, maxMessagesPerTrigger=40, prefetch=80), checkpoint, seen)
     wait_until(
-        lambda: set(seen.numbers) == set(range(300)), timeout=60, what=lambda: f"{len(set(seen.numbers))} of 300"
+        lambda: set(seen.numbers) == set(range(300)), timeout=240, what=lambda: f"{len(set(seen.numbers))} of 300"
     )
     query.processAllAvailable()
     query.stop()
@@ -235,7 +235,7 @@ def test_the_backlog_is_in_the_progress(spark: SparkSession, vhost: VirtualHost,
     publish(vhost, ORDERS, numbered(500))
     seen = Seen()
     query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=60), checkpoint, seen)
-    wait_until(lambda: len(query.recentProgress) >= 2, timeout=60, what="progress")
+    wait_until(lambda: len(query.recentProgress) >= 2, timeout=240, what="progress")
     first = next(progress for progress in query.recentProgress if progress.numInputRows)
     source = first.sources[0]
     end, latest = json.loads(source.endOffset), json.loads(source.latestOffset)
@@ -274,7 +274,7 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
     with pytest.raises(PySparkException, match=r"Use spark.readStream with trigger\(availableNow=True\)"):
         batch.load().collect()
     with pytest.raises(PySparkException, match=r"use\s+trigger\(availableNow=True\)"):
-        running(read(spark, vhost.url), checkpoint, Seen(), once=True).awaitTermination(110)
+        running(read(spark, vhost.url), checkpoint, Seen(), once=True).awaitTermination(240)
     rows = spark.range(1).selectExpr("cast(id as string) as body")
     with pytest.raises(PySparkException, match="use mode"):
         rows.write.format("rabbitmq").options(url=vhost.url, routingKey="orders").mode("overwrite").save()
