@@ -109,6 +109,26 @@ _ARROW: Final[Mapping[str, Any]] = {
 }
 _TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in READ_SCHEMA}
 _STREAM_OFFSET: Final = "x-stream-offset"
+_OFFSET_ENTRY: Final = bytes((len(_STREAM_OFFSET),)) + _STREAM_OFFSET.encode() + b"l"
+_ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
+_WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
+_ALL: Final = 0xFFFF
+#: What announces a property, in the two bytes that properties begin with; null where it is not there.
+_FLAGS: Final = {
+    "content_type": 0x8000,
+    "content_encoding": 0x4000,
+    "offset": 0x2000,
+    "delivery_count": 0x2000,
+    "priority": 0x0800,
+    "correlation_id": 0x0400,
+    "reply_to": 0x0200,
+    "expiration": 0x0100,
+    "message_id": 0x0080,
+    "timestamp": 0x0040,
+    "type": 0x0020,
+    "user_id": 0x0010,
+    "app_id": 0x0008,
+}
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 
 
@@ -214,13 +234,19 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
         names: of the columns wanted, in their order.
     """
     properties: list[Properties] = []
+    flags = 0
     if any(name in _READERS for name in names):
-        properties = [Properties(each) for each in raw.column("properties").to_pylist()]
+        encoded = raw.column("properties").to_pylist()
+        properties = [Properties(each) for each in encoded]
+        for first in {each[:2] for each in encoded}:
+            flags |= int.from_bytes(first) if len(first) == 2 else _ALL
     arrays = []
     for name in names:
         read = _READERS.get(name)
         if read is None:
             arrays.append(raw.column(name))
+        elif name in _FLAGS and not flags & _FLAGS[name]:  # none of the messages has it
+            arrays.append(pa.nulls(raw.num_rows, _TYPES[name]))
         else:
             arrays.append(pa.array([_value(read, each) for each in properties], _TYPES[name]))
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(name, _TYPES[name]) for name in names]))
@@ -259,7 +285,30 @@ def _clean(text: str) -> str:
 
 def _headers(properties: Properties) -> list[tuple[str, str | None]]:
     """Give all but the offset, which has a column of its own, and is no longer right where the row is written again."""
+    if _has_only_offset(properties.raw):  # to decode nothing else costs as much as the rest of the row
+        return []
     return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != _STREAM_OFFSET]
+
+
+def _offset(properties: Properties) -> int | None:
+    raw = properties.raw
+    at = _has_only_offset(raw)
+    if at:
+        return int.from_bytes(raw[at + len(_ONLY_OFFSET) : at + len(_ONLY_OFFSET) + 8], signed=True)
+    return _offset_among_headers(properties)
+
+
+def _has_only_offset(raw: bytes) -> int:
+    """Say where the table of headers is, if it has the offset in a stream and nothing else; else 0."""
+    try:
+        at = 2
+        if raw[0] & 0x80:  # a content type is in front of it
+            at += 1 + raw[at]
+        if raw[0] & 0x40:  # a content encoding
+            at += 1 + raw[at]
+        return at if raw[0] & 0x20 and raw.startswith(_ONLY_OFFSET, at) and len(raw) >= at + _WITH_OFFSET else 0
+    except IndexError:
+        return 0
 
 
 def _as_text(value: object) -> str | None:
@@ -289,11 +338,18 @@ def _as_json(value: object) -> object:
 
 
 def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
+    encoded = header.encode()
+
     def read(properties: Properties) -> int | None:
+        if encoded not in properties.raw:
+            return None
         value = properties.headers_beginning(header).get(header)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     return read
+
+
+_offset_among_headers: Final = _number_in_headers(_STREAM_OFFSET)
 
 
 def _expiration(properties: Properties) -> float | None:
@@ -327,7 +383,7 @@ _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
             "user_id",
         )
     },
-    "offset": _number_in_headers(_STREAM_OFFSET),
+    "offset": _offset,
     "delivery_count": _number_in_headers("x-delivery-count"),
     "headers": _headers,
     "priority": lambda properties: properties.priority,

@@ -159,7 +159,7 @@ class StreamChannel(StepChannel):
 
 
 def offset_of(delivery: RawDelivery) -> int | None:
-    """The offset of a delivery from a stream; None where there is none, which means that it comes from another queue.
+    """The offset of a delivery from a stream; None where there is none: it comes from another queue.
 
     RabbitMQ adds it as a header of its own to each. Looking for its bytes costs a tenth of decoding the headers; where
     they are there twice (in a value, say), the headers are decoded.
