@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from integration.support.consuming import send
+from integration.support.consuming import Gate, Handler, dead_letters, send
 from integration.support.waiting import wait_until
-from reliable_mq import Consumer, Exchange, Message, Queue, RetryPolicy
+from reliable_mq import (
+    Consumer,
+    DeadLetter,
+    Exchange,
+    Message,
+    Publisher,
+    Queue,
+    RetryLater,
+    RetryPolicy,
+    TopologyMismatch,
+)
 from reliable_mq.core.codec import join_properties, split_properties
 from reliable_mq.core.codec.tables import walk_table
 from reliable_mq.topology import Binding
 
 if TYPE_CHECKING:
+    from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
 
@@ -121,3 +132,182 @@ def test_a_retried_message_is_the_same_message(any_vhost: VirtualHost, backend: 
     assert {one[4:6] for one in handler.seen} == {("shop", "new.order")}
     assert [entries(one[6]) for one in handler.seen] == [entries(foreign())] * 3
     assert {name: count for name, count in any_vhost.live_counts().items() if count} == {"copy": 1}
+
+
+def test_a_delay_that_no_queue_has_goes_through_several(any_vhost: VirtualHost) -> None:
+    """RetryLater(delay): never early, within a second; the queues for it are declared when it is first needed."""
+    handler = Attempts(failures=2, error=RetryLater(2.3))
+    with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(4, delays=(60,))) as consumer:
+        send(any_vhost, "orders", [Message(b"x")])
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
+    assert handler.attempts == [1, 2, 3]
+    assert all(2.3 <= gap < 3.3 + 0.5 for gap in handler.gaps), handler.gaps
+
+
+def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Checker) -> None:
+    """Short ones behind long ones come back in their own time: nothing blocks at a head."""
+    back: dict[bytes, float] = {}
+    gone: dict[bytes, float] = {}
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.attempt == 1:
+            gone[delivery.body] = time.monotonic()
+            raise RetryLater(float(delivery.body.partition(b"/")[0]))
+        back[delivery.body] = time.monotonic()
+
+    handler = Handler(then=handle, account=checker)
+    delays = (4.0, 0.5, 1.0)
+    messages = [Message(f"{delay}/{number}".encode()) for number in range(60) for delay in delays]
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=delays, backend="queues")):
+        send(vhost, "orders", messages, checker)
+        handler.wait_done(len(messages))
+    waited = {body: back[body] - gone[body] for body in back}
+    late = {body: gap - float(body.partition(b"/")[0]) for body, gap in waited.items()}
+    for delay in delays:
+        gaps = sorted(gap for body, gap in waited.items() if body.startswith(b"%.1f/" % delay))
+        print(f"asked for {delay} s, measured {gaps[0]:.3f} to {gaps[-1]:.3f} s")
+    assert min(late.values()) >= 0
+    assert max(late.values()) < 1.0
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+def test_f57_a_delay_queue_that_was_deleted_is_declared_again(vhost: VirtualHost) -> None:
+    """The retry is returned, its original stays unacked until the queue is there again."""
+    handler = Attempts(failures=1)
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=(0.2,))) as consumer:
+        vhost.delete_queue("orders.retry.200")
+        send(vhost, "orders", [Message(b"x")])
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=20, what="handled")
+        assert (consumer.statistics.republish_failed, consumer.statistics.delayed) == (1, 1)
+    assert handler.attempts == [1, 2]
+
+
+def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> None:
+    """As any other queue that is declared."""
+    with Publisher(vhost.url, topology=[Queue("orders.retry.200", dead_letter=None)]) as publisher:
+        publisher.connect()
+    consumer = Consumer(vhost.url, ORDERS, Attempts(), retry=RetryPolicy(2, delays=(0.2,)))
+    with pytest.raises(TopologyMismatch, match=r"orders\.retry\.200"):
+        consumer.connect()
+
+
+def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> None:
+    """The count is in the message: another consumer goes on from there, and knows when it first failed."""
+    policy = RetryPolicy(3, delays=(0.5,))
+    first = Attempts()
+    with Consumer(vhost.url, ORDERS, first, retry=policy, name="first") as consumer:
+        send(vhost, "orders", [Message(b"x")])
+        wait_until(lambda: consumer.statistics.delayed == 1, timeout=10, what="waiting")
+    second = Attempts()
+    with Consumer(vhost.url, ORDERS, second, retry=policy, name="second") as consumer:
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
+    assert first.attempts + second.attempts == [1, 2, 3]
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    headers = dead["properties"]["headers"]
+    assert headers["x-reliable-mq-attempts"] == 3
+    assert headers["x-reliable-mq-first-failure"] <= headers["x-reliable-mq-last-failure"]
+    assert headers["x-reliable-mq-consumer"] == "second"
+    assert not {"x-death", "x-reliable-mq-retry", "x-reliable-mq-attempt"} & headers.keys()
+
+
+def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
+    """What exists and is not declared is left alone: retries are held in the process."""
+    with Publisher(vhost.url, topology=[Queue("named", dead_letter=None)]) as publisher:
+        publisher.connect()
+    handler = Attempts(failures=2)
+    with Consumer(vhost.url, "named", handler, retry=RetryPolicy(3, delays=(0.1,))) as consumer:
+        send(vhost, "named", [Message(b"x")])
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=10, what="handled")
+    assert handler.attempts == [1, 2, 3]
+    assert set(vhost.live_counts()) == {"named"}
+
+
+def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
+    """What is given up on is dead-lettered at once, and the reason says so; a handler's own word goes first."""
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body == b"hopeless":
+            raise FileNotFoundError("gone")
+        if delivery.body == b"chosen":
+            raise DeadLetter("as told")
+        if delivery.attempt < 3:
+            raise TimeoutError("slow")
+
+    handler = Handler(then=handle)
+    policy = RetryPolicy(3, delays=(0.1,), retry_on=OSError, give_up_on=FileNotFoundError)
+    with Consumer(vhost.url, ORDERS, handler, retry=policy) as consumer:
+        send(vhost, "orders", [Message(body) for body in (b"hopeless", b"chosen", b"slow")])
+        handler.wait_done(1)
+        wait_until(lambda: consumer.statistics.dead_lettered == 2, timeout=10, what="dead-lettered")
+    reasons = {
+        dead["payload"]: dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"]
+        for dead in dead_letters(vhost, "orders.dead", 2)
+    }
+    assert reasons == {
+        "hopeless": "the retry policy gives up on FileNotFoundError: gone",
+        "chosen": "as told",
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_f18_retries_go_on_under_a_memory_alarm(private_vhost: VirtualHost, checker: Checker) -> None:
+    """Publishing is blocked: what fails is held and tried again; what is given up is left to the broker to dead-letter.
+
+    Neighbours flow meanwhile, and nothing is lost. What was on its way when the alarm
+    began is waited for first, a minute.
+    """
+    vhost = private_vhost
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body.startswith(b"poison") or (delivery.body.startswith(b"flaky") and delivery.attempt == 1):
+            raise ValueError("no")
+
+    handler = Handler(then=handle, account=checker)
+    bodies = [f"{kind}-{number}".encode() for number in range(10) for kind in ("good", "flaky", "poison")]
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=(0.2,)), prefetch=200) as consumer:
+        send(vhost, "orders", [Message(b"poison-first"), Message(b"flaky-first")], checker)  # so that it has connected
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="one dead letter")
+        with Gate() as gate:
+            handler._then = lambda delivery: (gate(delivery), handle(delivery))
+            send(vhost, "orders", [Message(body) for body in bodies], checker)
+            wait_until(lambda: len(handler.begun) > 4, timeout=10, what="begun")
+            vhost.broker.set_memory_alarm(on=True)
+            gate.open()
+            wait_until(lambda: len(handler.done) == 21, timeout=120, what="good and flaky ones handled under the alarm")
+            wait_until(
+                lambda: consumer.statistics.rejected + consumer.statistics.dead_lettered == 11,
+                timeout=120,
+                what=lambda: f"poison given up: {consumer.statistics}",
+            )
+        vhost.broker.set_memory_alarm(on=False)
+    wait_until(lambda: vhost.live_counts()["orders"] == 0, timeout=30, what="all settled")
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+DELAYED = Queue("orders", delayed_retry=(0.5, 1.0))
+
+
+def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
+    """Linear, up to the longest; the cap holds, the dead letter says why; the message is never published again."""
+    handler = Attempts()
+    with Consumer(vhost.url, DELAYED, handler, retry=RetryPolicy(4, backend="broker")) as consumer:
+        sent = Message.from_wire(b"\x00body\xff", foreign())
+        send(vhost, "orders", [sent])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
+        assert (consumer.statistics.retried, consumer.statistics.delayed) == (3, 0)
+    assert handler.attempts == [1, 2, 3, 4]
+    assert [one[3] for one in handler.seen] == [False, True, True, True]
+    for gap, asked in zip(handler.gaps, (0.5, 1.0, 1.0), strict=True):
+        assert asked <= gap < asked + 1.0, handler.gaps
+    print("asked for 0.5, 1, 1 s, measured", [round(gap, 3) for gap in handler.gaps])
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    assert dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"] == "4 of 4 attempts failed"
+
+
+def test_f27_an_older_broker_is_no_place_for_its_own_delayed_retry(vhost_40: VirtualHost) -> None:
+    """It would take the arguments and requeue at once: said at the start."""
+    with pytest.raises(TopologyMismatch, match=r"knows from 4\.3 on"):
+        Consumer(vhost_40.url, DELAYED, Attempts()).connect()

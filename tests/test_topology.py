@@ -469,3 +469,30 @@ def test_other_refusals_are_handed_on_with_what_is_known(
 @given(st.text(max_size=60), st.sampled_from(["", "inequivalent arg 'a' for queue 'q' in vhost '", "invalid arg '"]))
 def test_any_text_gives_a_mismatch(text: str, prefix: str) -> None:
     assert mismatch_from_reply("queue", "q", 406, prefix + text).name == "q"
+
+
+def test_delayed_retry_is_three_arguments() -> None:
+    """In milliseconds; only what failed is delayed."""
+    declared = Queue("orders", delayed_retry=(0.5, timedelta(minutes=1))).arguments_for((4, 3))
+    assert {name: value for name, value in declared.items() if name.startswith("x-delayed")} == {
+        "x-delayed-retry-type": "failed",
+        "x-delayed-retry-min": 500,
+        "x-delayed-retry-max": 60_000,
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"delayed_retry": (2, 1)},
+        {"delayed_retry": (0, 1)},
+        {"delayed_retry": 5},
+        {"delayed_retry": (1, 2, 3)},
+        {"delayed_retry": (1, "2")},
+        {"delayed_retry": (1, 2), "type": "classic"},
+        {"delayed_retry": (1, 2), "arguments": {"x-delayed-retry-min": 1}},
+    ],
+)
+def test_delayed_retry_that_makes_no_sense_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="delayed_retry"):
+        Queue("orders", **given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core import headers
 from reliable_mq.core.attempts import Failures, NewerFormat
-from reliable_mq.core.quarantine import returns
+from reliable_mq.core.quarantine import failures_by_broker, returns
 from reliable_mq.core.transit import PLAIN, Transit, unpack
 from reliable_mq.errors import ConsumeError
 
@@ -48,11 +48,12 @@ class Admission:
         book: what is remembered of messages that failed.
         max_attempts: after how many failed attempts a message is refused.
         max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
+        broker_counts: whether the broker's own count of failures is that of attempts.
         keeps: whether what is refused is kept somewhere. Else what cannot be understood is passed as a first attempt.
         statistics: where to count.
     """
 
-    __slots__ = ("_book", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
+    __slots__ = ("_book", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
 
     def __init__(
         self,
@@ -62,10 +63,12 @@ class Admission:
         max_body_bytes: int | None,
         max_header_bytes: int | None,
         keeps: bool,
+        broker_counts: bool = False,
         statistics: ConsumerStatistics,
     ) -> None:
         self._book = book
         self._keeps = keeps
+        self._broker_counts = broker_counts
         self._max_attempts = max_attempts
         self._max_body = _UNLIMITED if max_body_bytes is None else max_body_bytes
         self._max_header = _UNLIMITED if max_header_bytes is None else max_header_bytes
@@ -103,6 +106,11 @@ class Admission:
         if unfit is not None:
             self._statistics.quarantined += 1
             return Finding(f"not handed to a handler: {unfit}")
+        if self._broker_counts and delivery.redelivered:
+            counted = failures_by_broker(delivery)
+            if counted:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count = max(failures.count, counted)
         if forgiven is not None and delivery.redelivered:
             lost = returns(delivery) - forgiven
             if lost > 0:

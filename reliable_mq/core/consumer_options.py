@@ -137,6 +137,7 @@ class ConsumerOptions:
         self._exclusive = exclusive
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
+        self._broker_retries = self._retried_by_the_broker(queue)
         self._ladder = self._new_ladder(queue)
         self._quarantine = self._new_quarantine(queue)
         self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
@@ -223,6 +224,7 @@ class ConsumerOptions:
             max_header_bytes=max_header,
             position=StreamPosition() if self.is_stream else None,
             ladder=self._ladder,
+            broker_retries=self._broker_retries,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
         )
 
@@ -292,11 +294,24 @@ class ConsumerOptions:
         """The quarantine of the queue, where the broker counts what comes back and somebody hands out what is in it."""
         if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
             return None
+        if self._broker_retries:
+            return None  # its count of returns is that of failures, too, and bounds both
         return Quarantine.of(queue)
+
+    def _retried_by_the_broker(self, queue: Queue | str) -> bool:
+        able = isinstance(queue, Queue) and queue.delayed_retry is not None
+        if self._retry.backend == "broker" and not able:
+            _refuse("retry has backend='broker', which needs a Queue(..., delayed_retry=(shortest, longest))")
+        return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
     def _new_ladder(self, queue: Queue | str) -> Ladder | None:
         """The delay queues, where there may be some beside the queue and something would ever wait in them."""
-        if self._retry.backend != "queues" or self._ack_mode == "automatic" or isinstance(queue, str):
+        if (
+            self._retry.backend != "queues"
+            or self._broker_retries
+            or self._ack_mode == "automatic"
+            or isinstance(queue, str)
+        ):
             return None
         stays = queue.type != "stream" and queue.durable and not (queue.exclusive or queue.auto_delete)
         return Ladder(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None

@@ -14,6 +14,7 @@ The way of a delivery::
     delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
     running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
     running --failed, attempts left--> retry, or where there are no delay queues: held --its delay is over--> work
+    running --failed, attempts left, and the broker itself delays--> basic.reject, back to the queue
     running --claimed elsewhere, the store failed--> held, no attempt --> work
     running --its handler was cancelled--> basic.nack, back to the queue, no attempt; from the second time on, held
     running --its batch failed--> work, alone, no attempt
@@ -109,6 +110,7 @@ class ConsumingSession:
         position: where the consumption of a stream is; None for queues.
         ladder: the delay queues in which failed deliveries wait; None where they are held here.
         quarantine: of the queue; None where there is none.
+        broker_retries: whether the queue itself delays what is rejected, and counts it.
 
     Attributes:
         automatic: whether acks are.
@@ -133,6 +135,7 @@ class ConsumingSession:
         position: StreamPosition | None = None,
         ladder: Ladder | None = None,
         quarantine: Quarantine | None = None,
+        broker_retries: bool = False,
     ) -> None:
         self._queue = queue
         self._retry = retry
@@ -144,6 +147,7 @@ class ConsumingSession:
         self._batcher = batcher
         self._claim_wait = claim_wait
         self._quarantine = quarantine
+        self._broker_retries = broker_retries
         self._to_isolate = False
         self._flush = False  # what is finished is acked now: quarantine has a prefetch of 1
         self.position = position
@@ -165,6 +169,7 @@ class ConsumingSession:
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,
             keeps=dead_letters is not None or broker_dead_letters,
+            broker_counts=broker_retries,
             statistics=self.statistics,
         )
         self._outcomes = {
@@ -512,6 +517,11 @@ class ConsumingSession:
         if failure.kind is not None and not self._retry.retries(failure.kind):
             self._dead_letter(delivery, f"the retry policy gives up on {_shown(failure)}")
             return
+        if self._broker_retries:
+            self.statistics.retried += 1
+            self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}"))
+            self._reject(delivery, "", requeue=True)
+            return
         if failure.delay is not None:
             delay = failure.delay
         failures.due = now + delay
@@ -602,10 +612,12 @@ class ConsumingSession:
         else:
             self._reject(delivery, reason)
 
-    def _reject(self, delivery: Delivery, reason: str) -> None:
+    def _reject(self, delivery: Delivery, reason: str, *, requeue: bool = False) -> None:
         source = delivery.source
         if self._acks.taken(source.generation, delivery.delivery_tag):
-            self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=False))
+            self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
+            if requeue:
+                return
             self.statistics.rejected += 1
             self._notices.append(Notice(NoticeKind.REJECTED, delivery, reason))
             self._book.forget(delivery)

@@ -1,15 +1,15 @@
 """The quarantine of a queue: where messages are handled one at a time that may be what kills or hangs their consumer.
 
 A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
-(``x-delivery-count``, and ``x-acquired-count`` from 4.3 on); what has come back twice without a verdict is suspect, more
-often where this process has lost channels itself and lives. A suspect is moved, confirmed, to a queue of its own beside
-the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as a failed
-attempt. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and then
+(``x-delivery-count``, and ``x-acquired-count`` from 4.3 on); what has come back twice without a verdict is suspect,
+more often where this process has lost channels itself and lives. A suspect is moved, confirmed, to a queue of its own
+beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as a
+failed attempt. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and then
 dead-lettered; its neighbours are handed out twice beside it, then by themselves.
 
 Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
-them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a process
-which quarantine kills has had time for the others.
+them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
+process which quarantine kills has had time for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["Quarantine", "returns"]
+__all__ = ["Quarantine", "failures_by_broker", "returns"]
 
 #: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
 SUSPECT_FROM: Final = 2
@@ -108,9 +108,22 @@ class Quarantine:
 
 def returns(delivery: Delivery) -> int:
     """How often the broker has taken a delivery back from a consumer, by its own count; 0 where it does not say."""
+    return max(_counts(delivery))
+
+
+def failures_by_broker(delivery: Delivery) -> int:
+    """How many attempts have failed by the count of a broker from 4.3 on, lost consumers included.
+
+    A client can send that count, until the broker has one; but not one of returns beside it, which a delivery that came
+    back always has from the broker, and which is never less.
+    """
+    return min(_counts(delivery))
+
+
+def _counts(delivery: Delivery) -> list[int]:
     view = Properties(delivery.properties)
     try:
         found = [view.headers_beginning(name).get(name) for name in _COUNTS]
     except CodecError:
-        return 0
-    return max((count for count in found if isinstance(count, int) and not isinstance(count, bool)), default=0)
+        found = []
+    return [count if isinstance(count, int) and not isinstance(count, bool) else 0 for count in found] or [0]

@@ -284,6 +284,7 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 _NOT_FOUND = 404
+_DELAYED_RETRY = (4, 3)
 _DIFFERENT = frozenset({406, 503})  # precondition-failed; command-invalid for an exchange type that does not exist
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
 # others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
@@ -308,6 +309,14 @@ def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...]) -> S
 
 def _declare(declaration: Declaration, version: tuple[int, ...]) -> Step:
     if isinstance(declaration, Queue):
+        if declaration.delayed_retry is not None and version and version < _DELAYED_RETRY:
+            # It would take the arguments and not know them: what is rejected would come back at once.
+            raise TopologyMismatch(
+                f"queue {declaration.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
+                f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",
+                kind="queue",
+                name=declaration.name,
+            )
         return DeclareQueue(
             declaration.name,
             declaration.durable,

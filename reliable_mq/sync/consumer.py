@@ -78,7 +78,7 @@ class Consumer:
         topology: what else to declare.
         prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
         concurrency: worker threads, that is, handlers that run at a time. Above 1, handlers run out of order.
-        retry: when a failed delivery is tried again. Meanwhile it is held in this process, unacked.
+        retry: when a failed delivery is tried again, and where it waits meanwhile.
         idempotency: a store of what is done, so that duplicates do not take effect again.
         idempotency_key: gives the key of a delivery; by default its ``message_id``.
         idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
@@ -446,7 +446,8 @@ class Consumer:
                 patience = self._options.stop_timeout  # it ended by itself: handlers may be at it
             else:
                 patience = 0.1 if subscription.session.running else _END_TIMEOUT
-            if not all([workers.stop(patience) for workers in self._workers]):
+            ended = [workers.stop(patience) for workers in self._workers]
+            if not all(ended):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
         if subscription.republisher is not None:
             subscription.republisher.close(_END_TIMEOUT)

@@ -51,6 +51,7 @@ _ARGUMENT_OF: Final = {
     "max_priority": "x-max-priority",
     "single_active_consumer": "x-single-active-consumer",
 }
+_DELAYED_RETRY: Final = ("x-delayed-retry-type", "x-delayed-retry-min", "x-delayed-retry-max")
 _NUMBERS: Final = {"max_length": (0, 2**63 - 1), "max_length_bytes": (0, 2**63 - 1), "max_priority": (1, 255)}
 _LONGEST_TTL: Final = 315_360_000  # seconds, ten years: RabbitMQ refuses more
 _LONGEST_AGE: Final = 2**53
@@ -91,6 +92,10 @@ class Queue:
         max_age: whole seconds or a timedelta, after which a stream drops messages, by segments.
         max_priority: the highest priority, 1 to 255; a classic queue only (a quorum queue has two levels by itself).
         single_active_consumer: whether one consumer at a time gets messages.
+        delayed_retry: the shortest and the longest delay of the broker's own delayed retry, in seconds or timedeltas; a
+            quorum queue on RabbitMQ 4.3 and newer only. What a consumer of ours could not handle waits in the queue
+            itself then, for the shortest delay times its failures so far, up to the longest; the policy's delays, and
+            those of ``RetryLater``, do not matter. The policy's cap counts failures and lost connections together.
         arguments: further ones by RabbitMQ's names. They win over our defaults; None leaves a default of ours out.
 
     Raises:
@@ -111,6 +116,7 @@ class Queue:
     max_age: Duration | None = None
     max_priority: int | None = None
     single_active_consumer: bool = False
+    delayed_retry: tuple[Duration, Duration] | None = None
     arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +126,7 @@ class Queue:
         object.__setattr__(self, "arguments", Arguments(f"queue {self.name!r}", self.arguments))
         self._check_flags()
         self._check_numbers()
+        self._check_delayed_retry()
         self._check_dead_letter()
         self._check_arguments()
         self._lint()
@@ -177,6 +184,10 @@ class Queue:
         }
         if self.message_ttl is not None:
             given["x-message-ttl"] = round(seconds("message_ttl", self.message_ttl) * 1000)
+        if self.delayed_retry is not None:
+            shortest, longest = self.delayed_retry
+            delays = (max(1, round(seconds("delayed_retry", delay) * 1000)) for delay in (shortest, longest))
+            given |= dict(zip(_DELAYED_RETRY, ("failed", *delays), strict=True))
         if self.max_age is not None:
             given["x-max-age"] = f"{int(seconds('max_age', self.max_age))}s"
         return given
@@ -207,6 +218,19 @@ class Queue:
             if age != int(age) or age > _LONGEST_AGE:
                 raise self._error("max_age", f"must be whole seconds, not {self.max_age!r}")
 
+    def _check_delayed_retry(self) -> None:
+        given: object = self.delayed_retry
+        if given is None:
+            return
+        if self.type != "quorum":
+            raise self._error("delayed_retry", "is for quorum queues")
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise self._error("delayed_retry", f"must be the shortest and the longest delay, not {given!r}")
+        shortest, longest = (seconds("delayed_retry", delay, positive=True) for delay in given)
+        if shortest > longest:
+            raise self._error("delayed_retry", f"has a shortest delay above its longest: {given!r}")
+        object.__setattr__(self, "delayed_retry", (shortest, longest))
+
     def _check_dead_letter(self) -> None:
         dead_letter: object = self.dead_letter
         if isinstance(dead_letter, str):
@@ -223,6 +247,7 @@ class Queue:
     def _check_arguments(self) -> None:
         given = self._fields()
         names = {argument: name for name, argument in _ARGUMENT_OF.items()}
+        names |= dict.fromkeys(_DELAYED_RETRY, "delayed_retry")
         for argument in sorted(given.keys() & self.arguments.keys()):
             raise self._error(f"argument {argument}", f"is given twice: also as {names[argument]}")
         sent = {argument for argument, value in {**given, **self.arguments}.items() if value is not None}

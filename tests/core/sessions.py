@@ -31,6 +31,7 @@ def make(
     retry: RetryPolicy | None = None,
     queues: bool = False,
     quarantine: bool = False,
+    broker_retries: bool = False,
 ) -> ConsumingSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
     session = ConsumingSession(
@@ -44,6 +45,7 @@ def make(
         max_body_bytes=max_body_bytes,
         ladder=Ladder("orders", policy) if queues else None,
         quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
+        broker_retries=broker_retries,
     )
     session.opened(1, CHANNEL)
     return session
