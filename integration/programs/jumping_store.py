@@ -1,0 +1,36 @@
+"""A store whose process has a wall clock that jumps by hours: leases and retention go on as if nothing had happened.
+
+Usage: ``python -m integration.programs.jumping_store OFFSET_FILE STORE_URL...``, under libfaketime.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from integration.programs.jumping_clock import HOUR, WallClock
+from integration.programs.storing import new_store
+from reliable_mq.stores import ClaimStatus
+
+
+def main(offset_file: str, urls: list[str]) -> None:
+    clock = WallClock(offset_file)
+    for url in urls:
+        store = new_store(url)
+        held, done = store.claim_many(["held", "done"], 60.0)
+        assert store.complete_many([done]) == [True], url
+        for offset in (HOUR, -HOUR, 48 * HOUR, -48 * HOUR, 0):
+            clock.jump(offset)
+            other = new_store(url)  # a process that starts now has no other time
+            for one in (store, other):
+                made = [claim.status for claim in one.claim_many(["held", "done"], 60.0)]
+                assert made == [ClaimStatus.IN_PROGRESS, ClaimStatus.DONE], (url, offset, made)
+            [brief] = other.claim_many([f"brief {offset}"], 1e-6)
+            [again] = store.claim_many([f"brief {offset}"], 60.0)
+            assert again.status is ClaimStatus.NEW, (url, offset)
+            assert again.token > brief.token, (url, offset)
+        assert store.complete_many([held]) == [True], url
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

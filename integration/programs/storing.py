@@ -1,0 +1,153 @@
+"""Consumes with an idempotency store, and dies by SIGKILL where it is told to.
+
+Usage: ``python -m integration.programs.storing AMQP_URL STORE_URL FACE EFFECTS STEP``. An effect is a row in the
+table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``; else a
+line in the file EFFECTS. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``, ``acking`` (see `Dying`), or
+``none``: then it ends with SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from reliable_mq import AsyncConsumer, Consumer, Queue
+from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, RedisStore, SQLAlchemyStore, SQLiteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reliable_mq import Delivery
+    from reliable_mq.stores import Claim
+
+LEASE = 2.0
+ORDERS = Queue("orders")
+
+
+def new_store(url: str, face: str = "sync") -> Any:
+    """A store by its URL: ``redis://``, ``file://`` for SQLite, or one of SQLAlchemy's."""
+    if url.startswith("redis://"):
+        return RedisStore(url) if face == "sync" else AsyncRedisStore(url)
+    if url.startswith("file://"):
+        return SQLiteStore(url.removeprefix("file://"), timeout=30)
+    if face == "sync":
+        return SQLAlchemyStore(create_engine(url, pool_size=8), timeout=30)
+    return AsyncSQLAlchemyStore(create_async_engine(url), timeout=30)
+
+
+class Dying:
+    """A store whose process dies at a step, when it has come that far for the third time.
+
+    ``claim``: before a claim is asked for; ``claimed``: when it was granted; ``effect``: by the handler, between its
+    effect and the end of its transaction; ``completed``: when it was completed; ``acking``: soon after that.
+    """
+
+    def __init__(self, store: Any, step: str) -> None:
+        self.store = store
+        self._step = step
+        self._reached = 0
+        self._lock = threading.Lock()
+
+    def reach(self, step: str) -> None:
+        with self._lock:
+            self._reached += step == self._step
+            if self._reached == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(self) -> None:
+        self.reach("completed")
+        threading.Timer(0.05, self.reach, ["acking"]).start()
+
+
+class DyingStore(Dying):
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        self.reach("claim")
+        claims: list[Claim] = self.store.claim_many(keys, lease)
+        self.reach("claimed")
+        return claims
+
+    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        done: list[bool] = self.store.complete_many(claims)
+        self.after()
+        return done
+
+    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        held: list[bool] = self.store.release_many(claims, failed=failed)
+        return held
+
+    def transaction(self, *deliveries: Delivery) -> Any:
+        return self.store.transaction(*deliveries)
+
+
+class AsyncDyingStore(Dying):
+    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        self.reach("claim")
+        claims: list[Claim] = await self.store.claim_many(keys, lease)
+        self.reach("claimed")
+        return claims
+
+    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        done: list[bool] = await self.store.complete_many(claims)
+        self.after()
+        return done
+
+    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        held: list[bool] = await self.store.release_many(claims, failed=failed)
+        return held
+
+    def transaction(self, *deliveries: Delivery) -> Any:
+        return self.store.transaction(*deliveries)
+
+
+_EFFECT = text("INSERT INTO effects (id) VALUES (:id)")
+
+
+class Effects:
+    """What handlers do."""
+
+    def __init__(self, where: str, store: Dying) -> None:
+        self._store = store
+        self._inbox = where == "inbox"
+        self._file = -1 if self._inbox else os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def handle(self, delivery: Delivery) -> None:
+        if self._inbox:
+            with delivery.transaction() as session:
+                session.execute(_EFFECT, {"id": delivery.message_id})
+                self._store.reach("effect")
+            self._store.after()
+        else:
+            os.write(self._file, f"{delivery.message_id}\n".encode())
+            self._store.reach("effect")
+
+    async def handle_async(self, delivery: Delivery) -> None:
+        async with delivery.transaction() as session:
+            await session.execute(_EFFECT, {"id": delivery.message_id})
+            self._store.reach("effect")
+        self._store.after()
+
+
+def main(url: str, store_url: str, face: str, where: str, step: str) -> None:
+    options: dict[str, Any] = {"idempotency_lease": LEASE, "prefetch": 20, "concurrency": 2}
+    if face == "sync":
+        store = DyingStore(new_store(store_url), step)
+        Consumer(url, ORDERS, Effects(where, store).handle, idempotency=store, **options).run()
+        return
+
+    async def consume() -> None:
+        store = AsyncDyingStore(new_store(store_url, face), step)
+        await AsyncConsumer(url, ORDERS, Effects(where, store).handle_async, idempotency=store, **options).run()
+        await store.store._engine.dispose()
+
+    asyncio.run(consume())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

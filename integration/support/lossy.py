@@ -1,0 +1,93 @@
+"""A proxy before a server of any protocol, which loses answers: it has done what it was asked, and nobody knows.
+
+Each question goes through; of the answers, the ones chosen are dropped, and the connection is closed in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LossyProxy"]
+
+
+class LossyProxy:
+    """Listens on 127.0.0.1 and leads to a port there.
+
+    Args:
+        port: of the server.
+        loses: told a question's bytes, says whether its answer is to be lost.
+
+    Attributes:
+        port: where it listens.
+        lost: how many answers were lost.
+    """
+
+    def __init__(self, port: int, loses: Callable[[bytes], bool]) -> None:
+        self._upstream = port
+        self._loses = loses
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self.port: int = self._listener.getsockname()[1]
+        self.lost = 0
+
+    def __enter__(self) -> Self:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for one in list(self._sockets):
+            _close(one)
+        for thread in self._threads:
+            thread.join(10)
+
+    def _start(self, function: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=function, args=arguments, name="lossy", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._upstream), timeout=10)
+                server.settimeout(None)
+                self._sockets += [client, server]
+                losing = threading.Event()
+                self._start(self._questions, client, server, losing)
+                self._start(self._answers, client, server, losing)
+
+    def _questions(self, client: socket.socket, server: socket.socket, losing: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                if not losing.is_set() and self._loses(data):
+                    losing.set()
+                server.sendall(data)
+        _close(server)
+
+    def _answers(self, client: socket.socket, server: socket.socket, losing: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                if losing.is_set():
+                    self.lost += 1
+                    break
+                client.sendall(data)
+        _close(client)
+        _close(server)
+
+
+def _close(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()

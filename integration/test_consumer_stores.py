@@ -1,0 +1,308 @@
+"""Consumers with idempotency stores on real servers, under everything that can happen to either."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from integration.support.consuming import Handler, numbered, publish, send
+from integration.support.lossy import LossyProxy
+from integration.support.programs import ROOT, environment, faketime
+from integration.support.seeds import soaking
+from integration.support.waiting import wait_until
+from integration.test_stores import make
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, RedisStore, SQLAlchemyStore, SQLiteStore
+from tests.stores.subjects import LEASE, RETENTION, Bridged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from integration.support.checker import Checker
+    from integration.support.databases import Database
+    from integration.support.management import VirtualHost
+
+ORDERS = Queue("orders")
+servers = pytest.mark.parametrize("kind", ["redis", "postgresql"])
+
+
+@pytest.fixture
+def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that makes a store for the face: by the kind of its server, and the port of a proxy."""
+    closers: list[Callable[[], object]] = []
+
+    def new(kind: str, port: int | None = None, **options: Any) -> Any:
+        if kind == "sqlite":
+            store: Any = SQLiteStore(tmp_path / "store.db", **options)
+            closers.append(store.close)
+            return store
+        url = database(kind).fresh(port)
+        if kind == "redis":
+            if consumer_face == "aio":
+                bridged = Bridged(lambda: AsyncRedisStore(url, **options))
+                closers.append(lambda: bridged.blocking.end(bridged.blocking.store.close()))
+                return bridged
+            store = RedisStore(url, **options)
+            closers.append(store.close)
+            return store
+        direct = create_engine(url.replace(f":{port}/", f":{database(kind).port}/"), poolclass=NullPool)
+        SQLAlchemyStore(direct).create_table()
+        if consumer_face == "aio" and kind == "postgresql":
+            bridged = Bridged(lambda: AsyncSQLAlchemyStore(create_async_engine(url), **options))
+            closers.append(lambda: bridged.blocking.end(bridged.blocking.store._engine.dispose()))
+            return bridged
+        engine = create_engine(url, pool_size=16)
+        store = SQLAlchemyStore(engine, **options)
+        closers.extend([store.close, engine.dispose])
+        return store
+
+    yield new
+    for close in closers:
+        close()
+
+
+@pytest.mark.both_faces
+@pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "sqlite"])
+def test_f36_copies_that_arrive_together_take_effect_once(
+    vhost: VirtualHost, checker: Checker, new_store: Callable[..., Any], kind: str
+) -> None:
+    """Two consumers with eight handlers each, ten copies of each message: one effect each, and every copy is acked."""
+    store = new_store(kind)
+    handlers = [Handler(account=checker), Handler(account=checker)]
+    messages = [Message(b"%d" % number, message_id=f"m{number}") for number in range(30) for _ in range(10)]
+    with (
+        Consumer(vhost.url, ORDERS, handlers[0], concurrency=8, prefetch=50, idempotency=store, name="one") as one,
+        Consumer(vhost.url, ORDERS, handlers[1], concurrency=8, prefetch=50, idempotency=store, name="other") as other,
+    ):
+        send(vhost, "orders", messages, checker)
+        wait_until(lambda: one.statistics.acked + other.statistics.acked == 300, timeout=60, what="all acked")
+        assert one.statistics.duplicates + other.statistics.duplicates == 270
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 30
+
+
+@pytest.mark.both_faces
+@servers
+def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
+    vhost: VirtualHost, checker: Checker, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
+) -> None:
+    """When it is back, the consumer goes on by itself: every message takes effect once."""
+    handler = Handler(account=checker)
+    server = database(kind)
+    with Consumer(vhost.url, ORDERS, handler, concurrency=4, idempotency=new_store(kind, timeout=1.0)) as consumer:
+        publish(vhost, "orders", numbered(50), checker)
+        handler.wait_done(50)
+        wait_until(lambda: consumer.statistics.acked == 50, timeout=20, what="acked")
+        server.kill()
+        publish(vhost, "orders", numbered(50, 50), checker)
+        wait_until(lambda: consumer.statistics.store_failures >= 50, timeout=30, what="all have failed")
+        assert (len(handler.begun), consumer.statistics.acked) == (50, 50)
+        server.start()
+        handler.wait_done(100)
+        wait_until(lambda: consumer.statistics.acked == 100, timeout=30, what="all acked")
+        assert consumer.statistics.failed == 0, "a failure of the store is no attempt"
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 100
+
+
+@pytest.mark.both_faces
+@servers
+def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
+    vhost: VirtualHost,
+    checker: Checker,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    fault_proxy: Any,
+    kind: str,
+) -> None:
+    """For longer than the broker waits for a heartbeat; questions end by their deadline, and the consumer recovers."""
+    handler = Handler(account=checker)
+    server = database(kind)
+    proxy = fault_proxy(vhost.url)
+    store = new_store(kind, timeout=0.5)
+    with Consumer(proxy.url, ORDERS, handler, concurrency=4, heartbeat=2, idempotency=store) as consumer:
+        publish(vhost, "orders", numbered(20), checker)
+        wait_until(lambda: consumer.statistics.acked == 20, timeout=20, what="acked")
+        server.pause()
+        publish(vhost, "orders", numbered(20, 20), checker)
+        before = proxy.seen("heartbeat", "to_broker")
+        proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") >= before + 4, timeout=30)
+        assert (len(handler.begun), consumer.statistics.acked) == (20, 20)
+        assert consumer.statistics.store_failures > 0
+        server.unpause()
+        wait_until(lambda: consumer.statistics.acked == 40, timeout=60, what="all acked")
+        assert consumer.reconnects == 0
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 40
+
+
+@servers
+def test_f43_answers_that_are_lost_double_no_effect(
+    vhost: VirtualHost,
+    checker: Checker,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    rng: random.Random,
+    kind: str,
+) -> None:
+    """One question in five is answered to nobody, be it a claim, a completion or a release."""
+    marks = {"redis": b"EVALSHA", "postgresql": b"reliable_mq_claims"}
+    handler = Handler(account=checker)
+    with LossyProxy(database(kind).port, lambda data: marks[kind] in data and rng.random() < 0.2) as proxy:
+        store = new_store(kind, proxy.port)
+        with Consumer(vhost.url, ORDERS, handler, concurrency=4, idempotency=store, prefetch=20) as consumer:
+            publish(vhost, "orders", numbered(200), checker)
+            wait_until(lambda: consumer.statistics.acked == 200, timeout=60, what="all acked")
+        assert proxy.lost > 3
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 200
+
+
+@pytest.mark.parametrize("kind", ["redis", "postgresql"])
+def test_f44_a_duplicate_after_the_retention_takes_effect_again(
+    vhost: VirtualHost, database: Callable[[str], Database], kind: str
+) -> None:
+    """That is what the retention is documented to mean; nothing else happens, and before it is over it does not."""
+    handler = Handler()
+    with (
+        make(kind, database) as subject,
+        Consumer(vhost.url, ORDERS, handler, idempotency=subject.store, idempotency_lease=LEASE) as consumer,
+    ):
+        for copy, (age, effects) in enumerate([(0.0, 1), (RETENTION - 1, 1), (LEASE + 2, 2), (0.0, 2)], 1):
+            subject.age(age)
+            send(vhost, "orders", [Message(b"x", message_id="m")])
+            wait_until(lambda copy=copy: consumer.statistics.acked == copy, timeout=20, what="acked")  # type: ignore[misc]
+            assert len(handler.done) == effects
+        assert (consumer.statistics.duplicates, consumer.statistics.dead_lettered) == (2, 0)
+    assert handler.attempts == [1, 1]
+
+
+def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
+    database: Callable[[str], Database], tmp_path: Path
+) -> None:
+    """Those of servers are by their clock; those of a file by the time since the boot of the machine."""
+    offset_file = tmp_path / "offset"
+    offset_file.write_text("+0")
+    postgresql, file = database("postgresql").fresh(), tmp_path / "sql.db"
+    for url in (postgresql, f"sqlite:///{file}"):
+        SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
+    urls = [f"file://{tmp_path / 'store.db'}", f"sqlite:///{file}", database("redis").fresh(), postgresql]
+    done = subprocess.run(
+        [sys.executable, "-m", "integration.programs.jumping_store", str(offset_file), *urls],
+        env=environment() | faketime(offset_file),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "end\n", done.stderr
+
+
+# -- processes that die ------------------------------------------------------------------------------------------------
+
+
+def storing(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "integration.programs.storing", *arguments]
+    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def effects_in(url: str) -> Counter[str]:
+    engine = create_engine(url, poolclass=NullPool)
+    with engine.connect() as connection:
+        return Counter(row[0] for row in connection.execute(text("SELECT id FROM effects")))
+
+
+STEPS = ("claim", "claimed", "effect", "completed", "acking")
+
+
+def let_die(vhost: VirtualHost, url: str, face: str, where: str, steps: Iterable[str]) -> None:
+    for step in steps:
+        with storing(vhost.url, url, face, where, step) as program:
+            assert program.wait(60) == -signal.SIGKILL, step
+
+
+def let_finish(vhost: VirtualHost, url: str, face: str, where: str, finished: Callable[[], bool]) -> None:
+    """Have what is left consumed by a process that ends when it is told to, having acked everything."""
+    with storing(vhost.url, url, face, where, "none") as program:
+        wait_until(finished, timeout=60, what="every message has taken effect")
+        program.terminate()
+        assert program.wait(60) == 0
+    assert vhost.live_counts().get("orders", 0) == 0
+
+
+@pytest.mark.parametrize("face", ["sync", "aio"])
+def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
+    vhost: VirtualHost, database: Callable[[str], Database], face: str
+) -> None:
+    """Row 34 as well. One process after another dies, each at another step; the last finds what is left to do."""
+    url = database("postgresql").fresh()
+    engine = create_engine(url, poolclass=NullPool)
+    SQLAlchemyStore(engine).create_table()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE effects (id text NOT NULL)"))
+    ids = publish_orders(vhost, 60)
+    let_die(vhost, url, face, "inbox", STEPS if soaking() or face == "sync" else ("effect", "completed"))
+    let_finish(vhost, url, face, "inbox", lambda: len(effects_in(url)) >= len(ids))
+    assert effects_in(url) == Counter(ids)
+
+
+@pytest.mark.parametrize("kind", ["redis", "sqlite"])
+def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str
+) -> None:
+    """Row 34 as well. Where the effect is elsewhere, the kill must not fall between it and its completion."""
+    url = database("redis").fresh() if kind == "redis" else f"file://{tmp_path / 'store.db'}"
+    effects = tmp_path / "effects"
+    ids = publish_orders(vhost, 60)
+    let_die(vhost, url, "sync", str(effects), ("claimed", "completed"))
+    let_finish(vhost, url, "sync", str(effects), lambda: set(effects.read_text().split()) >= set(ids))
+    counts = Counter(effects.read_text().split())
+    assert set(counts) == set(ids)
+    # Two handlers run at a time: what one has done when the other's completion ends the process is done again.
+    assert sum(counts.values()) - len(ids) <= 16
+
+
+def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
+    """Publish to a queue that is there before its consumers are."""
+    messages = [Message(body) for body in numbered(count)]
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key="orders").ok
+    return [message.message_id for message in messages]
+
+
+def test_f36_eight_processes_of_eight_threads_effect_each_id_once(
+    database: Callable[[str], Database], tmp_path: Path
+) -> None:
+    """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""
+    ids, processes = (1000 if soaking() else 60), 8
+    urls = [database("redis").fresh(), f"file://{tmp_path / 'store.db'}"]
+    for kind in ("postgresql", "mariadb"):
+        urls.append(database(kind).fresh())
+        SQLAlchemyStore(create_engine(urls[-1], poolclass=NullPool)).create_table()
+    command = [sys.executable, "-m", "integration.programs.contending"]
+    programs = [
+        subprocess.Popen(
+            [*command, str(number), str(processes), str(ids), str(tmp_path / "effects"), *urls],
+            env=environment(),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    errors = [program.communicate(timeout=110)[1] for program in programs]
+    assert [program.returncode for program in programs] == [0] * processes, errors
+    for position, url in enumerate(urls):
+        effects = Counter((tmp_path / f"effects.{position}").read_text().split())
+        assert effects == Counter(f"id-{number}" for number in range(ids)), url
