@@ -2,7 +2,8 @@
 
 A publisher publishes again what was not confirmed, and a broker delivers again what was not acknowledged: duplicates
 are a part of life. With an idempotency store a handler is not called for a message whose ``message_id`` is done.
-`MemoryStore` remembers for this process; a store of your own is a class with three methods (`IdempotencyStore`).
+`SQLiteStore` remembers in a file, for all processes of the machine, and survives them; there are stores in Redis and in
+SQL databases for fleets, and one in memory for tests.
 
 Prints::
 
@@ -14,14 +15,16 @@ Prints::
 from __future__ import annotations
 
 import os
+import tempfile
 
 from reliable_mq import Consumer, Delivery, Message, Publisher, Queue
-from reliable_mq.stores import MemoryStore
+from reliable_mq.stores import SQLiteStore
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 ORDERS = Queue("example.idempotent")
 
-store = MemoryStore(retention=24 * 3600)  # a duplicate that comes later than that takes effect again
+directory = tempfile.TemporaryDirectory()  # a real one has a path of its own, that stays
+store = SQLiteStore(f"{directory.name}/done.db", retention=24 * 3600)  # a later duplicate takes effect again
 delivered = handled = duplicates = 0
 
 
@@ -51,3 +54,6 @@ with Publisher(URL, topology=[ORDERS]) as publisher:
     consume_until(2)
 
 print(f"delivered {delivered} times, handled {handled}, duplicates {duplicates}")
+
+store.close()
+directory.cleanup()

@@ -1,0 +1,74 @@
+"""An effect in a database happens once, whoever dies when: the inbox.
+
+What the handler writes, and the record that its message is done, are committed in one transaction. A process that is
+killed before the commit has written nothing, and the message comes again; one that is killed after it has left the
+record, by which the message that comes again is known.
+
+``RELIABLE_MQ_DATABASE`` is any URL that SQLAlchemy knows, PostgreSQL for one
+(``postgresql+psycopg://user:password@localhost/accounts``); without it, a SQLite file that is thrown away.
+
+Prints::
+
+    credited 10: balance 10
+    failed after it had written: rolled back
+    credited 5: balance 15
+    handled 2, duplicates 1: balance 15
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+
+from sqlalchemy import create_engine, text
+
+from reliable_mq import Consumer, Delivery, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.stores import SQLAlchemyStore
+
+URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
+RUN = uuid.uuid4().hex[:8]  # so that the example can run again and again, and in several places
+CREDITS = Queue(f"example.inbox.{RUN}")
+CREDIT = text(f"UPDATE accounts_{RUN} SET balance = balance + :amount")
+BALANCE = text(f"SELECT balance FROM accounts_{RUN}")
+
+
+def main(database: str) -> None:
+    engine = create_engine(database)
+    store = SQLAlchemyStore(engine, table=f"inbox_{RUN}")
+    store.create_table()  # or by a migration: store.ddl has the statements
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE TABLE accounts_{RUN} (balance INTEGER)"))
+        connection.execute(text(f"INSERT INTO accounts_{RUN} VALUES (0)"))
+
+    def handle(delivery: Delivery) -> None:
+        amount = delivery.json()["amount"]
+        with delivery.transaction() as session:
+            session.execute(CREDIT, {"amount": amount})
+            balance = session.execute(BALANCE).scalar_one()
+            if amount == 5 and delivery.attempt == 1:
+                print("failed after it had written: rolled back")
+                raise ConnectionError("the bank does not answer")
+        print(f"credited {amount}: balance {balance}")
+        if amount == 5:
+            consumer.stop()
+
+    ten, five = Message.json({"amount": 10}), Message.json({"amount": 5})
+    with Publisher(URL, topology=[CREDITS]) as publisher:
+        publisher.publish_many([ten, ten, five], routing_key=CREDITS.name)  # ten arrives twice
+    consumer = Consumer(URL, CREDITS, handle, idempotency=store, retry=RetryPolicy(3, delays=(0.1,)))
+    consumer.run()
+    seen = consumer.statistics
+    with engine.connect() as connection:
+        balance = connection.execute(BALANCE).scalar_one()
+    print(f"handled {seen.handled}, duplicates {seen.duplicates}: balance {balance}")
+    with engine.begin() as connection:
+        for table in ("accounts", "inbox"):
+            connection.execute(text(f"DROP TABLE {table}_{RUN}"))
+    store.close()
+    engine.dispose()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        main(os.environ.get("RELIABLE_MQ_DATABASE", f"sqlite:///{directory}/accounts.db"))
