@@ -206,7 +206,8 @@ class OutboxRelay:
         session = self._session
         room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
         # A few rows at a time would cost a look at the outbox each.
-        if room < min(_ROWS_AT_A_TIME, self._limit // 2) or (now < self._look_at and not self._outstanding):
+        least = max(min(_ROWS_AT_A_TIME, self._limit // 2), 1)
+        if room < least or (now < self._look_at and not self._outstanding):
             return 0
         taken = claims.take(min(room, _ROWS_AT_A_TIME))
         if not taken.rows and not taken.damaged:
