@@ -69,6 +69,8 @@ class Query:
     def batch(self, during: Callable[[], object] = lambda: None) -> int:
         """Read and commit a batch, if there is one."""
         end = self.source.latestOffset(self.position, ReadMaxRows(self._most))
+        if end == self.position:
+            return 0  # and no commit: that comes with the next batch only
         self.source.commit(self.position)
         read = [
             row
