@@ -44,11 +44,11 @@ class Claim(NamedTuple):
 
 
 class Hold:
-    """What a delivery that is being handled holds of the store.
+    """What a delivery that is being handled holds of a store that has transactions.
 
     Args:
         claim: its claim.
-        transaction: the store's method of that name, where it has one.
+        transaction: the store's method of that name.
 
     Attributes:
         claim, transaction: as given.
@@ -57,7 +57,7 @@ class Hold:
 
     __slots__ = ("claim", "completed", "transaction")
 
-    def __init__(self, claim: Claim, transaction: Callable[..., Any] | None) -> None:
+    def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
         self.completed = False

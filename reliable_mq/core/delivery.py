@@ -59,7 +59,7 @@ class Delivery(RawDelivery):
         failures: its attempts that failed so far, if any did.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
         flaw: what is wrong with its properties, once they were found broken.
-        hold: what it holds of the idempotency store while its handler runs; None without a store.
+        hold: what it holds of the idempotency store while its handler runs; None without one that has transactions.
         store_failures: how often the idempotency store failed for it.
     """
 
@@ -119,9 +119,10 @@ class Delivery(RawDelivery):
             UsageError: the consumer has no idempotency store, or one without transactions.
         """
         if self.hold is None:
-            raise UsageError(f"{self!r} has no transaction: its consumer has no idempotency store")
-        if self.hold.transaction is None:
-            raise UsageError(f"{self!r} has no transaction: the idempotency store has none, as SQLAlchemyStore has")
+            raise UsageError(
+                f"{self!r} has no transaction: its consumer has no idempotency store with transactions, as "
+                "SQLAlchemyStore has"
+            )
         return self.hold.transaction(self)
 
     def json(self) -> Any:

@@ -116,7 +116,7 @@ class Failed:
 Result: TypeAlias = Delivery | Outcome | Failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each delivery, and that would double its cost
 class Call:
     """Call the handler with ``argument``; answer with what it returns, or throw what it raises."""
 
@@ -215,13 +215,17 @@ def handling(
         some = [result for result in failed if result.alone is counts]
         detail = yield from _release([claims[result.delivery] for result in some], failed=counts)
         results.extend(replace(result, detail=detail) if detail else result for result in some)
-    for delivery in handled:
-        if delivery.hold is not None and delivery.hold.completed:
-            results.append(delivery)
-        else:
-            owed.append((delivery, claims[delivery]))
+    if claiming.transaction is not None:
+        results.extend(delivery for delivery in handled if _is_completed(delivery))
+        handled = [delivery for delivery in handled if not _is_completed(delivery)]
+    owed += [(delivery, claims[delivery]) for delivery in handled]
     yield from _complete(owed, results)
     return results
+
+
+def _is_completed(delivery: Delivery) -> bool:
+    """Whether its handler has completed it, in a transaction of the store."""
+    return delivery.hold is not None and delivery.hold.completed
 
 
 def _judge(
@@ -286,7 +290,8 @@ def _claim(
     for delivery, claim in zip(keys, answer, strict=True):
         if claim.status is ClaimStatus.NEW:
             new[delivery] = claim
-            delivery.hold = Hold(claim, claiming.transaction)
+            if claiming.transaction is not None:
+                delivery.hold = Hold(claim, claiming.transaction)
             if claim.attempts:
                 failures = delivery.failures = delivery.failures or Failures()
                 failures.count = max(failures.count, claim.attempts)

@@ -122,7 +122,8 @@ class MemoryStore:
         else:
             entry = self._claimed.get(key)
             if entry is None:
-                self._make_room(now)
+                if len(self._claimed) + len(self._settled) >= self._max_entries:
+                    self._make_room(now)
                 entry = _Entry()
             elif entry.ends > now:
                 return Claim(key, ClaimStatus.IN_PROGRESS, attempts=entry.attempts)
@@ -172,9 +173,7 @@ class MemoryStore:
                 del entries[key]
 
     def _make_room(self, now: float) -> None:
-        """Forget one early, if that is the only way to know another."""
-        if len(self) < self._max_entries:
-            return
+        """Forget one early: it is the only way to know another."""
         for key, entry in self._claimed.items():
             if entry.ends <= now:
                 del self._claimed[key]

@@ -217,7 +217,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
 
 
 def test_a_transaction_needs_a_store_that_has_some() -> None:
-    with pytest.raises(UsageError, match="no idempotency store"):
+    with pytest.raises(UsageError, match="no idempotency store with transactions"):
         delivery().transaction()
     with pytest.raises(UsageError, match="SQLAlchemyStore"):
         raise_of(Runner(lambda item: item.transaction())(delivery()))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Groups", "Waiting", "Work"]
 
-_CLAIMED_TOGETHER = 16  # deliveries for which the store is asked at once, at most
+_CLAIMED_TOGETHER = 64  # deliveries for which the store is asked at once, at most
 _GROUP_SECONDS = 0.05  # after which handlers that have not begun are put off: the lease of their claims is running
 
 Work = Delivery | list[Delivery]

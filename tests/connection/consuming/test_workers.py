@@ -260,10 +260,10 @@ class Watched(MemoryStore):
 def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
     store = Watched()
     with running(lambda _: None, store=store) as (workers, sink):
-        workers.put(items(200))
-        sink.wait_for(200)
-    assert store.claimed[:5] == [1, 2, 4, 8, 16]
-    assert max(store.claimed) == 16
+        workers.put(items(400))
+        sink.wait_for(400)
+    assert store.claimed[:7] == [1, 2, 4, 8, 16, 32, 64]
+    assert max(store.claimed) == 64
 
 
 def test_a_worker_takes_no_more_than_its_share() -> None:
