@@ -30,7 +30,7 @@ from reliable_mq.errors import (
     UsageError,
 )
 from reliable_mq.message import Message
-from reliable_mq.retry import Ack, DeadLetter, RetryLater, RetryPolicy
+from reliable_mq.retry import Ack, DeadLetter, KillSwitch, RetryLater, RetryPolicy
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher
@@ -58,6 +58,7 @@ __all__ = [
     "Delivery",
     "Exchange",
     "IdempotencyStoreError",
+    "KillSwitch",
     "Message",
     "OutboxError",
     "Outcome",

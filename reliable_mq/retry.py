@@ -9,6 +9,7 @@ since jitter only adds. Nonsense is refused when the policy is made, not when a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import tenacity
@@ -19,7 +20,7 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["Ack", "DeadLetter", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
+__all__ = ["Ack", "DeadLetter", "KillSwitch", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
 
 Backoff: TypeAlias = Callable[[tenacity.RetryCallState], float]
 RetryBackend: TypeAlias = Literal["queues", "memory", "broker"]
@@ -188,6 +189,41 @@ class RetryPolicy:
                 names = ", ".join(kind.__name__ for kind in kinds) + ("," * (len(kinds) == 1))
                 parts.append(f"{name}=({names})")
         return f"RetryPolicy({', '.join(parts)}, backend={self._backend!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillSwitch:
+    """When a consumer stops handing out deliveries because too many handlings fail, and tries again.
+
+    A service that is down would otherwise cost every message in the queue its attempts. What has been delivered stays
+    unacked meanwhile; after the pause one delivery is handed out, and its success ends it.
+
+    Args:
+        share: of the handlings within the window, from above 0 to 1, that have failed.
+        window: seconds, or a timedelta, as the two below.
+        minimum: handlings within the window below which nothing follows from them.
+        pause: seconds until the first probe; twice as long after each that fails.
+        longest_pause: up to so many seconds.
+
+    Raises:
+        ConfigurationError: a value is out of its range; the message names it.
+    """
+
+    share: float = 0.9
+    window: float = 30.0
+    minimum: int = 20
+    pause: float = 5.0
+    longest_pause: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.share, (int, float)) or isinstance(self.share, bool) or not 0 < self.share <= 1:
+            raise ConfigurationError(f"share must be a number above 0, up to 1, not {self.share!r}")
+        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
+            raise ConfigurationError(f"minimum must be a whole number of at least 1, not {self.minimum!r}")
+        for name in ("window", "pause", "longest_pause"):
+            object.__setattr__(self, name, seconds(name, getattr(self, name), positive=True))
+        if self.longest_pause < self.pause:
+            raise ConfigurationError(f"longest_pause is below pause: {self.longest_pause!r} and {self.pause!r}")
 
 
 def _ask(backoff: Backoff, attempt: int) -> float:

@@ -30,7 +30,7 @@ from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.metrics.consumer import consumer_readings
 from reliable_mq.metrics.registry import register
-from reliable_mq.retry import RetryPolicy
+from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
 from reliable_mq.topology import OWN, OwnDeadLetter, Queue
 from reliable_mq.url import parse_url
@@ -85,6 +85,7 @@ class AsyncConsumer:
         prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
         concurrency: handlers that run at a time, in as many tasks, or threads. Above 1, handlers run out of order.
         retry: when a failed delivery is tried again. Meanwhile it is held in this process, unacked.
+        kill_switch: when to pause because too many handlings fail; None for never.
         idempotency: a store of what is done, so that duplicates do not take effect again. One that blocks is asked on a
             thread, one whose methods are coroutine functions is awaited.
         idempotency_key: gives the key of a delivery; by default its ``message_id``.
@@ -128,6 +129,7 @@ class AsyncConsumer:
         prefetch: int = 200,
         concurrency: int = 1,
         retry: RetryPolicy | None = None,
+        kill_switch: KillSwitch | None = None,
         idempotency: IdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
@@ -164,6 +166,7 @@ class AsyncConsumer:
             prefetch=prefetch,
             concurrency=concurrency,
             retry=retry,
+            kill_switch=kill_switch,
             idempotency=idempotency is not None,
             idempotency_key=idempotency_key,
             idempotency_lease=idempotency_lease,
@@ -525,6 +528,7 @@ class AsyncConsumer:
                 handler_seconds,
                 unacked=subscription.session.outstanding,
                 connected=subscription.connected,
+                paused=subscription.session.paused,
                 reconnects=subscription.reconnects,
             )
 

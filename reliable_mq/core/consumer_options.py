@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
+from reliable_mq.core.breaker import Breaker
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.deadletters import DeadLetters, Target
 from reliable_mq.core.handling import Claiming
@@ -24,7 +25,7 @@ from reliable_mq.core.setup import Consume, SetPrefetch, consumer_setup, pull_se
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.identity import own_version
-from reliable_mq.retry import RetryPolicy
+from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.topology import OWN, Declaration, OwnDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments
 
@@ -69,6 +70,7 @@ class ConsumerOptions:
         prefetch: int = 200,
         concurrency: int = 1,
         retry: RetryPolicy | None = None,
+        kill_switch: KillSwitch | None = None,
         idempotency: bool = False,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
@@ -99,6 +101,8 @@ class ConsumerOptions:
                 _check_whole(limit, value, 0)
         if retry is not None and not isinstance(retry, RetryPolicy):
             _refuse(f"retry must be a RetryPolicy, not {retry!r}")
+        if kill_switch is not None and not isinstance(kill_switch, KillSwitch):
+            _refuse(f"kill_switch must be a KillSwitch, not {kill_switch!r}")
         if idempotency_key is not None and not callable(idempotency_key):
             _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
         if ack_every is not None:
@@ -127,6 +131,7 @@ class ConsumerOptions:
         self._queue = queue
         self._pushed = handler is not None
         self._retry = RetryPolicy() if retry is None else retry
+        self._kill_switch = kill_switch
         self._idempotency = idempotency
         self._key = idempotency_key
         self._lease = seconds("idempotency_lease", idempotency_lease, positive=True)
@@ -144,6 +149,7 @@ class ConsumerOptions:
 
         given = {
             "retry": retry is not None,
+            "kill_switch": kill_switch is not None,
             "idempotency": idempotency,
             "batch_size": self.batch,
             "dead_letter": dead_letter not in (OWN, None),
@@ -225,6 +231,7 @@ class ConsumerOptions:
             position=StreamPosition() if self.is_stream else None,
             ladder=self._ladder,
             broker_retries=self._broker_retries,
+            breaker=None if self._kill_switch is None else Breaker(self._kill_switch),
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
         )
 

@@ -22,6 +22,7 @@ class ConsumerStatistics:
         failed: attempts that failed.
         retried: failed attempts that are tried again.
         delayed: originals acked after the message that waits in a delay queue was confirmed.
+        pauses: times that the kill switch began to hold deliveries back.
         isolated: originals acked after they were moved to the quarantine of their queue, confirmed.
         dead_lettered: originals acked after their dead letter was confirmed.
         quarantined: deliveries that were dead-lettered without being handed to a handler: undecodable, above a limit,
@@ -46,6 +47,7 @@ class ConsumerStatistics:
     failed: int = 0
     retried: int = 0
     delayed: int = 0
+    pauses: int = 0
     isolated: int = 0
     dead_lettered: int = 0
     quarantined: int = 0

@@ -46,11 +46,12 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.admission import Admission, Finding, used_up
 from reliable_mq.core.attempts import FailureBook, Failures
+from reliable_mq.core.breaker import Change
 from reliable_mq.core.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.deadletters import Purpose, Republish
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.acks import Frames
     from reliable_mq.core.batching import Batcher
+    from reliable_mq.core.breaker import Breaker
     from reliable_mq.core.deadletters import DeadLetters
     from reliable_mq.core.failure import Failure
     from reliable_mq.core.ladder import Ladder
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from reliable_mq.core.quarantine import Quarantine
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
+
+T = TypeVar("T")
 
 __all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
 
@@ -110,6 +114,7 @@ class ConsumingSession:
         position: where the consumption of a stream is; None for queues.
         ladder: the delay queues in which failed deliveries wait; None where they are held here.
         quarantine: of the queue; None where there is none.
+        breaker: the kill switch; None where there is none.
         broker_retries: whether the queue itself delays what is rejected, and counts it.
 
     Attributes:
@@ -136,6 +141,7 @@ class ConsumingSession:
         ladder: Ladder | None = None,
         quarantine: Quarantine | None = None,
         broker_retries: bool = False,
+        breaker: Breaker | None = None,
     ) -> None:
         self._queue = queue
         self._retry = retry
@@ -148,6 +154,9 @@ class ConsumingSession:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._broker_retries = broker_retries
+        self._breaker = breaker
+        self._to_pause = False
+        self._now = 0.0  # as of the last tick
         self._to_isolate = False
         self._flush = False  # what is finished is acked now: quarantine has a prefetch of 1
         self.position = position
@@ -226,6 +235,8 @@ class ConsumingSession:
             self._finished_automatically(results)
             return
         handled = [result for result in results if isinstance(result, Delivery)]
+        if self._breaker is not None:
+            self._switch(self._breaker, len(handled), sum(isinstance(result, Failed) for result in results), now)
         if handled:
             self._handled(handled, now if since is None else since)
         if len(handled) == len(results):
@@ -270,8 +281,24 @@ class ConsumingSession:
         self._running -= len(deliveries)
         self._hand_back([delivery for delivery in deliveries if delivery.source is self._source])
 
+    def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
+        """These were handed out, no handler has begun with them, and they are to be handed out again after a pause."""
+        self._running -= len(deliveries)
+        current = [delivery for delivery in deliveries if delivery.source is self._source or self.automatic]
+        if current and self.state is not State.CONSUMING:
+            self._hand_back(current)
+            return
+        if self._quarantine is not None:
+            self._quarantine.work += [delivery for delivery in current if self._quarantine.has(delivery)]
+            current = [delivery for delivery in current if not self._quarantine.has(delivery)]
+        if self._batcher is None:
+            self._work = current + self._work
+        elif current:
+            self._batcher.add(current, now)
+
     def tick(self, now: float) -> None:
         """Time passed; see `deadline`."""
+        self._now = now
         while self._held and self._held[0][0] <= now:
             item = heapq.heappop(self._held)[2]
             if isinstance(item, Republish):
@@ -295,6 +322,8 @@ class ConsumingSession:
         self.statistics.lost += self._acks.lost()
         self._take_everything()
         self._out.lost()
+        if self._breaker is not None:
+            self._breaker.withdrawn()
         if self._quarantine is not None:
             self._quarantine.lost()
         self._to_isolate = False
@@ -331,7 +360,7 @@ class ConsumingSession:
 
     def take_work(self) -> list[Delivery]:
         """Take the deliveries to hand out; for a plain handler."""
-        work, self._work = self._work, []
+        work, self._work = self._allowed(self._work)
         self._running += len(work)
         return work
 
@@ -339,17 +368,31 @@ class ConsumingSession:
         """Take the batches to hand out; for a batch handler."""
         if self._batcher is None:
             return []
-        batches, self._batcher.ready = self._batcher.ready, []
+        batches, self._batcher.ready = self._allowed(self._batcher.ready)
         self._running += sum(map(len, batches))
         return batches
 
     def take_isolated(self) -> list[Delivery | list[Delivery]]:
         """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler."""
-        if self._quarantine is None:
+        if self._quarantine is None or self.paused:
             return []
         isolated, self._quarantine.work = self._quarantine.work, []
         self._running += len(isolated)
         return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
+
+    def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
+        """Divide it into what may be handed out now, and the rest."""
+        allowed = None if self._breaker is None or not work else self._breaker.allows(self._now)
+        if self._breaker is None or allowed is None:
+            return work, []
+        if allowed:
+            self._breaker.handed_out()
+        return work[:allowed], work[allowed:]
+
+    def take_pause(self) -> bool:
+        """Whether what was handed out and has not begun is to be taken back, and `postponed`."""
+        pause, self._to_pause = self._to_pause, False
+        return pause
 
     def take_subscription(self) -> bool:
         """Whether to subscribe to quarantine on the open channel, now."""
@@ -389,7 +432,8 @@ class ConsumingSession:
         held = self._held[0][0] if self._held else None
         waiting = None if self._batcher is None else self._batcher.deadline
         isolation = None if self._quarantine is None else self._quarantine.deadline
-        times = (self._acks.deadline, held, waiting, isolation)
+        probe = None if self._breaker is None else self._breaker.deadline
+        times = (self._acks.deadline, held, waiting, isolation, probe)
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -402,6 +446,11 @@ class ConsumingSession:
         """Whether nothing is handed out or to be, and nothing is being published."""
         waiting = self._work or (self._quarantine is not None and self._quarantine.work)
         return not (self._running or waiting) and self._out.idle
+
+    @property
+    def paused(self) -> bool:
+        """Whether the kill switch holds deliveries back."""
+        return self._breaker is not None and self._breaker.paused
 
     @property
     def running(self) -> int:
@@ -463,6 +512,18 @@ class ConsumingSession:
             return deliveries
         self._quarantine.work += [delivery for delivery in deliveries if self._quarantine.has(delivery)]
         return [delivery for delivery in deliveries if not self._quarantine.has(delivery)]
+
+    def _switch(self, breaker: Breaker, handled: int, failed: int, now: float) -> None:
+        if not handled and not failed:
+            breaker.withdrawn()  # the store had the last word, which says nothing about the handler
+            return
+        change = breaker.settled(handled, failed, now)
+        if change is Change.PAUSED:
+            self._to_pause = True
+            self.statistics.pauses += 1
+            self._notices.append(Notice(NoticeKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s"))
+        elif change is Change.RESUMED:
+            self._notices.append(Notice(NoticeKind.RESUMED, None, "a probe succeeded"))
 
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
         source = self._source

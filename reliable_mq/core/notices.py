@@ -16,6 +16,8 @@ class NoticeKind(enum.Enum):
 
     RETRIED = "retried"
     DEAD_LETTERED = "dead-lettered"
+    PAUSED = "hands out nothing for now, too many handlings fail"
+    RESUMED = "hands out again"
     ISOLATED = "has come back too often without a verdict, and is moved"
     REJECTED = "rejected"
     NOT_DECLARED = "delay queue not declared, what was to wait there is held here"

@@ -20,6 +20,7 @@ UNACKED = Family(
     "consumer_unacked", "gauge", "Deliveries received and not acked: waiting, in a handler or held.", _LABELS
 )
 CONNECTED = Family("consumer_connected", "gauge", "1 while subscribed.", _LABELS)
+PAUSED = Family("consumer_paused", "gauge", "1 while the kill switch holds deliveries back.", _LABELS)
 RECONNECTS = Family("consumer_reconnects", "counter", "Connections lost and made again.", _LABELS)
 HANDLER_SECONDS = Family("consumer_handler_seconds", "histogram", "Time in the handler, per call.", _LABELS)
 
@@ -32,6 +33,7 @@ COUNTERS = {
         ("failed", "failed_attempts", "Attempts that failed."),
         ("retried", "retried", "Failed attempts that are tried again."),
         ("delayed", "delayed", "Originals acked after the message that waits in a delay queue was confirmed."),
+        ("pauses", "pauses", "Times that the kill switch began to hold deliveries back."),
         ("isolated", "isolated", "Originals acked after they were moved to the quarantine of their queue."),
         ("dead_lettered", "dead_lettered", "Originals acked after their dead letter was confirmed."),
         (
@@ -63,12 +65,14 @@ def consumer_readings(
     *,
     unacked: int,
     connected: bool,
+    paused: bool,
     reconnects: int,
 ) -> Iterator[Reading]:
     """One scrape of the consumer called ``name`` on ``queue``."""
     labels = (name, queue)
     yield Reading(UNACKED, labels, unacked)
     yield Reading(CONNECTED, labels, connected)
+    yield Reading(PAUSED, labels, paused)
     yield Reading(RECONNECTS, labels, reconnects)
     yield Reading(HANDLER_SECONDS, labels, handler_seconds)
     for attribute, family in COUNTERS.items():

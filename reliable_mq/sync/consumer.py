@@ -25,7 +25,7 @@ from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.metrics.consumer import consumer_readings
 from reliable_mq.metrics.registry import register
-from reliable_mq.retry import RetryPolicy
+from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.pull import PullSubscription
@@ -79,6 +79,7 @@ class Consumer:
         prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
         concurrency: worker threads, that is, handlers that run at a time. Above 1, handlers run out of order.
         retry: when a failed delivery is tried again, and where it waits meanwhile.
+        kill_switch: when to pause because too many handlings fail; None for never.
         idempotency: a store of what is done, so that duplicates do not take effect again.
         idempotency_key: gives the key of a delivery; by default its ``message_id``.
         idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
@@ -120,6 +121,7 @@ class Consumer:
         prefetch: int = 200,
         concurrency: int = 1,
         retry: RetryPolicy | None = None,
+        kill_switch: KillSwitch | None = None,
         idempotency: IdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
@@ -160,6 +162,7 @@ class Consumer:
             prefetch=prefetch,
             concurrency=concurrency,
             retry=retry,
+            kill_switch=kill_switch,
             idempotency=idempotency is not None,
             idempotency_key=idempotency_key,
             idempotency_lease=idempotency_lease,
@@ -494,6 +497,7 @@ class Consumer:
                 handler_seconds,
                 unacked=subscription.session.outstanding,
                 connected=subscription.connected,
+                paused=subscription.session.paused,
                 reconnects=subscription.reconnects,
             )
 

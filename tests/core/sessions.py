@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from reliable_mq import PublishReturned, Queue, RetryPolicy
+from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
+from reliable_mq.core.breaker import Breaker
 from reliable_mq.core.consuming import ConsumingSession, NoticeKind
 from reliable_mq.core.deadletters import DeadLetters, Republish, Target
 from reliable_mq.core.delivery import Delivery
@@ -32,6 +33,7 @@ def make(
     queues: bool = False,
     quarantine: bool = False,
     broker_retries: bool = False,
+    kill_switch: KillSwitch | None = None,
 ) -> ConsumingSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
     session = ConsumingSession(
@@ -46,6 +48,7 @@ def make(
         ladder=Ladder("orders", policy) if queues else None,
         quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
+        breaker=None if kill_switch is None else Breaker(kill_switch),
     )
     session.opened(1, CHANNEL)
     return session

@@ -64,6 +64,8 @@ _SHORTEST_LOOK = 0.02  # seconds between two looks at results while handlers run
 _LEVELS = {
     NoticeKind.RETRIED: logging.INFO,
     NoticeKind.DEAD_LETTERED: logging.WARNING,
+    NoticeKind.PAUSED: logging.ERROR,
+    NoticeKind.RESUMED: logging.WARNING,
     NoticeKind.ISOLATED: logging.WARNING,
     NoticeKind.REJECTED: logging.ERROR,
     NoticeKind.NOT_DECLARED: logging.WARNING,
@@ -372,6 +374,8 @@ class BaseSubscription:
         now = time.monotonic()
         self._take_in(now)
         session.tick(now)
+        if session.take_pause():
+            session.postponed(self._withdrawn(), now)
         work = session.take_work() or session.take_batches()
         if work:
             self.outlet.put(work)

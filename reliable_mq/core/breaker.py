@@ -1,0 +1,121 @@
+"""The kill switch of a consumer: when too large a share of handlings fails, it stops handing out, probes, and resumes.
+
+::
+
+    RUNNING --too large a share of enough handlings within the window failed--> PAUSED
+    PAUSED --the pause is over--> PROBING --the one that was handed out succeeded--> RUNNING
+                                          --it failed--> PAUSED, for twice as long
+
+Invariants: while paused nothing is to be handed out, while probing one at a time; what was handed out before the pause
+changes nothing; a pause is at least the switch's ``pause`` and at most its ``longest_pause``; memory is a fixed number
+of counts, however many results there are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from reliable_mq.retry import KillSwitch
+
+__all__ = ["Breaker", "Change"]
+
+_PARTS: Final = 10  # of the window, that leave it one by one
+
+
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    PAUSED = enum.auto()
+    PROBING = enum.auto()
+
+
+class Change(enum.Enum):
+    """What a result has led to."""
+
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
+class Breaker:
+    """See the module. Not thread-safe; ``now`` is a monotonic clock, in seconds.
+
+    Args:
+        switch: when.
+    """
+
+    __slots__ = ("_parts", "_pause", "_probe", "_state", "_switch", "_until")
+
+    def __init__(self, switch: KillSwitch) -> None:
+        self._switch = switch
+        self._state = _State.RUNNING
+        self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
+        self._pause = switch.pause
+        self._until = 0.0
+        self._probe = False  # one is handed out
+
+    @property
+    def paused(self) -> bool:
+        """Whether anything is held back."""
+        return self._state is not _State.RUNNING
+
+    @property
+    def deadline(self) -> float | None:
+        """When to ask again what may be handed out; None where that depends on results alone."""
+        return self._until if self._state is _State.PAUSED else None
+
+    def allows(self, now: float) -> int | None:
+        """How many may be handed out; None for any number."""
+        if self._state is _State.RUNNING:
+            return None
+        if self._state is _State.PAUSED and now >= self._until:
+            self._state, self._probe = _State.PROBING, False
+        return int(self._state is _State.PROBING and not self._probe)
+
+    def handed_out(self) -> None:
+        """One was, as a probe."""
+        self._probe = True
+
+    def withdrawn(self) -> None:
+        """The probe was taken back, or its channel is lost: there may be another."""
+        self._probe = False
+
+    def settled(self, handled: int, failed: int, now: float) -> Change | None:
+        """So many handlings succeeded and failed; answer what that has changed."""
+        if self._state is _State.PAUSED:
+            return None
+        if self._state is _State.PROBING:
+            if not self._probe:
+                return None
+            if failed:
+                self._pause = min(self._pause * 2, self._switch.longest_pause)
+                return self._paused(now)
+            self._state, self._pause = _State.RUNNING, self._switch.pause
+            return Change.RESUMED
+        self._count(handled, failed, now)
+        total = sum(part[1] for part in self._parts)
+        failures = sum(part[2] for part in self._parts)
+        if total < self._switch.minimum or failures < self._switch.share * total:
+            return None
+        return self._paused(now)
+
+    @property
+    def pause(self) -> float:
+        """Seconds of the pause that has begun."""
+        return self._pause
+
+    def _paused(self, now: float) -> Change:
+        self._state, self._until = _State.PAUSED, now + self._pause
+        self._parts.clear()
+        return Change.PAUSED
+
+    def _count(self, handled: int, failed: int, now: float) -> None:
+        parts = self._parts
+        while parts and parts[0][0] <= now - self._switch.window:
+            parts.popleft()
+        if parts and now - parts[-1][0] < self._switch.window / _PARTS:
+            since, all_before, failed_before = parts[-1]
+            parts[-1] = since, all_before + handled + failed, failed_before + failed
+        else:
+            parts.append((now, handled + failed, failed))

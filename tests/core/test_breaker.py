@@ -1,0 +1,117 @@
+"""The kill switch: it trips on a share of enough failures, probes one at a time, and resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import ConfigurationError, KillSwitch
+from reliable_mq.core.breaker import Breaker, Change
+
+SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
+
+
+def tripped() -> Breaker:
+    breaker = Breaker(SWITCH)
+    assert breaker.settled(0, 4, 0.0) is Change.PAUSED
+    return breaker
+
+
+def test_it_trips_on_a_share_of_enough_handlings() -> None:
+    breaker = Breaker(SWITCH)
+    assert breaker.settled(0, 3, 0.0) is None
+    assert breaker.allows(0.0) is None
+    assert not breaker.paused
+    assert breaker.settled(3, 0, 1.0) is Change.PAUSED
+    assert breaker.paused
+    assert breaker.allows(2.9) == 0
+    assert (breaker.deadline, breaker.pause) == (3.0, 2.0)
+
+
+def test_less_than_the_share_is_borne() -> None:
+    breaker = Breaker(SWITCH)
+    assert [breaker.settled(3, 2, now) for now in (0.0, 0.5, 5.0, 9.0)] == [None] * 4
+
+
+def test_what_has_left_the_window_does_not_count() -> None:
+    breaker = Breaker(SWITCH)
+    assert breaker.settled(0, 3, 0.0) is None
+    assert breaker.settled(0, 1, 10.0) is None
+
+
+def test_what_was_handed_out_before_the_pause_changes_nothing() -> None:
+    breaker = tripped()
+    assert breaker.settled(50, 50, 1.0) is None
+    assert breaker.allows(1.9) == 0
+    assert breaker.allows(2.0) == 1
+    assert breaker.settled(1, 0, 2.0) is None, "it was no probe"
+    assert breaker.paused
+
+
+def test_one_that_succeeds_ends_it() -> None:
+    breaker = tripped()
+    assert breaker.allows(2.0) == 1
+    breaker.handed_out()
+    assert breaker.allows(2.1) == 0
+    assert breaker.deadline is None
+    assert breaker.settled(1, 0, 2.5) is Change.RESUMED
+    assert breaker.allows(2.5) is None
+
+
+def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
+    breaker = tripped()
+    now, pauses = 2.0, []
+    for _ in range(3):
+        assert breaker.allows(now) == 1
+        breaker.handed_out()
+        assert breaker.settled(0, 1, now) is Change.PAUSED
+        pauses.append(breaker.pause)
+        now += breaker.pause
+    assert pauses == [4.0, 5.0, 5.0]
+    assert breaker.allows(now) == 1
+    breaker.handed_out()
+    breaker.settled(1, 0, now)
+    assert breaker.settled(0, 4, now) is Change.PAUSED
+    assert breaker.pause == 2.0, "it begins anew"
+
+
+def test_a_probe_that_is_taken_back_makes_room_for_another() -> None:
+    breaker = tripped()
+    assert breaker.allows(2.0) == 1
+    breaker.handed_out()
+    breaker.withdrawn()
+    assert breaker.allows(2.0) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
+def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tuple[int, int, float]]) -> None:
+    breaker, now = Breaker(SWITCH), 0.0
+    for handled, failed, wait in results:
+        now += wait
+        if breaker.allows(now) == 1:
+            breaker.handed_out()
+        breaker.settled(handled, failed, now)
+        assert len(breaker._parts) <= 11
+        deadline = breaker.deadline
+        assert deadline is None or now <= deadline <= now + SWITCH.longest_pause or breaker.allows(now) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"share": 0}, "share"),
+        ({"share": 1.1}, "share"),
+        ({"share": "half"}, "share"),
+        ({"window": 0}, "window"),
+        ({"minimum": 0}, "minimum"),
+        ({"minimum": 1.5}, "minimum"),
+        ({"pause": 0}, "pause"),
+        ({"pause": 10, "longest_pause": 5}, "longest_pause"),
+    ],
+)
+def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        KillSwitch(**wrong)

@@ -1,0 +1,114 @@
+"""A session with a kill switch: what it holds back, and what it does with what was handed out already."""
+
+from __future__ import annotations
+
+from reliable_mq import KillSwitch
+from reliable_mq.core.consuming import ConsumingSession
+from reliable_mq.core.handling import Failed, Outcome, What
+from reliable_mq.core.notices import NoticeKind
+from tests.core.deliveries import failure
+from tests.core.sessions import deliver, items, kinds, make
+
+SWITCH = KillSwitch(share=0.5, window=10, minimum=2, pause=5)
+
+
+def paused(*, more: int = 3) -> ConsumingSession:
+    session = make(kill_switch=SWITCH)
+    work = deliver(session, items(2 + more))
+    assert not session.take_pause()
+    session.finished([Failed(item, failure(delay=100)) for item in work[:2]], 0.0)
+    assert session.paused
+    assert session.take_pause()
+    assert not session.take_pause()
+    session.postponed(work[2:], 0.0)
+    return session
+
+
+def test_what_was_handed_out_is_taken_back_and_waits_unacked() -> None:
+    session = paused()
+    assert NoticeKind.PAUSED in kinds(session)
+    assert (session.running, session.outstanding, session.statistics.pauses) == (0, 5, 1)
+    session.tick(4.9)
+    assert session.take_work() == []
+    assert session.deadline == 5.0
+
+
+def test_a_probe_that_succeeds_lets_everything_flow_in_its_order() -> None:
+    session = paused()
+    session.tick(5.0)
+    [probe] = session.take_work()
+    assert probe.delivery_tag == 3
+    assert session.take_work() == []
+    session.finished([probe], 5.0)
+    assert NoticeKind.RESUMED in kinds(session)
+    session.tick(5.0)
+    assert [item.delivery_tag for item in session.take_work()] == [4, 5]
+    assert not session.paused
+
+
+def test_a_probe_that_fails_pauses_again() -> None:
+    session = paused()
+    session.tick(5.0)
+    [probe] = session.take_work()
+    session.finished([Failed(probe, failure(delay=100))], 5.0)
+    session.tick(14.9)
+    assert session.take_work() == []
+    session.tick(15.0)
+    assert len(session.take_work()) == 1
+    assert session.statistics.pauses == 2
+
+
+def test_a_probe_that_says_nothing_about_the_handler_is_followed_by_another() -> None:
+    session = paused()
+    session.tick(5.0)
+    [probe] = session.take_work()
+    session.finished([Outcome(probe, What.DUPLICATE)], 5.0)
+    session.tick(5.0)
+    assert len(session.take_work()) == 1
+
+
+def test_a_channel_that_is_lost_takes_the_probe_with_it() -> None:
+    session = paused()
+    session.tick(5.0)
+    assert len(session.take_work()) == 1
+    session.lost(1)
+    session.opened(2, 3)
+    session.tick(5.0)
+    assert len(deliver(session, items(3), 5.0)) == 1
+
+
+def test_a_stop_hands_back_what_waits() -> None:
+    session = paused()
+    session.stop()
+    session.take_output(0.0)
+    assert session.statistics.handed_back == 5
+
+
+def test_what_is_taken_back_while_it_stops_goes_back() -> None:
+    session = make(kill_switch=SWITCH)
+    work = deliver(session, items(2))
+    session.stop()
+    session.postponed(work, 0.0)
+    session.take_output(0.0)
+    assert session.statistics.handed_back == 2
+    assert session.take_work() == []
+
+
+def test_batches_and_quarantine_are_held_back_too() -> None:
+    session = make(kill_switch=SWITCH, batch=(1, 1.0), quarantine=True)
+    session.delivered(items(4), 0.0)
+    batches = session.take_batches()
+    session.finished([Failed(batch[0], failure(delay=100)) for batch in batches[:2]], 0.0)
+    isolated = batches[3][0]
+    isolated.consumer_tag = "c#quarantine"
+    session.postponed([batches[2][0], isolated], 0.0)
+    session.tick(0.0)
+    assert session.take_batches() == []
+    assert session.take_isolated() == []
+    session.tick(5.0)
+    [probe] = session.take_batches()
+    session.finished(probe, 5.0)
+    session.tick(5.0)
+    assert session.take_isolated() == [[isolated]]
+    session.postponed([isolated], 6.0)
+    assert session.take_isolated() == [[isolated]]
