@@ -16,8 +16,10 @@ from reliable_mq.spark.sink import BatchSink, Written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from random import Random
 
     from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
     from reliable_mq.topology import Declaration
 
 ORDERS = Queue("orders", dead_letter=None)
@@ -150,6 +152,37 @@ def test_a_row_without_a_body_is_named(vhost: VirtualHost) -> None:
     with pytest.raises(PublishError, match="row 1: column body is null"):
         write(vhost, batch, routing_key="orders")
     assert bodies_of(drain(vhost, "orders")) == [b""]
+
+
+def test_connections_cut_in_the_middle_lose_nothing(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """What is unconfirmed is published again, with the same ids; the task does not fail."""
+    proxy = fault_proxy(vhost.url)
+    cuts = set(rng.sample(range(1, 20), 4))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for number in range(20):
+            if number in cuts:
+                proxy.cut()
+            yield pa.RecordBatch.from_pydict({"body": [f"{number * 100 + row}" for row in range(100)]})
+
+    sink = BatchSink(WriteOptions(url=proxy.url, routing_key="orders"), ("body",))
+    assert sink.write(batches()).rows == 2000
+    by_id = {properties.message_id: body for properties, body in drain(vhost, "orders")}
+    assert len(by_id) == 2000
+    assert sorted(int(body) for body in by_id.values()) == list(range(2000))
+
+
+def test_an_error_of_what_gives_the_rows_is_passed_on(vhost: VirtualHost) -> None:
+    """And leaves no connection behind."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pydict({"body": ["a"]})
+        raise RuntimeError("the source is broken")
+
+    with pytest.raises(RuntimeError, match="the source is broken"):
+        BatchSink(WriteOptions(url=vhost.url, routing_key="orders"), ("body",)).write(batches())
 
 
 def test_a_partition_without_rows_does_not_connect(vhost: VirtualHost) -> None:
