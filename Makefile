@@ -55,6 +55,7 @@ demo-spark: venv image java  ## orders in, aggregated by a Spark cluster, alerts
 
 bench: venv image databases  ## throughput and CPU per message, ours beside others
 	$(BIN)/python -m integration.bench $(ARGS)
+	$(BIN)/python -m integration.bench.stores
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
 soak: venv images java databases  ## the fault matrix on both broker lines with many seeds
