@@ -36,7 +36,7 @@ def settings(vhost: VirtualHost, directory: Path, master: str) -> dict[str, obje
 def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: Path, found: bool) -> None:
     """Registered by hand, or found as the module that the wheel brings."""
     expected = published(vhost, 1000)
-    given = {**settings(vhost, tmp_path, "local-cluster[2,1,600]"), "register": not found}
+    given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]"), "register": not found}
     with Application("spark_queue_to_files", given, tmp_path / "log", discovered=found) as application:
         application.wait(400)
     rows = committed_rows(tmp_path / "output")
