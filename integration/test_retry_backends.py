@@ -323,6 +323,7 @@ def test_a_consumer_pauses_when_all_its_handlings_fail_and_resumes(vhost: Virtua
 
     def handle(_delivery: Delivery) -> None:
         if down.is_set():
+            time.sleep(0.01)  # as a service takes that is down
             raise ConnectionError("the service is down")
 
     handler = Handler(then=handle)

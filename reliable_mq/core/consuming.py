@@ -46,7 +46,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.admission import Admission, Finding, used_up
@@ -57,6 +57,7 @@ from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.handling import Failed, Outcome, Result, What
+from reliable_mq.core.handout import HandOut
 from reliable_mq.core.notices import Notice, NoticeKind
 from reliable_mq.core.republishing import Republishing
 from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
@@ -75,8 +76,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.quarantine import Quarantine
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
-
-T = TypeVar("T")
 
 __all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
 
@@ -156,13 +155,12 @@ class ConsumingSession:
         self._broker_retries = broker_retries
         self._breaker = breaker
         self._to_pause = False
-        self._now = 0.0  # as of the last tick
+        self._hand = HandOut(batcher, quarantine, breaker)
         self._to_isolate = False
         self._flush = False  # what is finished is acked now: quarantine has a prefetch of 1
         self.position = position
         self._book = FailureBook()
         self._source: Source | None = None
-        self._work: list[Delivery] = []
         self._held: list[tuple[float, int, Delivery | Republish]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
@@ -222,11 +220,9 @@ class ConsumingSession:
             return
         elif not self._admission.plain(deliveries):
             deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
-            deliveries = self._without_quarantine(deliveries)
-        if self._batcher is None:
-            self._work += deliveries
-        elif deliveries:
-            self._batcher.add(deliveries, now)
+            self._hand.add_any(deliveries, now)
+            return
+        self._hand.add(deliveries, now)
 
     def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
         """These were handed out, and this is what became of them; of what was handled, ``since`` then at the latest."""
@@ -288,17 +284,10 @@ class ConsumingSession:
         if current and self.state is not State.CONSUMING:
             self._hand_back(current)
             return
-        if self._quarantine is not None:
-            self._quarantine.work += [delivery for delivery in current if self._quarantine.has(delivery)]
-            current = [delivery for delivery in current if not self._quarantine.has(delivery)]
-        if self._batcher is None:
-            self._work = current + self._work
-        elif current:
-            self._batcher.add(current, now)
+        self._hand.put_back(current, now)
 
     def tick(self, now: float) -> None:
         """Time passed; see `deadline`."""
-        self._now = now
         while self._held and self._held[0][0] <= now:
             item = heapq.heappop(self._held)[2]
             if isinstance(item, Republish):
@@ -306,9 +295,8 @@ class ConsumingSession:
             elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
                 self._dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
             else:
-                self._dispatch_alone(item)
-        if self._batcher is not None:
-            self._batcher.due(now)
+                self._hand.add_alone(item)
+        self._hand.due(now)
         if self._quarantine is not None and self.state is State.CONSUMING:
             self._to_isolate |= self._quarantine.subscribe(now)
 
@@ -360,34 +348,21 @@ class ConsumingSession:
 
     def take_work(self) -> list[Delivery]:
         """Take the deliveries to hand out; for a plain handler."""
-        work, self._work = self._allowed(self._work)
+        work = self._hand.take_work()
         self._running += len(work)
         return work
 
     def take_batches(self) -> list[list[Delivery]]:
         """Take the batches to hand out; for a batch handler."""
-        if self._batcher is None:
-            return []
-        batches, self._batcher.ready = self._allowed(self._batcher.ready)
+        batches = self._hand.take_batches()
         self._running += sum(map(len, batches))
         return batches
 
     def take_isolated(self) -> list[Delivery | list[Delivery]]:
         """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler."""
-        if self._quarantine is None or self.paused:
-            return []
-        isolated, self._quarantine.work = self._quarantine.work, []
+        isolated = self._hand.take_isolated()
         self._running += len(isolated)
         return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
-
-    def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
-        """Divide it into what may be handed out now, and the rest."""
-        allowed = None if self._breaker is None or not work else self._breaker.allows(self._now)
-        if self._breaker is None or allowed is None:
-            return work, []
-        if allowed:
-            self._breaker.handed_out()
-        return work[:allowed], work[allowed:]
 
     def take_pause(self) -> bool:
         """Whether what was handed out and has not begun is to be taken back, and `postponed`."""
@@ -430,10 +405,7 @@ class ConsumingSession:
     def deadline(self) -> float | None:
         """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
         held = self._held[0][0] if self._held else None
-        waiting = None if self._batcher is None else self._batcher.deadline
-        isolation = None if self._quarantine is None else self._quarantine.deadline
-        probe = None if self._breaker is None else self._breaker.deadline
-        times = (self._acks.deadline, held, waiting, isolation, probe)
+        times = (self._acks.deadline, held, self._hand.deadline)
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -444,8 +416,7 @@ class ConsumingSession:
     @property
     def drained(self) -> bool:
         """Whether nothing is handed out or to be, and nothing is being published."""
-        waiting = self._work or (self._quarantine is not None and self._quarantine.work)
-        return not (self._running or waiting) and self._out.idle
+        return not self._running and self._hand.empty and self._out.idle
 
     @property
     def paused(self) -> bool:
@@ -505,13 +476,6 @@ class ConsumingSession:
 
     def _in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
-
-    def _without_quarantine(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Put aside what came from quarantine."""
-        if self._quarantine is None:
-            return deliveries
-        self._quarantine.work += [delivery for delivery in deliveries if self._quarantine.has(delivery)]
-        return [delivery for delivery in deliveries if not self._quarantine.has(delivery)]
 
     def _switch(self, breaker: Breaker, handled: int, failed: int, now: float) -> None:
         if not handled and not failed:
@@ -651,14 +615,6 @@ class ConsumingSession:
 
     # Where deliveries go
 
-    def _dispatch_alone(self, delivery: Delivery) -> None:
-        if self._quarantine is not None and self._quarantine.has(delivery):
-            self._quarantine.work.append(delivery)
-        elif self._batcher is None:
-            self._work.append(delivery)
-        else:
-            self._batcher.ready.append([delivery])
-
     def _hold(self, item: Delivery | Republish, due: float) -> None:
         if self.state is State.CONSUMING:
             heapq.heappush(self._held, (due, next(self._order), item))
@@ -701,12 +657,7 @@ class ConsumingSession:
         """Empty every place where a delivery waits to be handed out, or to be dead-lettered again."""
         if self.automatic:
             return []
-        deliveries, self._work = self._work, []
-        if self._batcher is not None:
-            deliveries += self._batcher.clear()
-        if self._quarantine is not None:
-            deliveries += self._quarantine.work
-            self._quarantine.work = []
+        deliveries = self._hand.clear()
         deliveries.extend(item.delivery if isinstance(item, Republish) else item for _, _, item in self._held)
         self._held.clear()
         return deliveries
