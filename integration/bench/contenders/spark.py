@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 DRAINED_AT_A_TIME = 10_000
+SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests save on the compiler
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -120,7 +121,7 @@ def session() -> Iterator[SparkSession]:
     from reliable_mq.spark import register
 
     with tempfile.TemporaryDirectory() as directory:
-        spark = started(Path(directory), master="local[2]", **{"spark.driver.memory": "1g"})
+        spark = started(Path(directory), master="local[2]", **SETTINGS)
         register(spark)
         sys.stdout.flush()
         spark.sparkContext.parallelize(range(2), 2).map(lambda number: number + 1).collect()
