@@ -11,7 +11,7 @@ from reliable_mq.core.codec import encode_reject
 from reliable_mq.core.consumer_options import ConsumerOptions
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.quarantine import failures_by_broker
-from reliable_mq.core.setup import DeclareQueue, ServerInfo, publisher_setup
+from reliable_mq.core.setup import Consume, DeclareQueue, ServerInfo, SetPrefetch, declare, publisher_setup
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.sessions import CHANNEL, deliver, fail, items, make, only_republish
 
@@ -87,3 +87,29 @@ def test_an_older_broker_which_would_take_the_arguments_and_not_know_them_is_ref
     with pytest.raises(TopologyMismatch, match=r"RabbitMQ knows from 4\.3 on"):
         list(publisher_setup([DELAYED], version))
     assert list(publisher_setup([DELAYED], (4, 3)))
+
+
+def test_a_return_that_was_no_failure_costs_no_attempt() -> None:
+    """The broker counts nothing: it was handed back."""
+    [item] = deliver(make(broker_retries=True), [delivery(redelivered=True)])
+    assert item.attempt == 1
+
+
+def test_a_kill_switch_is_one() -> None:
+    with pytest.raises(ConfigurationError, match="kill_switch must be a KillSwitch"):
+        options("orders", kill_switch=True)
+
+
+def test_what_a_consumer_needs_beside_its_connection() -> None:
+    """Something to publish with, where anything may ever be; and how to subscribe to quarantine, where there is one."""
+    plain, named = options(Queue("orders")), options("orders")
+    assert (plain.republishes, plain.isolates) == (True, True)
+    assert (named.republishes, named.isolates) == (False, False)
+    assert list(plain.subscribe_to_quarantine()) == [SetPrefetch(1), Consume("orders.quarantine", "c#quarantine")]
+    assert list(named.subscribe_to_quarantine()) == []
+
+
+def test_one_queue_is_declared_on_a_channel_in_use() -> None:
+    [step] = declare(Queue("orders.retry.100", dead_letter="orders", message_ttl=0.1), (4, 3))
+    assert isinstance(step, DeclareQueue)
+    assert step.name == "orders.retry.100"

@@ -112,3 +112,11 @@ def test_batches_and_quarantine_are_held_back_too() -> None:
     assert session.take_isolated() == [[isolated]]
     session.postponed([isolated], 6.0)
     assert session.take_isolated() == [[isolated]]
+
+
+def test_few_failures_pause_nothing() -> None:
+    session = make(kill_switch=SWITCH)
+    [item] = deliver(session, items(1))
+    session.finished([item], 0.0)
+    assert not session.take_pause()
+    assert not session.paused

@@ -249,3 +249,10 @@ def test_the_queue_of_quarantine() -> None:
     assert (queue.name, queue.dead_letter_name, queue.single_active_consumer) == ("orders.quarantine", "bin", True)
     with pytest.raises(ConfigurationError, match="leaves no room for"):
         Quarantine.of(Queue("q" * 248))
+
+
+def test_a_suspect_whose_headers_would_not_come_back_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make(quarantine=True)
+    monkeypatch.setattr(session._quarantine, "suspects", lambda _: True)
+    item = delivery(redelivered=True, headers=BROKEN_TABLE)
+    assert deliver(session, [item]) == [item]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reliable_mq import RetryPolicy
+from reliable_mq import Queue, RetryPolicy
 from reliable_mq.core.deadletters import DeadLetters, Purpose, Target
 from reliable_mq.core.delivery import Source
 from reliable_mq.core.ladder import Ladder
@@ -105,4 +105,5 @@ def test_what_has_to_be_held_instead() -> None:
     out = opened(10)
     assert not out.delay(delivery(), 0)
     assert not out.delay(delivery(headers=BROKEN_TABLE), 10)
+    assert not out.isolate(delivery(headers=BROKEN_TABLE), Queue("orders.quarantine", dead_letter=None))
     assert out.idle
