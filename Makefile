@@ -42,7 +42,8 @@ test-unit: venv  ## the tests that need no broker (under a minute)
 	$(PYTEST) tests --ignore=tests/core -n auto $(ARGS)
 
 test-integration: venv images java databases  ## the tests against real brokers and databases
-	$(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) integration/spark $(ARGS)
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)

@@ -121,8 +121,8 @@ class SQLAlchemyClaims:
         )
         ours = and_(columns.claimed_by == self.owner, columns.claimed_until == until)
         # Whether it was claimed before is in possible_duplicate by now. What was taken in the same instant is ours, too.
-        rows = connection.execute(self._select(literal(value=False)).where(ours).order_by(columns.id))
-        return [row for row in rows if row.id not in self._taken]
+        query = self._select(literal(value=False)).where(ours).order_by(columns.id)
+        return [row for row in connection.execute(query) if row.id not in self._taken]
 
     def _look_behind(
         self, connection: Connection, keys: list[str], first: set[int], now: float
