@@ -76,32 +76,32 @@ def test_what_had_better_be_known_is_a_warning() -> None:
         (
             Arguments(values={**QUORUM, "x-delivery-limit": -1}),
             (
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received the value "
-                "'-1' of type 'signedint' but current is none"
+                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received the "
+                "value '-1' of type 'signedint' but current is none"
             ),
             Arguments(values=QUORUM),
         ),
         (
             Arguments(),
             (
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received none but "
-                "current is the value '7' of type 'signedint'"
+                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received none "
+                "but current is the value '7' of type 'signedint'"
             ),
             Arguments(values={"x-delivery-limit": 7}),
         ),
         (
             Arguments(),
             (
-                "PRECONDITION_FAILED - inequivalent arg 'x-single-active-consumer' for queue 'q' in vhost '/': received "
-                "none but current is the value 'true' of type 'bool'"
+                "PRECONDITION_FAILED - inequivalent arg 'x-single-active-consumer' for queue 'q' in vhost '/': "
+                "received none but current is the value 'true' of type 'bool'"
             ),
             Arguments(values={"x-single-active-consumer": True}),
         ),
         (
             Arguments(),
             (
-                "PRECONDITION_FAILED - inequivalent arg 'durable' for queue 'q' in vhost '/': received 'true' but current "
-                "is 'false'"
+                "PRECONDITION_FAILED - inequivalent arg 'durable' for queue 'q' in vhost '/': received 'true' but "
+                "current is 'false'"
             ),
             Arguments(durable=False),
         ),
@@ -117,8 +117,8 @@ def test_what_had_better_be_known_is_a_warning() -> None:
         (
             Arguments(),
             (
-                "PRECONDITION_FAILED - inequivalent arg 'x-expires' for queue 'q' in vhost '/': received none but current "
-                "is none"
+                "PRECONDITION_FAILED - inequivalent arg 'x-expires' for queue 'q' in vhost '/': received none but "
+                "current is none"
             ),
             None,
         ),
