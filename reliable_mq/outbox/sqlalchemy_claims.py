@@ -120,7 +120,7 @@ class SQLAlchemyClaims:
             )
         )
         ours = and_(columns.claimed_by == self.owner, columns.claimed_until == until)
-        # Whether it was claimed before is in possible_duplicate by now. What was taken in this very instant is ours, too.
+        # Whether it was claimed before is in possible_duplicate by now. What was taken in the same instant is ours too.
         query = self._select(literal(value=False)).where(ours).order_by(columns.id)
         return [row for row in connection.execute(query) if row.id not in self._taken]
 
