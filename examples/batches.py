@@ -8,7 +8,7 @@ Prints::
 
     batch of 5: 1, 2, 3, 4, 5
     batch of 1: 3, attempt 2
-    handled 4, retried 1, dead-lettered 1, 5 deliveries acked
+    handled 4, retried 1, dead-lettered 1, 6 deliveries acked
 """
 
 from __future__ import annotations

@@ -266,7 +266,8 @@ def test_callbacks_may_raise_and_exit_and_harm_no_other(vhost: VirtualHost, capl
             publisher.flush(10)
         settled = publisher.submit(Message(b"x"), routing_key="orders")
         publisher.flush(10)
-        settled.add_done_callback(lambda _: callback(1))
+        wait_until(lambda: len(called) == 5, timeout=10, what="the callbacks before it")  # which run on a thread
+        settled.add_done_callback(lambda _: callback(1))  # and this one here, at once
     assert called == [0, 1, 2, 3, 4, 1]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, SystemExit, ValueError]
 

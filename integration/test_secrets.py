@@ -157,7 +157,7 @@ def test_no_password_shows_through_a_publishers_life(
         return Publisher(bare, topology=TOPOLOGY, reconnect_wait=QUICK, **give)
 
     refused = publisher(wrong)
-    collector.show(refused, vars(refused), refused._settings)
+    collector.show(refused, vars(refused), refused._options, refused._options.settings)
     collector.expect(BrokerUnavailable, refused.connect)
     collector.expect(BrokerUnavailable, lambda: refused.publish(Message(b"x"), routing_key="orders"))
     with publisher(user.password) as good:

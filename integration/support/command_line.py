@@ -13,7 +13,12 @@ _COMMAND = [sys.executable, "-m", "reliable_mq.cli"]
 def run_cli(*arguments: str, stdin: bytes = b"", timeout: float = 60) -> subprocess.CompletedProcess[bytes]:
     """Run a command to its end."""
     return subprocess.run(
-        [*_COMMAND, *arguments], input=stdin, capture_output=True, timeout=timeout, check=False, env=environment()
+        [*_COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=timeout,
+        check=False,
+        env={**environment(), "COLUMNS": "200"},
     )
 
 

@@ -39,7 +39,7 @@ def demo(
 ) -> None:
     """Publish and handle orders while some fail and the broker dies, and show that none is lost.
 
-    It makes two queues of its own in the virtual host and deletes them at the end. The exit status is 1 where the
+    It makes queues of its own in the virtual host and deletes them at the end. The exit status is 1 where the
     account does not add up.
     """
     if (kill_command is None) != (restart_command is None):

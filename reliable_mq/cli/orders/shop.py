@@ -21,6 +21,8 @@ from typing import Final, Self
 from tenacity import wait_exponential
 
 from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.quarantine import Quarantine
 from reliable_mq.core.setup import DeleteQueue
 from reliable_mq.errors import PublishUnconfirmed
 from reliable_mq.message import Message
@@ -111,6 +113,9 @@ class Shop:
         self._all_settled = threading.Event()
         self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
         self.queues = (self._queue.name, f"{self._queue.name}.dead")
+        retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
+        ladder = Ladder(self._queue.name, retry)
+        self._beside = (Quarantine.of(self._queue).name, *(ladder.queue(step).name for step in ladder.own))
         soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: be back as soon as the broker is
         self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
         self.consumer = Consumer(
@@ -118,7 +123,7 @@ class Shop:
             self._queue,
             self._handle,
             concurrency=_HANDLERS,
-            retry=RetryPolicy(max_attempts=3, delays=(0.2, 0.5)),
+            retry=retry,
             idempotency=MemoryStore(),
             reconnect_wait=soon,
             name=f"{_NAME} consumer",
@@ -246,7 +251,8 @@ class Shop:
 
     def _take_down(self) -> None:
         """Book what is left in the queues, and delete them."""
-        for name, book in zip(self.queues, (self.account.left, self.account.dead_lettered), strict=True):
+        books = (self.account.left, self.account.dead_lettered, *[self.account.left] * len(self._beside))
+        for name, book in zip((*self.queues, *self._beside), books, strict=True):
             with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
                 while True:
                     with consumer.get(_AT_A_TIME, _LEFT_WAIT) as deliveries:
@@ -254,5 +260,5 @@ class Shop:
                     if not deliveries:
                         break
         with StepChannel(self._settings, name=_NAME) as channel:
-            for name in self.queues:
+            for name in (*self.queues, *self._beside):
                 channel.perform(DeleteQueue(name))

@@ -193,6 +193,7 @@ class BaseSubscription:
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
         self._look_every = max(options.ack_interval, _SHORTEST_LOOK)
+        self._isolated_tag = options.isolated_tag
         self._look_after = 1  # results, from which on they are looked at at once
         self._io = self._new_connection(
             name=options.name, settings=settings, setup=self._set_up, client=self, recovery=recovery
@@ -232,6 +233,7 @@ class BaseSubscription:
         if (
             len(self._results) >= self._look_after
             or not isinstance(results[0], Delivery)
+            or results[0].consumer_tag == self._isolated_tag  # the next one in quarantine waits for its ack
             or (idle and self._phase is not _Phase.RUNNING)  # else a look is due within `_look_every`
         ):
             self._wake()
