@@ -113,14 +113,6 @@ class AckBatcher:
         return self._ack_every
 
     @property
-    def due_after(self) -> int:
-        """How many more deliveries must finish, at least, for a frame to be due by their number; 1 where one is."""
-        left = self._ack_every - self._prefix
-        if self._half:
-            left = min(left, self._half - self._prefix - len(self._beyond))
-        return max(left, 1)
-
-    @property
     def lowest(self) -> int:
         """The tag below which every delivery of the channel was finished or settled."""
         return self._low

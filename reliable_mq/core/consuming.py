@@ -434,9 +434,9 @@ class ConsumingSession:
         return len(self._held)
 
     @property
-    def acks_due_after(self) -> int:
-        """How many more deliveries must be handled, at least, before there is something to ack by their number."""
-        return self._acks.due_after
+    def ack_every(self) -> int:
+        """Finished deliveries that are acked together."""
+        return self._acks.ack_every
 
     @property
     def outstanding(self) -> int:

@@ -55,6 +55,7 @@ __all__ = ["BaseSubscription", "Connection", "Event", "Outlet", "Republisher"]
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
+_LOOKED_AT_TOGETHER = 32  # results, at most
 _PAUSE = 0.1  # seconds that a stop waits for quick handlers before it hands back the rest
 _LINGER = 0.3  # seconds before the channel is closed, where there were many acks
 _BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0  # many: a channel passes on 32 of them to a quorum queue before it waits
@@ -193,8 +194,7 @@ class BaseSubscription:
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
         self._look_every = max(options.ack_interval, _SHORTEST_LOOK)
-        self._isolated_tag = options.isolated_tag
-        self._look_after = 1  # results, from which on they are looked at at once
+        self._look_after = self._results_looked_at_together()
         self._io = self._new_connection(
             name=options.name, settings=settings, setup=self._set_up, client=self, recovery=recovery
         )
@@ -230,12 +230,7 @@ class BaseSubscription:
         if not self._results:
             self._reported_at = time.monotonic()
         self._results.extend(results)
-        if (
-            len(self._results) >= self._look_after
-            or not isinstance(results[0], Delivery)
-            or results[0].consumer_tag == self._isolated_tag  # the next one in quarantine waits for its ack
-            or (idle and self._phase is not _Phase.RUNNING)  # else a look is due within `_look_every`
-        ):
+        if idle or len(self._results) >= self._look_after or not isinstance(results[0], Delivery):
             self._wake()
 
     def hand_back(self, deliveries: Iterable[Delivery]) -> None:
@@ -433,7 +428,6 @@ class BaseSubscription:
             self._io.write(output)
 
     def _schedule(self, now: float) -> None:
-        self._look_after = 1 if self._options.ack_interval < _SHORTEST_LOOK else self.session.acks_due_after
         at = self.session.deadline
         if self._look_after > 1 and self.session.running:
             look = now + self._look_every
@@ -474,8 +468,13 @@ class BaseSubscription:
         if self._phase is _Phase.RESUBSCRIBING:
             self._io.reopen_channel()
 
+    def _results_looked_at_together(self) -> int:
+        quick = self._options.ack_interval < _SHORTEST_LOOK
+        return 1 if quick else min(self.session.ack_every, _LOOKED_AT_TOGETHER)
+
     def _change_prefetch(self) -> None:
         self.session.set_prefetch(self._options.prefetch)
+        self._look_after = self._results_looked_at_together()
         if self._subscribed:  # else `ready` sees what the broker was told last
             self._prefetch = self._options.prefetch
             before, self._consumer_tag = self._consumer_tag, _next_tag(self._consumer_tag)
