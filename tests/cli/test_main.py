@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,20 +12,6 @@ from reliable_mq import cli
 from reliable_mq.cli import app
 from reliable_mq.cli.terminal import hide_logs, show_logs
 from reliable_mq.errors import BrokerUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("reliable_mq", "pika", "aio_pika", "aiormq")]
-    before = [(each, each.level, each.propagate, each.handlers[:]) for each in loggers]
-    yield
-    for logger, level, propagate, handlers in before:
-        logger.setLevel(level)
-        logger.propagate = propagate
-        logger.handlers[:] = handlers
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -1,0 +1,22 @@
+"""A command says where logs go, for its whole process; here, for one test."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("reliable_mq", "pika", "aio_pika", "aiormq")]
+    before = [(each, each.level, each.propagate, each.handlers[:]) for each in loggers]
+    yield
+    for logger, level, propagate, handlers in before:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logger.handlers[:] = handlers
