@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import numbered, publish
+from integration.support.waiting import until
 from reliable_mq import AsyncConsumer, Queue, RetryPolicy, UsageError
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders")
-
-
-async def until(condition: Callable[[], object], timeout: float = 20) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def left(vhost: VirtualHost) -> int:
