@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -85,8 +87,7 @@ def show(
     found = []
     with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
         found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
-    for number, table in enumerate(found):
-        output.print(*([Text()] if number else []), table, sep="\n")
+    _write_apart(found)
     if not found:
         output.print(Text(f"no such message in {queue}"))
         raise typer.Exit(1)
@@ -112,8 +113,7 @@ def stats(
     if as_json:
         print(json.dumps(statistics_json(counted), ensure_ascii=False, indent=2))
         return
-    for number, part in enumerate(statistics_tables(counted, datetime.now(UTC))):
-        output.print(*([Text()] if number else []), part, sep="\n")
+    _write_apart(statistics_tables(counted, datetime.now(UTC)))
 
 
 def export(
@@ -147,3 +147,9 @@ def export(
 def _write(table: Table, footer: str) -> None:
     output.print(table)
     output.print(Text(footer, style="dim"))
+
+
+def _write_apart(parts: Iterable[RenderableType]) -> None:
+    """With an empty line between two."""
+    for number, part in enumerate(parts):
+        output.print(*([Text()] if number else []), part, sep="\n")
