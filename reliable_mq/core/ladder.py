@@ -16,9 +16,10 @@ it has no more than a handful of steps.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
@@ -27,7 +28,7 @@ from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 if TYPE_CHECKING:
     from reliable_mq.retry import RetryPolicy
 
-__all__ = ["LONGEST_PATH", "Ladder"]
+__all__ = ["LONGEST_PATH", "DelayQueue", "Ladder"]
 
 #: Milliseconds, up to RabbitMQ's longest time to live: ten years.
 LONGEST: Final = 315_360_000_000
@@ -36,7 +37,30 @@ SERIES: Final = tuple(step * 10**power for power in range(2, 12) for step in (1,
 LONGEST_PATH: Final = 16
 _MOST_OWN: Final = 16  # delays of a policy that have queues of their own
 _TOLERANCE: Final = 1000  # milliseconds, or a tenth
-_NAME: Final = "{queue}.retry.{milliseconds}"
+_NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", re.DOTALL)
+
+
+class DelayQueue(NamedTuple):
+    """What the name of a delay queue says.
+
+    Attributes:
+        queue: where its messages go back to.
+        milliseconds: how long they wait.
+    """
+
+    queue: str
+    milliseconds: int
+
+    @classmethod
+    def of(cls, name: str) -> DelayQueue | None:
+        """Read a name; None where it is not that of a delay queue."""
+        match = _NAMED.fullmatch(name)
+        return None if match is None else cls(match["queue"], int(match["milliseconds"]))
+
+    @property
+    def name(self) -> str:
+        """The name that `of` reads."""
+        return f"{self.queue}.retry.{self.milliseconds}"
 
 
 class Ladder:
@@ -60,7 +84,7 @@ class Ladder:
         self._queue = queue
         self.own: Final = tuple(sorted(own))
         self._steps: Final = sorted({*SERIES, *own})
-        longest = _NAME.format(queue=queue, milliseconds=self._steps[-1])
+        longest = DelayQueue(queue, self._steps[-1]).name
         if len(longest.encode()) > SHORT_STRING_BYTES:
             raise ConfigurationError(
                 f"the name of queue {queue!r} leaves no room for those of its delay queues, such as {longest!r}: "
@@ -82,8 +106,7 @@ class Ladder:
 
     def queue(self, step: int) -> Queue:
         """The delay queue of so many milliseconds."""
-        name = _NAME.format(queue=self._queue, milliseconds=step)
-        return Queue(name, message_ttl=step / 1000, dead_letter=self._queue)
+        return Queue(DelayQueue(self._queue, step).name, message_ttl=step / 1000, dead_letter=self._queue)
 
 
 def milliseconds(delay: float) -> int:

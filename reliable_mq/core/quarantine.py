@@ -24,13 +24,13 @@ from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["Quarantine", "failures_by_broker", "returns"]
+__all__ = ["QUARANTINE_SUFFIX", "Quarantine", "failures_by_broker", "returns"]
 
 #: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
 SUSPECT_FROM: Final = 2
 AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
 _COUNTS: Final = ("x-delivery-count", "x-acquired-count")
-_SUFFIX: Final = ".quarantine"
+QUARANTINE_SUFFIX: Final = ".quarantine"
 
 
 class Quarantine:
@@ -65,10 +65,12 @@ class Quarantine:
         Raises:
             ConfigurationError: the name leaves no room for its own.
         """
-        if len(queue.name.encode()) + len(_SUFFIX) > SHORT_STRING_BYTES:
-            raise ConfigurationError(f"the name of queue {queue.name!r} leaves no room for {_SUFFIX!r}: shorten it")
+        if len(queue.name.encode()) + len(QUARANTINE_SUFFIX) > SHORT_STRING_BYTES:
+            raise ConfigurationError(
+                f"the name of queue {queue.name!r} leaves no room for {QUARANTINE_SUFFIX!r}: shorten it"
+            )
         return Queue(
-            queue.name + _SUFFIX,
+            queue.name + QUARANTINE_SUFFIX,
             dead_letter=queue.dead_letter_name,
             single_active_consumer=queue.single_active_consumer,
         )

@@ -14,9 +14,10 @@ from reliable_mq.topology.declaring import Declaration, declarations
 from reliable_mq.topology.exchange import Binding, Exchange
 from reliable_mq.topology.linting import TopologyWarning
 from reliable_mq.topology.mismatch import mismatch_from_reply
-from reliable_mq.topology.queue import OWN, OwnDeadLetter, Queue, QueueType
+from reliable_mq.topology.queue import DEAD_SUFFIX, OWN, OwnDeadLetter, Queue, QueueType
 
 __all__ = [
+    "DEAD_SUFFIX",
     "OWN",
     "Binding",
     "Declaration",

@@ -34,7 +34,7 @@ None for a stream, which has no dead letters; for a queue that goes away by itse
 leave one behind at every run; and where the user's `arguments` say where dead letters go.
 """
 
-_DEAD_SUFFIX: Final = ".dead"
+DEAD_SUFFIX: Final = ".dead"
 _DLX: Final = "x-dead-letter-exchange"
 _DLX_KEY: Final = "x-dead-letter-routing-key"
 _STRATEGY: Final = "x-dead-letter-strategy"
@@ -136,7 +136,7 @@ class Queue:
         """The dead-letter queue that is declared before this one, if any."""
         if isinstance(self.dead_letter, Queue):
             return self.dead_letter
-        return Queue(self.name + _DEAD_SUFFIX, dead_letter=None) if self._has_its_own() else None
+        return Queue(self.name + DEAD_SUFFIX, dead_letter=None) if self._has_its_own() else None
 
     @property
     def dead_letter_name(self) -> str | None:
@@ -237,8 +237,8 @@ class Queue:
             check_name(f"dead_letter of queue {self.name!r}", dead_letter)
         elif dead_letter is not None and not isinstance(dead_letter, Queue | OwnDeadLetter):
             raise self._error("dead_letter", f"must be a Queue, a name or None, not {type(dead_letter).__name__}")
-        if self._has_its_own() and len(self.name.encode()) + len(_DEAD_SUFFIX) > SHORT_STRING_BYTES:
-            raise self._error("name", f"leaves no room for {_DEAD_SUFFIX!r}: shorten it, or give dead_letter")
+        if self._has_its_own() and len(self.name.encode()) + len(DEAD_SUFFIX) > SHORT_STRING_BYTES:
+            raise self._error("name", f"leaves no room for {DEAD_SUFFIX!r}: shorten it, or give dead_letter")
         if isinstance(dead_letter, Queue | str) and self.type == "stream":
             raise self._error("dead_letter", "must be left out on a stream, which has no dead letters")
         if self.dead_letter_name == self.name:

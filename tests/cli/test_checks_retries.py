@@ -9,9 +9,8 @@ import pytest
 from reliable_mq import Queue, RetryPolicy
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.queues import examine_queues
-from reliable_mq.cli.checks.retries import DelayQueue
 from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
-from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.ladder import DelayQueue, Ladder
 from reliable_mq.core.quarantine import Quarantine
 
 NEWEST, OLD = (4, 3, 6), (4, 0, 5)
@@ -44,13 +43,6 @@ def test_the_topology_of_a_consumer_with_retries_is_well() -> None:
     for names in ((), ("orders",), ("orders.retry.10000",)):
         for version in (NEWEST, OLD):
             assert not_well(examine(*queues, names=names, version=version)) == []
-
-
-def test_a_name_tells_a_delay_queue() -> None:
-    assert DelayQueue.of("a.retry.5.retry.1000") == DelayQueue("a.retry.5", 1000)
-    assert DelayQueue.of("orders.retry.") is None
-    assert DelayQueue.of("orders.retry.01") is None
-    assert DelayQueue.of("orders.retry") is None
 
 
 @pytest.mark.parametrize(

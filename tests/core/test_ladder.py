@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, RetryPolicy
-from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, Ladder
+from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, DelayQueue, Ladder
 
 
 def ladder(*delays: float, jitter: float = 0.0) -> Ladder:
@@ -69,3 +69,10 @@ def test_a_delay_queue_gives_back_what_it_has_at_least_once() -> None:
 def test_a_name_without_room_for_the_delay_queues_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="leaves no room for those of its delay queues"):
         Ladder("q" * 240, RetryPolicy())
+
+
+def test_a_name_tells_a_delay_queue() -> None:
+    assert DelayQueue.of("a.retry.5.retry.1000") == DelayQueue("a.retry.5", 1000)
+    assert DelayQueue.of("orders.retry.") is None
+    assert DelayQueue.of("orders.retry.01") is None
+    assert DelayQueue.of("orders.retry") is None

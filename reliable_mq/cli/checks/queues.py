@@ -11,13 +11,15 @@ from typing import Final
 
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.retries import (
-    DelayQueue,
     dead_letter_queues,
     examine_dead_letters,
     examine_delay_queue,
     examine_quarantine,
 )
 from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
+from reliable_mq.core.ladder import DelayQueue
+from reliable_mq.core.quarantine import QUARANTINE_SUFFIX
+from reliable_mq.topology import DEAD_SUFFIX
 from reliable_mq.topology.linting import lint_arguments
 
 __all__ = ["examine_queues"]
@@ -82,7 +84,9 @@ def _examine(
     yield from _arguments(queue, version)
     yield from examine_delay_queue(snapshot, queue)
     yield from examine_quarantine(snapshot, queue)
-    if queue.name in dead or (queue.name.endswith(".dead") and queue.name.removesuffix(".dead") not in snapshot.queues):
+    if queue.name in dead or (
+        queue.name.endswith(DEAD_SUFFIX) and queue.name.removesuffix(DEAD_SUFFIX) not in snapshot.queues
+    ):
         yield from examine_dead_letters(snapshot, queue, version)
 
 
@@ -90,7 +94,7 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
     """The dead-letter queues, delay queues and quarantines of some queues."""
     targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
     delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
-    suspects = {f"{name}.quarantine" for name in names}
+    suspects = {f"{name}{QUARANTINE_SUFFIX}" for name in names}
     return (targets | delays | suspects) & snapshot.queues.keys()
 
 

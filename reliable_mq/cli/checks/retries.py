@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.snapshot import QueueView, Route, Snapshot
+from reliable_mq.core.ladder import DelayQueue
+from reliable_mq.core.quarantine import QUARANTINE_SUFFIX
+from reliable_mq.topology import DEAD_SUFFIX
 
 __all__ = [
-    "DelayQueue",
     "dead_letter_queues",
     "examine_dead_letters",
     "examine_delay_queue",
@@ -23,29 +25,8 @@ __all__ = [
     "waits_to_come_back",
 ]
 
-_DELAY: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", re.DOTALL)
-_DEAD: Final = ".dead"
-_QUARANTINE: Final = ".quarantine"
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
 _AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
-
-
-class DelayQueue(NamedTuple):
-    """What the name of a delay queue says.
-
-    Attributes:
-        queue: where its messages go back to.
-        milliseconds: how long they wait.
-    """
-
-    queue: str
-    milliseconds: int
-
-    @classmethod
-    def of(cls, name: str) -> DelayQueue | None:
-        """Read a name; None where it is not that of a delay queue."""
-        match = _DELAY.fullmatch(name)
-        return None if match is None else cls(match["queue"], int(match["milliseconds"]))
 
 
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
@@ -117,7 +98,7 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
 
 def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
     """Look at a quarantine that holds messages: is somebody at it?"""
-    owner = queue.name.removesuffix(_QUARANTINE)
+    owner = queue.name.removesuffix(QUARANTINE_SUFFIX)
     if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
         return
     text = f"{queue.messages:,} messages that may have killed their consumer wait here, and nobody consumes them"
@@ -141,7 +122,7 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
             f"management UI) counts, and after {limit + 1} they are dropped"
         )
         yield Finding(Status.WARNING, what, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
-    owner = queue.name.removesuffix(_DEAD)
+    owner = queue.name.removesuffix(DEAD_SUFFIX)
     if not queue.messages:
         return
     text = f"a dead-letter queue that holds {queue.messages:,} messages"

@@ -34,7 +34,7 @@ from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.testing.account import Account
-from reliable_mq.topology import Queue
+from reliable_mq.topology import DEAD_SUFFIX, Queue
 
 __all__ = ["Progress", "Shop", "fails_once", "is_poison"]
 
@@ -112,7 +112,7 @@ class Shop:
         self._closing = threading.Event()
         self._all_settled = threading.Event()
         self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
-        self.queues = (self._queue.name, f"{self._queue.name}.dead")
+        self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
         retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
         ladder = Ladder(self._queue.name, retry)
         self._beside = (Quarantine.of(self._queue).name, *(ladder.queue(step).name for step in ladder.own))
