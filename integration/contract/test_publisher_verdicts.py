@@ -261,7 +261,6 @@ def test_f31_the_largest_headers_that_are_taken_can_be_published_again(
 
     with Publisher(f"{proxy.url}?frame_max={frame_max}", topology=[ORDERS]) as publisher:
         publisher.connect()
-        proxy.hold_confirms()
         taken, refused = 0, frame_max
         while refused - taken > 1:
             size = (taken + refused) // 2
@@ -272,6 +271,8 @@ def test_f31_the_largest_headers_that_are_taken_can_be_published_again(
             else:
                 taken = size
         assert frame_max - 200 < taken < frame_max
+        publisher.flush(20)
+        proxy.hold_confirms()
         largest = submit_headers(publisher, taken)
         proxy.wait_for(lambda: proxy.held_confirms > 0)
         proxy.cut()

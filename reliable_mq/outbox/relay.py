@@ -192,14 +192,15 @@ class OutboxRelay:
             claims.keep()
         if stopping:
             session.stopped()
-        elif now >= self._paused_until:
+        self._decide(claims)  # before rows are taken: what a fate holds back is not given any more
+        if not stopping and now >= self._paused_until:
             taken = self._take(claims, now)
+            self._decide(claims)
         if session.ready and not stopping and now >= self._paused_until:
             rows = list(session.ready)
             session.ready.clear()
             self._outstanding += len(rows)
             self._carrier.send(rows)
-        self._decide(claims)
         return bool(written or settled or taken)
 
     def _take(self, claims: Claims, now: float) -> int:

@@ -44,8 +44,8 @@ _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
 _DUE: Final = f"{_SELECT} WHERE state > 0 AND state = 1 AND (available_at <= ? OR available_at > ?) ORDER BY id LIMIT ?"
 _OF_A_KEY: Final = f"{_SELECT} WHERE ordering_key = ? AND id >= ? AND id <= ? AND state = 0 ORDER BY id LIMIT ?"
 _HELD: Final = """
-    SELECT DISTINCT ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
-    UNION SELECT DISTINCT ordering_key FROM outbox WHERE format > ? AND ordering_key IS NOT NULL
+    SELECT id, ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
+    UNION ALL SELECT id, ordering_key FROM outbox WHERE format > ? AND ordering_key IS NOT NULL
 """
 _EPOCH: Final = "SELECT epoch FROM outbox_epoch"
 _LAST: Final = "SELECT coalesce(max(id), 0) FROM outbox"
@@ -56,7 +56,8 @@ class _Key:
 
     Attributes:
         taken: how many have no fate yet.
-        passed: the first row that was passed over, since others of the key were taken; None where there is none.
+        passed: the first row that was passed over or is handed back, and so waits until the others of the key that
+            were taken have their fates; None where there is none.
     """
 
     __slots__ = ("passed", "taken")
@@ -125,10 +126,16 @@ class SQLiteClaims:
     def decided(self, settlements: Sequence[Settlement]) -> None:
         """Fates are decided: what they hold is held from now on."""
         for settlement in settlements:
-            key = settlement.row.ordering_key
-            if key is not None and settlement.fate in (Fate.LATER, Fate.SET_ASIDE):
+            row, key = settlement.row, settlement.row.ordering_key
+            if key is None or settlement.fate is Fate.CONFIRMED:
+                continue
+            if settlement.fate is not Fate.BACK:
                 self._held.add(key)
                 self._holding.add(key)
+            elif row.id in self._due:  # it is delayed still
+                self._held.add(key)
+            else:
+                self._pass(self._keys[key], row.id)
 
     def written(self, settlements: Sequence[Settlement]) -> None:
         """Fates are carried out."""
@@ -139,7 +146,7 @@ class SQLiteClaims:
             key = row.ordering_key
             if key is not None and fate in (Fate.LATER, Fate.SET_ASIDE):
                 self._holding.discard(key)
-            if fate is Fate.BACK and (key is None or key not in self._held):
+            if fate is Fate.BACK and key is None:
                 self._position = min(self._position, row.id - 1)
             if key is not None:
                 self._key_settled(key)
@@ -204,7 +211,8 @@ class SQLiteClaims:
 
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
         """Somebody has put rows back or removed them: what held others may be gone."""
-        self._held = {key for (key,) in connection.execute(_HELD, (FORMAT,))} | self._holding
+        holding = connection.execute(_HELD, (FORMAT,))
+        self._held = {key for number, key in holding if number not in self._due} | self._holding
         self._position = 0
         self._epoch = epoch
 
@@ -279,13 +287,14 @@ class SQLiteClaims:
         key = self._keys.get(name)
         if key is None:
             return True
-        if key.passed is not None:
-            key.passed = min(key.passed, row.id)
-            return False
-        if key.taken >= _ROWS_OF_A_KEY:
-            key.passed = row.id
-            return False
-        return True
+        if key.passed is None and key.taken < _ROWS_OF_A_KEY:
+            return True
+        self._pass(key, row.id)
+        return False
+
+    @staticmethod
+    def _pass(key: _Key, number: int) -> None:
+        key.passed = number if key.passed is None else min(key.passed, number)
 
     def _take(self, row: OutboxRow, taken: Taken) -> None:
         if row.ordering_key is not None:
@@ -306,7 +315,9 @@ class SQLiteClaims:
             self._again.append(name)
 
     def _hand_back(self, rows: Iterable[OutboxRow]) -> None:
-        self.written([Settlement(row, Fate.BACK) for row in rows])
+        settlements = [Settlement(row, Fate.BACK) for row in rows]
+        self.decided(settlements)
+        self.written(settlements)
 
 
 # In a forked child they are the parent's.

@@ -1,0 +1,85 @@
+"""What a relay does between an outbox and a carrier, with both scripted to the instant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine
+
+from reliable_mq import Message, PublishReturned, ReliableMQError
+from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.outbox.relay import OutboxRelay
+
+RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="")
+
+
+def rows(*bodies: str) -> list[NewRow]:
+    return [NewRow(Message(body.encode()), "", "q", True, "key") for body in bodies]
+
+
+class FirstIsReturned:
+    """A carrier whose first message is returned, in the instant in which others of its key are stored."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.sent: list[bytes] = []
+        self.turns_after = 0
+        self.looked_again = threading.Event()
+        self._outbox = outbox
+        self._outstanding: list[OutboxRow] = []
+
+    def connect(self) -> None:
+        """It is."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        self.sent += [row.message.body for row in rows]
+        self._outstanding += rows
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        if self.turns_after:
+            self.turns_after += 1
+            if self.turns_after == 4:
+                self.looked_again.set()
+        elif self._outstanding:
+            self.turns_after = 1
+            self._outbox.write(rows("c", "d"), [])
+            return [(self._outstanding.pop(), RETURNED)]
+        return []
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        wake()
+
+
+@pytest.fixture(params=["file", "table"])
+def outbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outbox]:
+    with ExitStack() as stack:
+        made: Outbox
+        if request.param == "file":
+            made = SQLiteOutbox(tmp_path / "outbox", poll_interval=0.01)
+        else:
+            engine = create_engine(f"sqlite:///{tmp_path}/database")
+            stack.callback(engine.dispose)
+            made = SQLAlchemyOutbox(engine, create=True, poll_interval=0.01)
+            made.open()
+        stack.callback(made.close)
+        yield made
+
+
+def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
+    """Nothing of a key is taken between the decision to set its first message aside and the write of that."""
+    outbox.write(rows("a", "b"), [])
+    carrier = FirstIsReturned(outbox)
+    decided: list[Settlement] = []  # and never written
+    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, name="relay")
+    relay.start()
+    try:
+        assert carrier.looked_again.wait(20)
+        assert carrier.sent == [b"a"]
+        assert [(one.row.message.body, one.fate.name) for one in decided] == [(b"a", "SET_ASIDE"), (b"b", "BACK")]
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
