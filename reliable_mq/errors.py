@@ -15,7 +15,7 @@ The tree, and what each branch asks of the caller::
     │   ├── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
     │   └── OutboxError         the outbox could not store the message, or cannot be read
     └── ConsumeError
-        ├── ConsumerCancelled   the broker ended the subscription (queue deleted, leader lost)
+        ├── ConsumerCancelled   a consumer that pulls finds its queue deleted
         ├── StaleDelivery       the delivery belongs to a channel that is gone; it will come again
         └── IdempotencyStoreError  the store did not answer or refused a stale token
 
@@ -225,10 +225,10 @@ class ConsumeError(ReliableMQError):
 
 
 class ConsumerCancelled(ConsumeError):
-    """The broker cancelled the consumer: its queue was deleted or lost its leader.
+    """The queue was deleted while a consumer was at it. Raised by ``get()``, which may be called again.
 
-    For code of your own that reports it: a ``Consumer`` raises nothing then, but logs it and subscribes again, as soon
-    as the queue is back.
+    A consumer with a handler raises nothing: what the broker cancels, because the queue was deleted or has lost its
+    leader, is logged, and subscribed to again when the queue is back.
     """
 
 

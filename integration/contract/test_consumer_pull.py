@@ -15,7 +15,9 @@ from reliable_mq import (
     ConfigurationError,
     ConsumeError,
     Consumer,
+    ConsumerCancelled,
     Delivery,
+    Message,
     Publisher,
     Queue,
     RetryPolicy,
@@ -336,6 +338,31 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
         publish(vhost, "orders", numbered(1))
         with consumer.get(1, timeout=10) as deliveries:
             assert bodies(deliveries) == numbered(1)
+
+
+@pytest.mark.both_faces
+def test_f24_a_foreign_queue_that_was_deleted_is_reported_until_it_is_back(vhost: VirtualHost) -> None:
+    """At once where there is no time to wait, else when the time is over: the queue may come back meanwhile."""
+
+    def publish_first(body: bytes) -> None:
+        with Publisher(vhost.url, topology=[Queue("foreign", dead_letter=None)]) as publisher:
+            publisher.publish(Message(body), routing_key="foreign")
+
+    publish_first(b"0")
+    with Consumer(vhost.url, "foreign", dead_letter=None, reconnect_wait=SOON) as consumer:
+        with consumer.get(1, timeout=10) as deliveries:
+            assert bodies(deliveries) == [b"0"]
+        vhost.delete_queue("foreign")
+        for timeout in (0.0, 0.5):
+            began = time.monotonic()
+            with pytest.raises(ConsumerCancelled, match="queue 'foreign' was deleted"), consumer.get(1, timeout):
+                pass
+            assert timeout <= time.monotonic() - began < 4
+        publish_first(b"1")
+        with consumer.get(1, timeout=10) as deliveries:
+            assert bodies(deliveries) == [b"1"]
+        with consumer.get(1) as deliveries:
+            assert deliveries == []
 
 
 def test_a_stream_cannot_be_asked(vhost: VirtualHost) -> None:

@@ -331,6 +331,7 @@ class AsyncConsumer:
             UsageError: the consumer has a handler, was stopped, is used on another event loop, or the prefetch is used
                 up.
             TopologyMismatch, BrokerUnavailable: as for `run`.
+            ConsumerCancelled: nothing came, since a queue that is not declared here was deleted.
             StaleDelivery: at the end of the block: a channel was lost, and what could not be acked will come again.
         """
         if self._handler is not None:

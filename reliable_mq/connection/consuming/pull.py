@@ -20,7 +20,8 @@ from reliable_mq.core.codec import encode_get
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
 from reliable_mq.core.handling import Failed
-from reliable_mq.errors import ConsumeError, StaleDelivery, UsageError
+from reliable_mq.core.setup import is_missing
+from reliable_mq.errors import ConsumeError, ConsumerCancelled, StaleDelivery, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from reliable_mq.core.recovery import Loss, Recovery
     from reliable_mq.core.setup import ServerInfo, SetupGenerator
     from reliable_mq.durations import Duration
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["BasePullSubscription", "Changes", "PulledDelivery"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 _ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
+_NOT_FOUND = 404
 _REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no basic.get
 
 
@@ -118,7 +121,7 @@ class BasePullSubscription(BaseSubscription):
     is over: when every request is answered, or none can be made.
     """
 
-    _changed: Changes  # guards the five that `__init__` begins with
+    _changed: Changes  # guards the seven that `__init__` begins with
 
     def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
         super().__init__(options, settings, recovery)
@@ -129,6 +132,8 @@ class BasePullSubscription(BaseSubscription):
         self._wanted = 0  # by the caller whose turn it is, what has arrived included
         self._over = False  # the round
         self._done = False  # nothing will come any more
+        self._doubted = False  # the broker did not find the queue, and it is not known yet whether it is gone
+        self._gone: ReliableMQError | None = None  # how the broker said that the queue does not exist any more
         self._owed = 0  # requests that are not answered; on the loop only, as the rest
         self._empty = False  # an answer of this round
         self._channel = 0
@@ -158,6 +163,9 @@ class BasePullSubscription(BaseSubscription):
         """Move to ``taken`` what has arrived. Returns how many seconds to wait for more; None where that is all.
 
         The answers of a broker that is connected are waited for, a few seconds beyond ``deadline`` at most.
+
+        Raises:
+            ConsumerCancelled: nothing came, and the queue is gone.
         """
         while self._wanted and self._arrived:
             taken.append(PulledDelivery(self._arrived.popleft(), self))
@@ -165,9 +173,15 @@ class BasePullSubscription(BaseSubscription):
             self._unsettled += 1
         now = time.monotonic()
         last = deadline + _ANSWER
-        if not self._wanted or self._done or now >= last or (self._over and (taken or now >= deadline)):
+        gone = self._gone is not None
+        over = gone or (self._over and not self._doubted)
+        if not self._wanted or self._done or now >= last or (over and (taken or now >= deadline)):
+            if gone and not taken:
+                raise ConsumerCancelled(
+                    f"queue {self._options.queue_name!r} was deleted; when it exists again, get() gives from it again"
+                ) from self._gone
             return None
-        return (deadline if self._over else last) - now
+        return (deadline if over else last) - now
 
     def _give_back(self, taken: list[PulledDelivery]) -> None:
         """The caller was interrupted before it had them: they come first again."""
@@ -223,6 +237,8 @@ class BasePullSubscription(BaseSubscription):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Ask again what the lost channel did not answer."""
         self._channel = channel
+        with self._changed:
+            self._gone, self._doubted = None, False
         super().ready(generation, channel, frame_max, server)
         self._ask_afresh()
 
@@ -230,12 +246,22 @@ class BasePullSubscription(BaseSubscription):
         """What was asked is not answered any more. A broker that refuses to answer would do so again and again."""
         self._owed = 0
         self._empty = False
+        with self._changed:
+            self._doubted = loss.by_broker and loss.code == _NOT_FOUND
         super().lost(generation, loss)
         if loss.by_broker and loss.code in _REFUSALS:
             self.error = ConsumeError(
                 f"the broker does not give from queue {self._options.queue_name!r}: {loss.code} {loss.text}"
             )
             self._end()
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None:
+        """Where the queue is gone, callers are told; it may come back."""
+        super().failed(error, will_retry)
+        if will_retry and is_missing(error):
+            with self._changed:
+                self._gone, self._doubted = error, False
+                self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
         """A request is answered with a delivery."""
