@@ -32,7 +32,7 @@ PLUGINS = {
 
 
 def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: Broker) -> None:
-    enabled = any_broker.rabbitmqctl("eval", "rabbit_plugins:active().")
+    enabled = any_broker.evaluate("rabbit_plugins:active()")
 
     assert any_broker.version.startswith("4.0." if any_broker.line == "4.0" else "4.")
     assert {plugin for plugin in PLUGINS if plugin in enabled} == PLUGINS
@@ -129,7 +129,7 @@ def test_whatever_was_done_to_a_broker_heals(private_broker: Broker) -> None:
 def test_a_broker_can_be_given_configuration_and_files() -> None:
     with Broker(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
         assert broker._exec("cat", "/etc/reliable-mq/ca.pem") == "content"
-        assert "17" in broker.rabbitmqctl("eval", "application:get_env(rabbit, heartbeat).")
+        assert "17" in broker.evaluate("application:get_env(rabbit, heartbeat)")
 
 
 def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> None:

@@ -9,10 +9,12 @@ the process that owns them; `remove_leftovers` removes those whose process is go
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
 import random
+import re
 import socket
 import subprocess
 import tarfile
@@ -42,6 +44,21 @@ START_DEADLINE = 90.0
 
 AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS = 5672, 5671, 15672, 5552, 15692
 _PORTS = (AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS)
+# Both print the value, in quotes. Base64 has nothing that either would write differently.
+_EVALUATE = """
+if command -v erl_call >/dev/null; then
+    printf '%s\\n' "$1" | erl_call -sname "rabbit@$HOSTNAME" -c "$(cat /var/lib/rabbitmq/.erlang.cookie)" -e
+else
+    rabbitmqctl --quiet eval "$1"
+fi
+"""
+_ENCODED = """
+base64:encode_to_string(begin
+    Value = begin {expression} end,
+    Text = case is_binary(Value) of true -> Value; false -> io_lib:format("~0tp", [Value]) end,
+    unicode:characters_to_binary(Text)
+end)."""
+_QUOTED = re.compile(r'"([A-Za-z0-9+/=]*)"')
 _SETUP = Path(__file__).parent.parent / "setup.sh"
 
 
@@ -177,7 +194,7 @@ class Broker:
         in it (4.0.5 and 4.3.6; the log says ``name_not_registered``): Ra keeps the names of its servers in a DETS table
         that is saved after 500 ms. That loss is the broker's and no client can prevent it, so the table is saved first.
         """
-        self.rabbitmqctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
+        self.evaluate("[dets:sync(Table) || Table <- dets:all()]")
         self._docker.kill()
         self._wait_for_status("exited")
 
@@ -209,13 +226,13 @@ class Broker:
     def set_memory_alarm(self, on: bool) -> None:
         """Set the memory watermark to nothing, or back to the default."""
         self._remember("memory", lambda: self.set_memory_alarm(False), on=on)
-        self.rabbitmqctl("set_vm_memory_high_watermark", "0" if on else "0.6")
+        self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark({'0.0' if on else '0.6'})")
         self._wait_for_alarm(on=on)
 
     def set_disk_alarm(self, on: bool) -> None:
         """Ask for more free disk space than there is, or for the default again."""
         self._remember("disk", lambda: self.set_disk_alarm(False), on=on)
-        self.rabbitmqctl("set_disk_free_limit", "1000000GB" if on else "50MB")
+        self.evaluate(f'rabbit_disk_monitor:set_disk_free_limit("{"1000000GB" if on else "50MB"}")')
         self._wait_for_alarm(on=on)
 
     def change_certificate(self, files: Mapping[str, bytes]) -> None:
@@ -228,7 +245,7 @@ class Broker:
                 tar.addfile(entry, io.BytesIO(content))
         self._docker.put_archive("/", archive.getvalue())
         self._let_go()
-        self.rabbitmqctl("eval", "ssl:clear_pem_cache().")
+        self.evaluate("ssl:clear_pem_cache()")
 
     def heal(self) -> None:
         """Undo what was done: a broker that is paused, dead or under an alarm is well again."""
@@ -247,6 +264,21 @@ class Broker:
             RuntimeError: it failed; its output is in the message.
         """
         return self._exec("rabbitmqctl", "--quiet", *arguments)
+
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an Erlang expression in the broker's node and return the value, as Erlang writes it.
+
+        A binary or a string comes as its text. ``erl_call`` takes a tenth of the time of ``rabbitmqctl eval``, most of
+        a second of CPU, which is for images without it.
+
+        Raises:
+            RuntimeError: it failed; what was said is in the message.
+        """
+        output = self._exec("sh", "-c", _EVALUATE, "sh", _ENCODED.format(expression=expression))
+        encoded = _QUOTED.search(output)
+        if encoded is None:
+            raise RuntimeError(f"{expression}: {output}")
+        return base64.b64decode(encoded[1]).decode()
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from reliable_mq.testing.account import Account
 
 
+_CONSUMERS = """
+rabbit_json:encode([maps:from_list([
+    {{Key, case {{Key, Value}} of
+        {{queue_name, {{resource, _, queue, Name}}}} -> Name;
+        {{arguments, Table}} -> rabbit_misc:amqp_table(Table);
+        _ -> Value
+    end}}
+    || {{Key, Value}} <- Consumer,
+    lists:member(Key, [queue_name, consumer_tag, ack_required, prefetch_count, active, arguments])
+]) || Consumer <- rabbit_amqqueue:consumers_all(<<"{vhost}">>)])
+"""
+
+
 def publish(vhost: VirtualHost, routing_key: str, bodies: Iterable[bytes], account: Account | None = None) -> list[str]:
     """Publish, confirmed, around any proxy. Returns the message ids, in order."""
     messages = [Message(body) for body in bodies]
@@ -189,9 +202,8 @@ def run_to_its_error(consumer: Consumer, kind: type[ReliableMQError], timeout: f
 
 def consumers(vhost: VirtualHost) -> list[dict[str, Any]]:
     """The consumers of a virtual host as the broker knows them now: queue, tag, ack, prefetch, arguments."""
-    columns = ("queue_name", "consumer_tag", "ack_required", "prefetch_count", "active", "arguments")
-    output = vhost.broker.rabbitmqctl("list_consumers", "-p", vhost.name, "--formatter", "json", *columns)
-    found: list[dict[str, Any]] = json.loads(output)
+    answer = vhost.broker.evaluate(_CONSUMERS.format(vhost=vhost.name))
+    found: list[dict[str, Any]] = json.loads(answer)
     return found
 
 

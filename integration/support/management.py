@@ -1,7 +1,6 @@
 """RabbitMQ's management API, as far as tests ask it, and a virtual host that one test has for itself.
 
-Counts out of the management API lag by its statistics interval (1 s in our images); `VirtualHost.live_counts` does not
-lag, but costs most of a second of CPU.
+Counts out of the management API lag by its statistics interval (1 s in our images); `VirtualHost.live_counts` does not.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _LIVE_COUNTS = """
             Messages
     end,
     {{base64:encode(Name), Count}}
-end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)].
+end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]
 """
-_COUNTED = re.compile(r'\{<<"([^"]*)">>,\s*(\d+)\}')
+_COUNTED = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
 class ManagementError(RuntimeError):
@@ -172,7 +171,7 @@ class VirtualHost:
         Args:
             queues: names that must be in the answer, with 0 where there is no such queue.
         """
-        answer = self.broker.rabbitmqctl("eval", _LIVE_COUNTS.format(vhost=self.name))
+        answer = self.broker.evaluate(_LIVE_COUNTS.format(vhost=self.name))
         found = {base64.b64decode(name).decode(): int(count) for name, count in _COUNTED.findall(answer)}
         return {**dict.fromkeys(queues, 0), **found}
 
