@@ -12,7 +12,7 @@ import tenacity
 from integration.support.consuming import Gate, Handler, numbered, publish
 from integration.support.publishing import book, submit
 from integration.support.waiting import wait_until
-from reliable_mq import Consumer, Publisher, Queue, RetryPolicy
+from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.frames import basic_ack
 
@@ -155,6 +155,25 @@ def test_f04_connection_is_reset_between_effect_and_ack(
     assert checker.close(effects_once=True).effects == 150
 
 
+@pytest.mark.both_faces
+def test_f05_connection_is_reset_in_the_middle_of_a_body(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """A delivery of which half a body came is none; it comes again whole."""
+    proxy = fault_proxy(vhost.url)
+    wanted = [rng.randbytes(300_000) for _ in range(20)]
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler, prefetch=4, reconnect_wait=SOON) as consumer:
+        for start in range(0, 20, 4):
+            proxy.cut_in_body(rng.random(), "to_client", nth=rng.randrange(1, 10))
+            publish(vhost, "orders", wanted[start : start + 4], checker)
+            handler.wait_bodies(wanted[: start + 4])
+        assert consumer.reconnects == 5
+    assert set(handler.bodies) == set(wanted)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
 @pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
@@ -183,6 +202,69 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_
         proxy.black_hole()
         started = time.monotonic()
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.both_faces
+def test_f08_slow_and_jittery_network(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
+) -> None:
+    """200 ms of delay with jitter bring everything once, and replace no connection."""
+    proxy = fault_proxy(vhost.url, seed=seed)
+    proxy.delay(0.2, jitter=0.1)
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler) as consumer:
+        publish(vhost, "orders", numbered(2000), checker)
+        handler.wait_bodies(numbered(2000))
+    assert (consumer.reconnects, proxy.connections, len(handler.done)) == (0, 1, 2000)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
+def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
+    """At 64 kbit/s the prefetch, not the queue, is what this side holds; heartbeats get through."""
+    proxy = fault_proxy(vhost.url)
+    bodies = [b"%d" % number + b"x" * 1000 for number in range(40)]
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler, prefetch=5, heartbeat=5) as consumer:
+        proxy.throttle(8_000)
+        publish(vhost, "orders", bodies, checker)
+        handler.wait_bodies(bodies)
+        assert consumer.statistics.delivered == 40
+        proxy.heal()
+    assert (consumer.reconnects, proxy.connections) == (0, 1)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
+@pytest.mark.both_faces
+def test_f10_peer_stops_reading_then_resets(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """Acks and dead letters stuck behind a full socket hang nothing; what they were for comes again."""
+    proxy = fault_proxy(vhost.url)
+    stuck = Gate()
+
+    def handle(delivery: Delivery) -> None:
+        stuck(delivery)
+        if delivery.body.startswith(b"bad"):
+            raise DeadLetter("bad")
+
+    handler = Handler(then=handle, account=checker)
+    bodies = numbered(20)
+    with stuck, Consumer(proxy.url, ORDERS, handler, prefetch=40, reconnect_wait=SOON) as consumer:
+        publish(vhost, "orders", [*bodies, *(b"bad" + b"x" * 1_000_000 for _ in range(20))], checker)
+        handler.wait_begun(1)
+        wait_until(lambda: consumer.statistics.delivered == 40, timeout=30, what="everything delivered")
+        proxy.stop_reading("to_broker", new_connections=False)
+        stuck.open()
+        handler.wait_begun(40)
+        proxy.cut()
+        vhost.wait_for_messages("orders", 0)
+        wait_until(lambda: vhost.live_counts()["orders"] == 0, timeout=60, what="everything acked")
+    handler.wait_bodies(bodies)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    balance = checker.close()
+    assert (balance.left, balance.dead_lettered) == (0, 20)
 
 
 def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost, checker: Checker) -> None:

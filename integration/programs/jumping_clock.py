@@ -1,8 +1,8 @@
-"""Publishes while the wall clock jumps by an hour, forwards and back; checks that nothing noticed.
+"""Publishes and consumes while the wall clock jumps by an hour, forwards and back; checks that nothing noticed.
 
-Usage: ``python -m integration.programs.jumping_clock URL OFFSET_FILE``, under libfaketime, which takes the offset of
-the wall clock from that file and leaves the monotonic clock alone. Whoever runs it does what it asks for on its
-standard output (``hold``, ``release``, ``cut``: of the proxy that URL leads to) and answers each with a line.
+Usage: ``python -m integration.programs.jumping_clock sync|aio URL OFFSET_FILE``, under libfaketime, which takes the
+offset of the wall clock from that file and leaves the monotonic clock alone. Whoever runs it does what it asks for on
+its standard output (``hold``, ``release``, ``cut``: of the proxy that URL leads to) and answers each with a line.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from queue import Queue as Queued
 
-from reliable_mq import Message, Publisher, PublishUnconfirmed, Queue, RetryPolicy
+from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
+from reliable_mq import Consumer, Delivery, Message, Publisher, PublishUnconfirmed, Queue, RetryPolicy
 
 HOUR = 3600
+ORDERS = Queue("orders", dead_letter=None)
+FULL = Queue("full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
 
 
 class WallClock:
@@ -40,16 +45,11 @@ def messages(count: int) -> list[Message]:
     return [Message(b"x") for _ in range(count)]
 
 
-def main(url: str, offset_file: str) -> None:
-    clock = WallClock(offset_file)
-    orders = Queue("orders", dead_letter=None)
-    full = Queue(
-        "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
-    )
+def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> None:
     ids = set()
-    with Publisher(
+    with publisher_of_face(
         url,
-        topology=[orders, full],
+        topology=[ORDERS, FULL],
         confirm_timeout=5,
         delivery_timeout=60,
         heartbeat=5,
@@ -100,8 +100,45 @@ def main(url: str, offset_file: str) -> None:
             assert time.monotonic() - began < 5, "the reconnect"
         assert publisher.statistics.in_doubt <= 4, "connections were replaced"
         clock.jump(0)
+
+
+def consume(consumer_of_face: type[Consumer], url: str, clock: WallClock) -> None:
+    """Go through what was published; then messages that fail once, while the clock jumps."""
+    handled: Queued[tuple[float, Delivery]] = Queued()
+
+    def handle(delivery: Delivery) -> None:
+        handled.put((time.monotonic(), delivery))
+        if delivery.body == b"fails" and delivery.attempt == 1:
+            raise ValueError("once")
+
+    retry = RetryPolicy(2, delays=(1.0,), backend="memory")
+    with (
+        consumer_of_face(url, ORDERS, handle, retry=retry, heartbeat=5) as consumer,
+        Publisher(url) as publisher,
+    ):
+        for offset in (HOUR, -HOUR):
+            publisher.publish(Message(b"fails"), routing_key="orders")
+            began = failed(handled)
+            clock.jump(offset)
+            assert 0.9 < failed(handled) - began < 4, "the delay of a retry in the process"
+        assert consumer.reconnects == 0
+        clock.jump(0)
+
+
+def failed(handled: Queued[tuple[float, Delivery]]) -> float:
+    """When the message that fails was next handled."""
+    while True:
+        when, delivery = handled.get(timeout=20)
+        if delivery.body == b"fails":
+            return when
+
+
+def main(face: str, url: str, offset_file: str) -> None:
+    clock = WallClock(offset_file)
+    publish(BlockingPublisher if face == "aio" else Publisher, url, clock)
+    consume(BlockingConsumer if face == "aio" else Consumer, url, clock)
     print("end", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

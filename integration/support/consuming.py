@@ -79,6 +79,7 @@ class Handler:
         self.attempts: list[int] = []
         self.redelivered: list[bool] = []
         self.done: list[Delivery] = []
+        self._handled: set[bytes] = set()  # the bodies of these
         self._then = then
         self._account = account
         self._changed = threading.Condition()
@@ -96,6 +97,7 @@ class Handler:
             self._account.handled(delivery.message_id or "")
         with self._changed:
             self.done.append(delivery)
+            self._handled.add(delivery.body)
             self._changed.notify_all()
 
     @property
@@ -117,9 +119,9 @@ class Handler:
         """Wait until each of these was handled, however often."""
         wanted = set(bodies)
         self.wait_until(
-            lambda: wanted <= set(self.bodies),
+            lambda: wanted <= self._handled,
             timeout,
-            lambda: f"handled: {len(wanted - set(self.bodies))} are missing",
+            lambda: f"handled: {len(wanted - self._handled)} are missing",
         )
 
     def wait_until(self, condition: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:

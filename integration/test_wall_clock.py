@@ -1,10 +1,12 @@
-"""A publisher whose wall clock jumps."""
+"""A publisher and a consumer whose wall clock jumps."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from typing import TYPE_CHECKING
+
+import pytest
 
 from integration.support.programs import environment, faketime
 
@@ -15,14 +17,17 @@ if TYPE_CHECKING:
     from reliable_mq.testing import FaultProxyFactory
 
 
-def test_f45_wall_clock_jumps_by_an_hour(vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("face", ["sync", "aio"])
+def test_f45_wall_clock_jumps_by_an_hour(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path, face: str
+) -> None:
     """No deadline, wait or heartbeat looks at the wall clock: a jump of an hour either way changes nothing."""
     proxy = fault_proxy(vhost.url)
     offset_file = tmp_path / "offset"
     offset_file.write_text("+0")
     controls = {"hold": proxy.hold_confirms, "release": proxy.release_confirms, "cut": proxy.cut}
     with subprocess.Popen(
-        [sys.executable, "-m", "integration.programs.jumping_clock", proxy.url, str(offset_file)],
+        [sys.executable, "-m", "integration.programs.jumping_clock", face, proxy.url, str(offset_file)],
         env=environment() | faketime(offset_file),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -35,4 +40,5 @@ def test_f45_wall_clock_jumps_by_an_hour(vhost: VirtualHost, fault_proxy: FaultP
             program.stdin.write("done\n")
             program.stdin.flush()
     assert (line, program.returncode) == ("end", 0)
-    assert proxy.connections == 3, "the first one, and one after each cut"
+    # The publisher's first one, one after each cut, the consumer's, and that of what it is given.
+    assert proxy.connections == 5
