@@ -85,12 +85,13 @@ def test_f48_an_interrupted_wait_credits_nothing_to_the_next_publish(
     vhost.wait_for_messages("orders", 2)
 
 
-def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost) -> None:
+def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """A done-callback may publish and wait for its confirm; closing from one is refused."""
     outcome: list[object] = []
     done = threading.Event()
+    proxy = fault_proxy(vhost.url)
 
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
 
         def on_confirmed(confirmation: object) -> None:
             try:
@@ -100,7 +101,9 @@ def test_callbacks_run_off_the_io_thread_and_may_publish(vhost: VirtualHost) -> 
                 outcome.append(error)
             done.set()
 
+        proxy.hold_confirms()  # a callback that comes too late is called at once, by who gives it
         publisher.submit(Message(b"first"), routing_key="orders").add_done_callback(on_confirmed)
+        proxy.release_confirms()
         assert done.wait(20)
     assert outcome[0] == "confirmed"
     assert isinstance(outcome[1], UsageError)

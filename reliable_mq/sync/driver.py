@@ -432,8 +432,15 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         flags: int = 0,
     ) -> Cancellable[Any]:
         lookup = Cancellable[Any](on_done)
-        resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto, flags)
-        in_background("reliable_mq host name", resolve, lambda result: self._call_soon(partial(lookup.done, result)))
+        resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
+
+        def found(result: Any) -> None:
+            self._call_soon(partial(lookup.done, result))
+
+        try:
+            found(resolve(flags | socket.AI_NUMERICHOST))
+        except (OSError, UnicodeError):  # not an address, but a name, or no name at all
+            in_background("reliable_mq host name", partial(resolve, flags), found)
         return lookup
 
 

@@ -116,6 +116,8 @@ class TestEventLoop:
         loop = EventLoop(lambda _: None)
 
         def resolve(*arguments: object) -> list[object]:
+            if arguments[-1] == socket.AI_NUMERICHOST:
+                raise socket.gaierror(-2, "no address")
             daemons.append(threading.current_thread().daemon)
             if arguments[0] == "unknown":
                 raise socket.gaierror(-2, "unknown")
@@ -138,3 +140,22 @@ class TestEventLoop:
         assert [("host", 2)] in results
         assert "cancelled" not in results
         assert any(isinstance(result, socket.gaierror) for result in results)
+
+    @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+    def test_an_address_is_not_looked_up(self, address: str) -> None:
+        """It takes no thread, which could outlive the loop."""
+        results: list[list[tuple[object, ...]]] = []
+        threads = set(threading.enumerate())
+        loop = EventLoop(lambda _: None)
+
+        def got(result: list[tuple[object, ...]]) -> None:
+            results.append(result)
+            loop.stop()
+
+        loop.services.getaddrinfo(address, 5672, got, socktype=socket.SOCK_STREAM)
+        assert set(threading.enumerate()) == threads
+        assert results == [], "not from inside the call"
+        loop.run()
+        loop.close()
+        ((found,),) = results
+        assert found[-1][:2] == (address, 5672)
