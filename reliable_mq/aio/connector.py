@@ -75,6 +75,11 @@ class AsyncConnector:
         """Exceptions that came out of callbacks, each of which cost a connection."""
         return self._connector.callback_errors
 
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the event loop has stood still, where that was long enough to endanger a connection."""
+        return self._loop.stalled
+
     def start(self) -> None:
         """Begin to connect, soon."""
         self._loop.call_soon(self._connector.begin)

@@ -531,6 +531,7 @@ class AsyncConsumer:
                 connected=subscription.connected,
                 paused=subscription.session.paused,
                 reconnects=subscription.reconnects,
+                stalled_seconds=subscription.stalled_seconds,
             )
 
 

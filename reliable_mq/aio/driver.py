@@ -227,6 +227,7 @@ class Link:
         late = time.monotonic() - due
         heartbeat = self._settings.heartbeat
         if late > heartbeat / 2:
+            self._loop.stalled += late
             logger.warning(
                 "the event loop stood still for %.1f s: no heartbeat was sent to %s meanwhile, which closes a "
                 "connection after %d s of silence; something that blocks runs on the loop",

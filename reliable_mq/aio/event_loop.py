@@ -17,6 +17,9 @@ class EventLoop:
     Args:
         on_error: called on the loop with every exception that a callback raises.
         on_cancelled: called where somebody else has cancelled a link's task, as `asyncio.run` does at its end.
+
+    Attributes:
+        stalled: seconds for which the loop has stood still, too long for a connection's heartbeat.
     """
 
     def __init__(self, on_error: Callable[[Exception], None], on_cancelled: Callable[[], None]) -> None:
@@ -24,6 +27,7 @@ class EventLoop:
         self.on_error = on_error
         self.on_cancelled = on_cancelled
         self.tasks: set[asyncio.Task[None]] = set()
+        self.stalled = 0.0
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop. Thread-safe; where the loop is closed, nothing happens."""

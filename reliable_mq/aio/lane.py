@@ -256,6 +256,11 @@ class AsyncPublishingLane:
         return len(self._inbox) + self.session.outstanding
 
     @property
+    def stalled_seconds(self) -> float:
+        """For how long the event loop has stood still, see `AsyncConnector`."""
+        return self._io.stalled_seconds
+
+    @property
     def oldest_age(self) -> float:
         """Seconds since the oldest unsettled publish was submitted; 0 where there is none. For any thread."""
         oldest = self._oldest

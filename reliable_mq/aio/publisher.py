@@ -541,4 +541,5 @@ class AsyncPublisher:
                 blocked_seconds=lane.blocked_seconds,
                 reconnects=lane.reconnects,
                 stale_confirms=lane.session.stale_confirms,
+                stalled_seconds=lane.stalled_seconds,
             )

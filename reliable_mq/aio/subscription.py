@@ -30,6 +30,11 @@ class AsyncSubscription(BaseSubscription):
     _verdict: asyncio.Event
     _io: AsyncConnector
 
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the event loop has stood still, see `AsyncConnector`."""
+        return self._io.stalled_seconds
+
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
         """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None."""
         with suppress(TimeoutError):

@@ -22,6 +22,12 @@ UNACKED = Family(
 CONNECTED = Family("consumer_connected", "gauge", "1 while subscribed.", _LABELS)
 PAUSED = Family("consumer_paused", "gauge", "1 while the kill switch holds deliveries back.", _LABELS)
 RECONNECTS = Family("consumer_reconnects", "counter", "Connections lost and made again.", _LABELS)
+LOOP_STALLED_SECONDS = Family(
+    "consumer_event_loop_stalled_seconds",
+    "counter",
+    "Time for which the event loop stood still, half a heartbeat or more at a time (asyncio only).",
+    _LABELS,
+)
 HANDLER_SECONDS = Family("consumer_handler_seconds", "histogram", "Time in the handler, per call.", _LABELS)
 
 COUNTERS = {
@@ -67,6 +73,7 @@ def consumer_readings(
     connected: bool,
     paused: bool,
     reconnects: int,
+    stalled_seconds: float | None = None,
 ) -> Iterator[Reading]:
     """One scrape of the consumer called ``name`` on ``queue``."""
     labels = (name, queue)
@@ -74,6 +81,8 @@ def consumer_readings(
     yield Reading(CONNECTED, labels, connected)
     yield Reading(PAUSED, labels, paused)
     yield Reading(RECONNECTS, labels, reconnects)
+    if stalled_seconds is not None:
+        yield Reading(LOOP_STALLED_SECONDS, labels, stalled_seconds)
     yield Reading(HANDLER_SECONDS, labels, handler_seconds)
     for attribute, family in COUNTERS.items():
         yield Reading(family, labels, getattr(statistics, attribute))

@@ -25,6 +25,12 @@ BLOCKED_SECONDS = Family(
     "publisher_blocked_seconds", "counter", "Time for which the broker has blocked publishing.", _LABELS
 )
 RECONNECTS = Family("publisher_reconnects", "counter", "Connections lost and made again.", _LABELS)
+LOOP_STALLED_SECONDS = Family(
+    "publisher_event_loop_stalled_seconds",
+    "counter",
+    "Time for which the event loop stood still, half a heartbeat or more at a time (asyncio only).",
+    _LABELS,
+)
 SETTLED = Family("publisher_settled", "counter", "Messages settled, by outcome.", (*_LABELS, "outcome"))
 CONFIRM_SECONDS = Family("publisher_confirm_seconds", "histogram", "From submission to the broker's confirm.", _LABELS)
 NACKS = Family("publisher_nacks", "counter", "basic.nack received, tried again or reported.", _LABELS)
@@ -49,6 +55,7 @@ def publisher_readings(
     blocked_seconds: float,
     reconnects: int,
     stale_confirms: int,
+    stalled_seconds: float | None = None,
 ) -> Iterator[Reading]:
     """One scrape of the publisher called ``name``."""
     labels = (name,)
@@ -58,6 +65,8 @@ def publisher_readings(
     yield Reading(BLOCKED, labels, blocked)
     yield Reading(BLOCKED_SECONDS, labels, blocked_seconds)
     yield Reading(RECONNECTS, labels, reconnects)
+    if stalled_seconds is not None:
+        yield Reading(LOOP_STALLED_SECONDS, labels, stalled_seconds)
     for outcome in ("confirmed", "nacked", "returned", "refused", "unknown"):
         yield Reading(SETTLED, (name, outcome), getattr(statistics, outcome))
     yield Reading(CONFIRM_SECONDS, labels, statistics.confirm_seconds)

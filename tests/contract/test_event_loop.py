@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from integration.support.waiting import until
 from reliable_mq import AsyncConsumer, AsyncPublisher, Message
@@ -71,8 +72,13 @@ def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
     """For more than two heartbeats nothing was read: the broker's beats wait in the socket, and the log says why."""
     broker.script = acking
 
+    registry = CollectorRegistry()
+
     async def main() -> None:
-        async with AsyncPublisher(broker.url, heartbeat=1) as publisher, AsyncConsumer(broker.url, "q", handle):
+        async with (
+            AsyncPublisher(broker.url, heartbeat=1, registry=registry, name="p") as publisher,
+            AsyncConsumer(broker.url, "q", handle, registry=registry, name="c"),
+        ):
             await publisher.publish(Message(b"x"), routing_key="q")
             channel = broker.consuming
             with Beating(broker):
@@ -81,6 +87,12 @@ def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
                 channel.deliver(b"y")
                 await until(lambda: handled == [b"y"])
                 await until(lambda: "stood still" in caplog.text)
+            stalled = "reliable_mq_{}_event_loop_stalled_seconds_total"
+            publishers = registry.get_sample_value(stalled.format("publisher"), {"publisher": "p"})
+            assert publishers is not None
+            assert 2 < publishers < 10
+            # Its heartbeat is the usual one, which three seconds do not endanger.
+            assert registry.get_sample_value(stalled.format("consumer"), {"consumer": "c", "queue": "q"}) == 0
         assert len(broker.connections) == 2
 
     handled: list[bytes] = []
