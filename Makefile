@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
 # The tests against real brokers mostly wait for them, so some run side by side: each process with brokers of its own.
-JOBS ?= 3
+JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases check test test-unit test-integration demo demo-spark java bench soak fmt clean

@@ -32,6 +32,7 @@ publishers are on uvloop, too.
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import uuid
@@ -94,6 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("soak") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays. `baseline` collects garbage several times a test: of what the test made, that is.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
