@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -13,12 +11,12 @@ import pytest
 from sqlalchemy import Engine, create_engine, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import NullPool
 
-from integration.support.programs import environment
+from integration.support.forks import Forks
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
+from integration.test_outbox_sqlite import Killed
 from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
 from reliable_mq.core.outbox import FORMAT, NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox
@@ -45,11 +43,23 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path, database: Calla
 
 
 @pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    """To that database; it keeps no connections, so that none are left."""
-    engine = create_engine(database_url, poolclass=NullPool)
-    yield engine
-    engine.dispose()
+def new_engine(database_url: str) -> Iterator[Callable[[], Engine]]:
+    """Makes engines to that database. To open a connection takes tens of milliseconds: they keep theirs."""
+    engines: list[Engine] = []
+
+    def new() -> Engine:
+        engines.append(create_engine(database_url))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.dispose()
+
+
+@pytest.fixture
+def engine(new_engine: Callable[[], Engine]) -> Engine:
+    """To that database."""
+    return new_engine()
 
 
 @pytest.fixture
@@ -124,19 +134,18 @@ def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engin
 
 
 def test_relays_share_the_rows_and_none_is_published_twice(
-    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+    vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
 ) -> None:
     """Three relays empty one table together; each row goes to one of them, and keys keep their order."""
     store(outbox, 900)
     for key in ("a", "b", "c"):
         store(outbox, 40, key=key, first=10_000)
-    engines = [create_engine(database_url, poolclass=NullPool) for _ in range(3)]
     with ExitStack() as stack:
         publishers = [
             stack.enter_context(
-                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine), max_outstanding=50)
+                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(new_engine()), max_outstanding=50)
             )
-            for engine in engines
+            for _ in range(3)
         ]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda publisher: publisher.flush(60), publishers))
@@ -147,17 +156,14 @@ def test_relays_share_the_rows_and_none_is_published_twice(
     assert len({message_id for message_id, _ in found}) == len(found) == 1020
 
 
-@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)  # on MariaDB, with one relay
 def test_rows_of_a_key_are_published_in_order_by_several_relays(
-    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+    vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
 ) -> None:
     """While rows are being added and three relays take them, no row of a key overtakes another."""
-    engines = [create_engine(database_url, poolclass=NullPool) for _ in range(3)]
     with ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(
-                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine, poll_interval=0.01))
-            )
+        for _ in range(3):
+            relayed = SQLAlchemyOutbox(new_engine(), poll_interval=0.01)
+            stack.enter_context(Publisher(vhost.url, topology=[ORDERS], outbox=relayed))
         for number in range(40):
             store(outbox, 10, key="key", first=10 * number)
         wait_until(lambda: outbox.status().rows == 0, timeout=60, what="an empty outbox")
@@ -174,28 +180,43 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
             checker.attempted(message_id)
             checker.confirmed(message_id)
 
-    def relay(kill_at: int) -> bytes:
-        command = [sys.executable, "-m", "integration.programs.relaying", vhost.url, database_url, "1", str(kill_at)]
-        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, timeout=100, check=False)
-        assert done.returncode in (0, -9), done.returncode
-        return done.stdout
+    def relay(kill_at: int) -> list[str]:
+        status, lines = forks.run(vhost.url, database_url, 1, kill_at)
+        assert status in (0, -9), status
+        return lines
 
     with vhost.connect() as connection:
         connection.channel().queue_declare("orders", durable=True, arguments={"x-queue-type": "classic"})
     attempt(20)
     attempt(20, key="key")
-    total = int(relay(0).split()[1])
-    numbers = list(range(20))
-    for _ in range(20 if soaking() else 4):
-        attempt(20)
-        attempt(20, key="key", first=len(numbers))
-        numbers.extend(range(len(numbers), len(numbers) + 20))
-        relay(rng.randrange(total // 10, total))
-    relay(0)
+    with Forks("relaying") as forks:
+        total = int(relay(0)[0].split()[1])
+        numbers = list(range(20))
+        for _ in range(20 if soaking() else 3):
+            attempt(20)
+            attempt(20, key="key", first=len(numbers))
+            numbers.extend(range(len(numbers), len(numbers) + 20))
+            relay(rng.randrange(total // 10, total))
+        relay(0)
     assert outbox.status().rows == 0
     found = bodies(vhost, "orders")
     checker.left(message_id for message_id, _ in found)
     checker.close()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_f33_a_publisher_on_asyncio_killed_at_any_line_publishes_all_that_it_accepted(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Checker, rng: random.Random
+) -> None:
+    """It stores and relays with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
+    with Killed(vhost, database_url, "aio", checker) as killed:
+        killed.run_and_be_killed(8, 25 if soaking() else 5, rng)
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(30)
+    assert outbox.status().rows == 0
+    checker.drain(vhost, ["orders"])
+    balance = checker.close()
+    assert balance.confirmed == killed.accepted
 
 
 def test_what_cannot_be_published_is_set_aside_and_held_until_somebody_decides(

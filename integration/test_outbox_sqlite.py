@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from integration.support.programs import environment
+from integration.support.forks import Forks
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
@@ -42,24 +41,25 @@ def assert_in_order(found: list[bytes]) -> None:
 
 
 class Killed:
-    """Runs the program again and again on one file, and keeps the account of what it said."""
+    """Runs the program again and again on one outbox, and keeps the account of what it said."""
 
-    def __init__(self, vhost: VirtualHost, path: Path, face: str, checker: Checker) -> None:
-        self._command = [sys.executable, "-m", "integration.programs.outboxing", vhost.url, str(path), face]
+    def __init__(self, vhost: VirtualHost, outbox: Path | str, face: str, checker: Checker) -> None:
+        self._arguments = [vhost.url, outbox, face]
         self._checker = checker
+        self._forks = Forks("outboxing")
         self.accepted = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._forks.__exit__(*exc_info)
 
     def run(self, count: int, kill_at: int) -> int | None:
         """Run once; return how many lines ran, or None where it was killed."""
-        done = subprocess.run(
-            [*self._command, str(count), str(kill_at)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            timeout=100,
-            check=False,
-        )
+        status, said = self._forks.run(*self._arguments, count, kill_at)
         lines = None
-        for line in done.stdout.decode().splitlines():
+        for line in said:
             what, _, text = line.partition(" ")
             if what == "attempt":
                 self._checker.attempted(text)
@@ -68,8 +68,19 @@ class Killed:
                 self.accepted += 1
             else:
                 lines = int(text)
-        assert done.returncode == (0 if lines is not None else -9), done.returncode
+        assert status == (0 if lines is not None else -9), status
         return lines
+
+    def run_and_be_killed(self, count: int, deaths: int, rng: random.Random) -> None:
+        """Run once to the end, and then so often that it is killed."""
+        total = self.run(count, 0)
+        assert total is not None
+        died = 0
+        for _ in range(deaths):
+            # Most of the lines belong to storing and relaying; the first few to the start, which is to be hit as well.
+            limit = total if rng.random() < 0.8 else total // 20
+            died += self.run(count, rng.randrange(1, limit + 1)) is None
+        assert died > 0
 
 
 @pytest.mark.parametrize("face", ["sync", "aio"])
@@ -77,15 +88,8 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
-    killed = Killed(vhost, tmp_path / "outbox", face, checker)
-    total = killed.run(15, 0)
-    assert total is not None
-    deaths = 0
-    for _ in range(25 if soaking() else 6):
-        # Most of the lines belong to storing and relaying; the first few to the start, which is to be hit as well.
-        limit = total if rng.random() < 0.8 else total // 20
-        deaths += killed.run(15, rng.randrange(1, limit + 1)) is None
-    assert deaths > 0
+    with Killed(vhost, tmp_path / "outbox", face, checker) as killed:
+        killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
         publisher.flush(30)
     assert SQLiteOutbox(tmp_path / "outbox").status().rows == 0
@@ -103,10 +107,10 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
     outbox = SQLiteOutbox(path)
     numbers = iter(range(100_000))
     outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
-    command = [sys.executable, "-m", "integration.programs.outboxing", vhost.url, str(path), "sync", "0"]
-    for _ in range(4):
-        subprocess.run([*command, str(rng.randrange(500, 12_000))], env=environment(), timeout=60, check=False)
-        outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
+    with Forks("outboxing") as forks:
+        for _ in range(4):
+            forks.run(vhost.url, path, "sync", 0, rng.randrange(500, 12_000))
+            outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)
     found = [body for _, body in bodies(vhost, "orders")]
@@ -266,8 +270,10 @@ def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parent
 def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Checker) -> None:
     """All that any of them stored is published once, and the one that relays hands over when it leaves."""
     path = tmp_path / "outbox"
-    with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(Killed(vhost, path, face, checker).run, 60, 0) for face in ("sync", "aio") * 2]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        programs = [stack.enter_context(Killed(vhost, path, face, checker)) for face in ("sync", "aio") * 2]
+        runs = [pool.submit(program.run, 60, 0) for program in programs]
         assert all(run.result() for run in runs)
     with Publisher(vhost.url, outbox=SQLiteOutbox(path)) as publisher:
         publisher.flush(30)

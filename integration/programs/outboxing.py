@@ -1,6 +1,7 @@
-"""Publishes through a SQLite outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
+"""Publishes through an outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
 
-Usage: ``python -m integration.programs.outboxing URL PATH FACE COUNT KILL_AT``. Writes ``attempt ID`` before and
+Run by `integration.support.forks`, with the arguments URL OUTBOX FACE COUNT KILL_AT. OUTBOX is the path of a SQLite
+file, or a database URL; on the face ``aio`` that is used with an ``AsyncEngine``. Writes ``attempt ID`` before and
 ``accepted ID`` after each publish to stdout, unbuffered, and at the end ``lines N``: how many lines of the modules
 below ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0 is never.
 """
@@ -14,9 +15,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
 import reliable_mq
 from reliable_mq import AsyncPublisher, Message, Publisher, Queue
-from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -37,6 +41,7 @@ TRACED = tuple(
 )
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 THREADS = 3
+LEASE = 1.0  # seconds, of a database
 
 
 class Killer:
@@ -94,7 +99,7 @@ def publish(publisher: Publisher, thread: int, count: int) -> None:
         tell("accepted", confirmation.message_id)
 
 
-def run(url: str, outbox: SQLiteOutbox, count: int) -> None:
+def run(url: str, outbox: Outbox, count: int) -> None:
     with Publisher(url, topology=[ORDERS], outbox=outbox) as publisher:
         threads = [threading.Thread(target=publish, args=(publisher, number, count)) for number in range(THREADS)]
         for thread in threads:
@@ -118,22 +123,29 @@ async def publish_async(publisher: AsyncPublisher, task: int, count: int) -> Non
         tell("accepted", confirmation.message_id)
 
 
-async def run_async(url: str, outbox: SQLiteOutbox, count: int) -> None:
+async def run_async(url: str, outbox: Outbox, count: int) -> None:
     async with AsyncPublisher(url, topology=[ORDERS], outbox=outbox) as publisher:
         await asyncio.gather(*(publish_async(publisher, number, count) for number in range(THREADS)))
         await publisher.flush(60)
 
 
-def main(url: str, path: str, face: str, count: int, kill_at: int) -> None:
-    outbox = SQLiteOutbox(path, ordering_key=lambda message, _exchange, _key: message.correlation_id)
-    killer = Killer(kill_at)
+def ordering_key(message: Message, _exchange: str, _routing_key: str) -> str | None:
+    return message.correlation_id
+
+
+def new_outbox(where: str, face: str) -> Outbox:
+    if "://" not in where:
+        return SQLiteOutbox(where, ordering_key=ordering_key)
+    engine = create_async_engine(where) if face == "aio" else create_engine(where)
+    return SQLAlchemyOutbox(engine, ordering_key=ordering_key, lease=LEASE)
+
+
+def main(url: str, where: str, face: str, count: str, kill_at: str) -> None:
+    outbox = new_outbox(where, face)
+    killer = Killer(int(kill_at))
     killer.install()
     if face == "aio":
-        asyncio.run(run_async(url, outbox, count))
+        asyncio.run(run_async(url, outbox, int(count)))
     else:
-        run(url, outbox, count)
+        run(url, outbox, int(count))
     tell("lines", str(killer.lines))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

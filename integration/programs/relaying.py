@@ -1,13 +1,11 @@
 """Relays the outbox in a database until it is empty, and is killed at a line of the outbox's own code.
 
-Usage: ``python -m integration.programs.relaying URL DATABASE_URL LEASE KILL_AT``. At the end it writes ``lines N``: how
-many lines of the modules of `integration.programs.outboxing` ran. At the line of that number that KILL_AT says, the
+Run by `integration.support.forks`, with the arguments URL DATABASE_URL LEASE KILL_AT. At the end it writes ``lines N``:
+how many lines of the modules of `integration.programs.outboxing` ran. At the line of that number that KILL_AT says, the
 process sends itself SIGKILL; 0 is never.
 """
 
 from __future__ import annotations
-
-import sys
 
 from sqlalchemy import create_engine
 
@@ -16,15 +14,11 @@ from reliable_mq import Publisher
 from reliable_mq.outbox import SQLAlchemyOutbox
 
 
-def main(url: str, database: str, lease: float, kill_at: int) -> None:
-    killer = Killer(kill_at)
+def main(url: str, database: str, lease: str, kill_at: str) -> None:
+    killer = Killer(int(kill_at))
     killer.install()
     engine = create_engine(database)
-    with Publisher(url, outbox=SQLAlchemyOutbox(engine, lease=lease)) as publisher:
+    with Publisher(url, outbox=SQLAlchemyOutbox(engine, lease=float(lease))) as publisher:
         publisher.flush(60)
     engine.dispose()
     tell("lines", str(killer.lines))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

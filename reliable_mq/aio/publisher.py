@@ -27,6 +27,7 @@ from reliable_mq.core.report import PublishReport, summary
 from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, PublishError, UsageError
+from reliable_mq.metrics.outbox import outbox_readings
 from reliable_mq.metrics.publisher import publisher_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox.protocol import Outbox
@@ -81,7 +82,8 @@ class AsyncPublisher:
         confirm_timeout: seconds without any confirm, while some are owed, after which the connection is replaced and
             all that is unconfirmed is published again.
         delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
-        retry: how a nacked message is tried again before it is reported (``PublishNacked``).
+        retry: how a nacked message is tried again before it is reported (``PublishNacked``); without ``retry_on``,
+            ``give_up_on`` and ``backend``, which are for consumers.
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
         outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
@@ -444,7 +446,7 @@ class AsyncPublisher:
 
     async def _start_storing(self, outbox: Outbox) -> AsyncStoringLane:
         carrier = AsyncRowCarrier(asyncio.get_running_loop(), self._connect_relay, self._relay)
-        storing = AsyncStoringLane(outbox, carrier, self._options)
+        storing = AsyncStoringLane(outbox, carrier, self._options, measured=self._registration is not None)
         await storing.start()
         self._storing = storing
         return storing
@@ -543,3 +545,6 @@ class AsyncPublisher:
                 stale_confirms=lane.session.stale_confirms,
                 stalled_seconds=lane.stalled_seconds,
             )
+        if self._storing is not None:
+            relay = self._storing.relay
+            yield from outbox_readings(self._options.name, relay.statistics, relay.status)

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.core.window import PublishWindow
 from reliable_mq.errors import OutboxError, UsageError
@@ -75,6 +76,7 @@ class AsyncStoringLane:
         outbox: where to store.
         carrier: publishes the rows of the relay.
         options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
+        measured: whether to count what is in the outbox now and then, for metrics.
 
     Attributes:
         loop: the event loop.
@@ -83,7 +85,7 @@ class AsyncStoringLane:
         relay: the relay.
     """
 
-    def __init__(self, outbox: Outbox, carrier: AsyncRowCarrier, options: PublisherOptions) -> None:
+    def __init__(self, outbox: Outbox, carrier: AsyncRowCarrier, options: PublisherOptions, *, measured: bool) -> None:
         self.loop = asyncio.get_running_loop()
         self.fatal: ReliableMQError | None = None
         self.forked = False
@@ -96,8 +98,13 @@ class AsyncStoringLane:
         self._failures: deque[AsyncStoredConfirmation] = deque(maxlen=_FAILURES_KEPT)
         self._unseen = 0
         self._said_at = float("-inf")
+        statistics = OutboxStatistics()
         self._writer: OutboxWriter[AsyncStoredConfirmation] = OutboxWriter(
-            outbox, name=f"{options.name}-outbox", on_stored=self._stored, on_settled=self._settled
+            outbox,
+            name=f"{options.name}-outbox",
+            on_stored=self._stored,
+            on_settled=self._settled,
+            statistics=statistics,
         )
         self.relay = OutboxRelay(
             outbox,
@@ -105,6 +112,8 @@ class AsyncStoringLane:
             settle=self._writer.settle,
             limit=options.max_outstanding,
             name=f"{options.name}-relay",
+            statistics=statistics,
+            measured=measured,
         )
         _lanes.add(self)
 

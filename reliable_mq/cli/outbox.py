@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from prometheus_client import CollectorRegistry, start_http_server
 from rich.table import Table
 from rich.text import Text
 
@@ -99,6 +100,10 @@ def relay(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port; 0 for a free one.")
+    ] = None,
+    metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
 ) -> None:
     """Publish what is in an outbox, confirmed, until Ctrl-C or SIGTERM. Any number may share a database's table."""
     stopped = threading.Event()
@@ -112,8 +117,11 @@ def relay(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    with _outbox(where, table, schema, create=create, lease=lease) as box:
-        publisher = Publisher(url, outbox=box, name="reliable-mq outbox relay")
+    with (
+        _outbox(where, table, schema, create=create, lease=lease) as box,
+        _metrics(metrics_address, metrics_port) as registry,
+    ):
+        publisher = Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry)
         try:
             with publisher:
                 publisher.connect()
@@ -185,6 +193,26 @@ def _outbox(
         yield file
     finally:
         file.close()
+
+
+@contextmanager
+def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
+    """Serve a registry over HTTP, where there is a port to serve it on."""
+    if port is None:
+        yield None
+        return
+    registry = CollectorRegistry()
+    try:
+        server, thread = start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
+    errors.print(f"metrics: http://{address}:{server.server_port}/metrics", markup=False, highlight=False)
+    try:
+        yield registry
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @contextmanager

@@ -232,6 +232,10 @@ class RelaySession:
         """Rows that wait for one of their ordering key."""
         return self._waiting
 
+    def has(self, ordering_key: str) -> bool:
+        """Whether it has rows of that key which have no fate yet."""
+        return ordering_key in self._behind
+
     def taken(self, rows: Iterable[OutboxRow]) -> None:
         """Rows were taken from the outbox, in its order."""
         for row in rows:

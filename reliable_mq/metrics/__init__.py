@@ -1,4 +1,5 @@
 """Prometheus metrics.
 
-:mod:`~reliable_mq.metrics.publisher` and :mod:`~reliable_mq.metrics.consumer` list them by name.
+:mod:`~reliable_mq.metrics.publisher`, :mod:`~reliable_mq.metrics.outbox` and :mod:`~reliable_mq.metrics.consumer` list
+them by name.
 """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox_statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,27 +16,6 @@ __all__ = ["Claims", "Outbox", "OutboxStatus", "SetAside", "Taken", "ordering_by
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
 """From a message, its exchange and its routing key to the key of its order; None for no order."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutboxStatus:
-    """What is in an outbox.
-
-    Attributes:
-        rows: messages that wait to be published, those that are just being published included.
-        delayed: of these, the ones that were not confirmed and wait for another attempt.
-        held: of these, the ones that wait behind a row of their ordering key that is set aside or not readable.
-        set_aside: messages that will not be published until somebody decides.
-        unreadable: rows of a newer format, for a relay of a newer version.
-        oldest_age: seconds since the oldest message that waits was stored; 0 where none waits. By the wall clock.
-    """
-
-    rows: int
-    delayed: int = 0
-    held: int = 0
-    set_aside: int = 0
-    unreadable: int = 0
-    oldest_age: float = 0.0
 
 
 class SetAside(NamedTuple):

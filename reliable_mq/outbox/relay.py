@@ -16,12 +16,14 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from reliable_mq.core.outbox import Fate, RelaySession, Settlement
+from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.errors import ReliableMQError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq.core.outbox import OutboxRow
+    from reliable_mq.core.outbox_statistics import OutboxStatus
     from reliable_mq.outbox.protocol import Claims, Outbox
 
 __all__ = ["Carrier", "OutboxRelay"]
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_AT_A_TIME: Final = 500
 _KEEP_EVERY: Final = 5.0  # seconds
+_COUNT_EVERY: Final = 1.0  # seconds; where counting takes long, so much longer that it takes a twentieth of the time
+_COUNT_SHARE: Final = 20
 _ERRORS_SAID_EVERY: Final = 30.0  # seconds
 
 
@@ -63,9 +67,10 @@ class OutboxRelay:
         settle: carries out fates, without blocking; ``settled`` is called when they are.
         limit: rows that may be outstanding at a time.
         name: of the thread.
+        statistics: where to count what became of rows.
+        measured: whether to count what is in the outbox now and then, for ``status``.
 
     Attributes:
-        confirmed, retried, set_aside: rows by fate, since the start.
         error: why nothing can be published at present; None where that is not known to be so.
     """
 
@@ -77,8 +82,10 @@ class OutboxRelay:
         settle: Callable[[list[Settlement]], None],
         limit: int,
         name: str,
+        statistics: OutboxStatistics | None = None,
+        measured: bool = False,
     ) -> None:
-        self.confirmed = self.retried = self.set_aside = 0
+        self.statistics = statistics or OutboxStatistics()
         self.error: Exception | None = None
         self._outbox = outbox
         self._carrier = carrier
@@ -94,8 +101,10 @@ class OutboxRelay:
         self._stop_by: float | None = None
         self._pauses = 0
         self._paused_until = 0.0
-        self._look_at = 0.0  # when to look for rows of other processes
+        self._look_at = 0.0  # when to look for rows again: where there were none, others may store some
         self._keep_at = 0.0
+        self._count_at = 0.0 if measured else float("inf")
+        self._counted: tuple[OutboxStatus, float] | None = None  # and when
         self._error_said_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -138,6 +147,12 @@ class OutboxRelay:
         """Rows that are being published, or whose fate is being carried out."""
         return self._outstanding + self._unwritten
 
+    @property
+    def status(self) -> OutboxStatus | None:
+        """What was in the outbox a moment ago, where that is ``measured``; None where it could not say."""
+        counted = self._counted
+        return None if counted is None else counted[0].after(time.monotonic() - counted[1])
+
     # On its thread
 
     def _run(self) -> None:
@@ -178,6 +193,8 @@ class OutboxRelay:
         if written:
             self._unwritten -= len(written)
             claims.written(written)
+            if any(one.row.ordering_key is not None and not session.has(one.row.ordering_key) for one in written):
+                self._look_at = 0.0  # what was passed over, as others of its key were taken, can be taken now
         settled = self._carrier.take_settled()
         self._outstanding -= len(settled)
         for row, error in settled:
@@ -190,6 +207,8 @@ class OutboxRelay:
         if now >= self._keep_at:
             self._keep_at = now + _KEEP_EVERY
             claims.keep()
+        if now >= self._count_at:
+            self._count()
         if stopping:
             session.stopped()
         self._decide(claims)  # before rows are taken: what a fate holds back is not given any more
@@ -208,11 +227,14 @@ class OutboxRelay:
         room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
         # A few rows at a time would cost a look at the outbox each.
         least = max(min(_ROWS_AT_A_TIME, self._limit // 2), 1)
-        if room < least or (now < self._look_at and not self._outstanding):
+        if room < least or now < self._look_at:
             return 0
+        self._look_at = now + self._outbox.poll_interval  # unless somebody wakes us meanwhile
         taken = claims.take(min(room, _ROWS_AT_A_TIME))
-        if not taken.rows and not taken.damaged:
-            self._look_at = now + self._outbox.poll_interval
+        if taken.rows or taken.damaged:
+            self._look_at = 0.0
+        elif not self._outstanding:
+            self._pauses = 0  # nothing is to be done, so nothing is wrong
         session.taken(taken.rows)
         session.settlements.extend(taken.damaged)
         return len(taken.rows)
@@ -224,17 +246,28 @@ class OutboxRelay:
         self._session.settlements = []
         for settlement in settlements:
             if settlement.fate is Fate.SET_ASIDE:
-                self.set_aside += 1
+                self.statistics.set_aside += 1
                 logger.error("message %s is set aside: %s", settlement.row.message.message_id, settlement.reason)
             elif settlement.fate is Fate.LATER:
-                self.retried += 1
+                self.statistics.delayed += 1
             elif settlement.fate is Fate.CONFIRMED:
-                self.confirmed += 1
+                self.statistics.confirmed += 1
                 self._pauses = 0
                 self.error = None
         claims.decided(settlements)
         self._unwritten += len(settlements)
         self._settle(settlements)
+
+    def _count(self) -> None:
+        began = time.monotonic()
+        try:
+            self._counted = self._outbox.status(), began
+        except ReliableMQError as error:
+            self._counted = None
+            self.statistics.interruptions += 1
+            self._say("%r cannot say what is in it: %s", error)
+        ended = time.monotonic()
+        self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
     def _see_trouble(self) -> None:
         trouble, self._session.trouble = self._session.trouble, None
@@ -243,12 +276,17 @@ class OutboxRelay:
 
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()
+        self.statistics.interruptions += 1
         self.error = error
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1
+        self._say("nothing of %r can be published for now, and it is tried again: %s", error)
+
+    def _say(self, text: str, error: Exception) -> None:
+        now = time.monotonic()
         if now - self._error_said_at >= _ERRORS_SAID_EVERY:
             self._error_said_at = now
-            logger.error("nothing of %r can be published for now, and it is tried again: %s", self._outbox, error)
+            logger.error(text, self._outbox, error)
 
     def _wait(self) -> None:
         now = time.monotonic()

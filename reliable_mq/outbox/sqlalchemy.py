@@ -15,7 +15,21 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Engine, and_, case, delete, exists, func, insert, inspect, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    and_,
+    case,
+    delete,
+    func,
+    insert,
+    inspect,
+    not_,
+    or_,
+    outerjoin,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
@@ -33,7 +47,7 @@ from reliable_mq.outbox.sqlalchemy_table import DELAYED, READY, SET_ASIDE, datab
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import ColumnElement
+    from sqlalchemy import ColumnElement, FromClause
     from sqlalchemy.ext.asyncio import async_scoped_session
 
     from reliable_mq.outbox.protocol import OrderingKey
@@ -45,7 +59,9 @@ T = TypeVar("T")
 _NAME_CHARACTERS = 255
 _IDS_AT_A_TIME = 200
 _ATTEMPTS = 4  # at a transaction that others have been in the way of, but for the last
-_DEADLOCKS = frozenset({1205, 1213, "40001", "40P01"})  # the codes of MariaDB and MySQL, and of PostgreSQL
+# Deadlocks and their like, in the codes of MariaDB and MySQL, and of PostgreSQL; 1020 is MariaDB's for a row that is
+# newer than the snapshot that the statement has begun with.
+_CONFLICTS = frozenset({1020, 1205, 1213, "40001", "40P01"})
 
 
 class SQLAlchemyOutbox:
@@ -190,8 +206,9 @@ class SQLAlchemyOutbox:
         """
         now = time.time()
         new = [self._values(row, now) for row in rows]
-        removed = [one.row.id for one in settlements if one.fate is Fate.CONFIRMED]
-        others = [one for one in settlements if one.fate is not Fate.CONFIRMED]
+        # In the order of their ids: transactions that lock rows in one order do not wait for each other in a circle.
+        removed = sorted(one.row.id for one in settlements if one.fate is Fate.CONFIRMED)
+        others = sorted((one for one in settlements if one.fate is not Fate.CONFIRMED), key=lambda one: one.row.id)
         if not (new or removed or others):
             return
         committing = False
@@ -228,8 +245,9 @@ class SQLAlchemyOutbox:
         def work(connection: Connection) -> tuple[int, int]:
             last = connection.execute(select(func.coalesce(func.max(columns.id), 0))).scalar_one()
             limit = last if up_to is None else up_to
-            moves = and_(self._waits(), or_(columns.ordering_key.is_(None), ~self._held()))
-            count = connection.execute(select(func.count()).select_from(self.table).where(columns.id <= limit, moves))
+            rows, is_held = self._with_holds()
+            moves = and_(self._waits(), not_(is_held))
+            count = connection.execute(select(func.count()).select_from(rows).where(columns.id <= limit, moves))
             return count.scalar_one(), last
 
         return self._do(work, "reading")
@@ -240,6 +258,7 @@ class SQLAlchemyOutbox:
         """Count what is in it."""
         columns = self.table.c
         waits = self._waits()
+        rows, is_held = self._with_holds()
 
         def count(condition: ColumnElement[bool]) -> ColumnElement[int]:
             return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
@@ -247,16 +266,17 @@ class SQLAlchemyOutbox:
         query = select(
             count(waits),
             count(and_(waits, columns.state == DELAYED)),
-            count(and_(waits, columns.ordering_key.is_not(None), self._held())),
+            count(and_(waits, is_held)),
             count(and_(columns.state == SET_ASIDE, columns.format <= FORMAT)),
             count(columns.format > FORMAT),
             func.min(case((columns.state < SET_ASIDE, columns.stored_at))),
-        ).select_from(self.table)
+        ).select_from(rows)
 
         def work(connection: Connection) -> OutboxStatus:
-            rows, delayed, held, set_aside, unreadable, oldest = connection.execute(query).one()
+            *counts, oldest = connection.execute(query).one()
             age = 0.0 if oldest is None else max(time.time() - float(oldest), 0.0)
-            return OutboxStatus(int(rows), int(delayed), int(held), int(set_aside), int(unreadable), age)
+            waiting, delayed, held, set_aside, unreadable = map(int, counts)
+            return OutboxStatus(waiting, delayed, held, set_aside, unreadable, age)
 
         return self._do(work, "reading")
 
@@ -317,6 +337,9 @@ class SQLAlchemyOutbox:
     def _fate(self, settlement: Settlement, now: float) -> dict[str, Any]:
         columns = self.table.c
         free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
+        duplicate = settlement.possible_duplicate or settlement.row.possible_duplicate
+        if duplicate:  # whoever had it before us may have published it
+            free["possible_duplicate"] = 1
         if settlement.fate is Fate.BACK:
             return free
         later = settlement.fate is Fate.LATER
@@ -325,7 +348,6 @@ class SQLAlchemyOutbox:
             "available_at": now + settlement.delay if later else 0.0,
             "attempts": columns.attempts + 1,
             "reason": settlement.reason,
-            "possible_duplicate": 1 if settlement.possible_duplicate else columns.possible_duplicate,
         }
 
     def _waits(self) -> ColumnElement[bool]:
@@ -334,14 +356,14 @@ class SQLAlchemyOutbox:
     def _is_set_aside(self) -> ColumnElement[bool]:
         return and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
 
-    def _held(self) -> ColumnElement[bool]:
-        """Behind a row of the same key that does not move by itself."""
+    def _with_holds(self) -> tuple[FromClause, ColumnElement[bool]]:
+        """Join to each row the first of its key that does not move by itself, and say whether that holds it."""
         columns, before = self.table.c, self.table.alias().c
-        return exists().where(
-            before.ordering_key == columns.ordering_key,
-            before.id < columns.id,
-            or_(before.state == SET_ASIDE, before.format > FORMAT),
-        )
+        stuck = and_(before.ordering_key.is_not(None), or_(before.state == SET_ASIDE, before.format > FORMAT))
+        first = select(before.ordering_key, func.min(before.id).label("first")).where(stuck)
+        holds = first.group_by(before.ordering_key).subquery()
+        joined = outerjoin(self.table, holds, holds.c.ordering_key == columns.ordering_key)
+        return joined, and_(holds.c.first.is_not(None), holds.c.first < columns.id)
 
     def _decide(self, statement: Any, message_ids: Sequence[str] | None) -> int:
         def work(connection: Connection) -> int:
@@ -380,4 +402,4 @@ def _may_be_repeated(error: DBAPIError) -> bool:
     """Whether the transaction was rolled back since others were in its way."""
     original = error.orig
     code = getattr(original, "sqlstate", None) or next(iter(getattr(original, "args", ())), None)
-    return code in _DEADLOCKS
+    return code in _CONFLICTS

@@ -7,8 +7,10 @@ the lease is over they are anybody's; they may have been published, and are mark
 Invariants:
 
 - of an ordering key, a relay takes the first row of all that are left, and with it those behind it; so no other relay
-  can have a row of the key at the same time, whoever committed what meanwhile;
-- a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there.
+  can have a row of the key at the same time, whoever committed what meanwhile. A row that was the first in any
+  snapshot is the first for as long as it is there, so it may be looked for before it is locked;
+- a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there;
+- every claim has a name of its own, so that what a transaction has claimed is told from all that this relay had before.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from sqlalchemy import and_, case, exists, literal, or_, select, update
 from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Taken
-from reliable_mq.outbox.sqlalchemy_table import SET_ASIDE, database_time, skips_locked
+from reliable_mq.outbox.sqlalchemy_table import LOCKS_WHAT_IT_READS, SET_ASIDE, database_time, skips_locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +50,8 @@ class SQLAlchemyClaims:
         self._table = table
         self._run = run
         self._lease = lease
-        self._taken: set[int] = set()
+        self._claims = 0  # made so far
+        self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
 
     def take(self, limit: int) -> Taken:
         """Take rows that are due and that nobody has, in order."""
@@ -56,12 +59,14 @@ class SQLAlchemyClaims:
         taken = Taken([], [])
         for found in rows:
             number, was_claimed, *values = list(found)[: 2 + len(COLUMNS)]
-            self._taken.add(number)
             try:
-                taken.rows.append(row_from(number, values, in_doubt=bool(was_claimed)))
+                row = row_from(number, values, in_doubt=bool(was_claimed))
             except UnreadableRow as error:
                 row = OutboxRow(number, Message(b""), "", "", True, None, 0, False)
                 taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
+            else:
+                taken.rows.append(row)
+            self._taken[number] = row
         return taken
 
     def decided(self, settlements: Sequence[Settlement]) -> None:
@@ -69,7 +74,10 @@ class SQLAlchemyClaims:
 
     def written(self, settlements: Sequence[Settlement]) -> None:
         """Fates are carried out."""
-        self._taken.difference_update(settlement.row.id for settlement in settlements)
+        for settlement in settlements:
+            row = settlement.row
+            if self._taken.get(row.id) is row:
+                del self._taken[row.id]
 
     def keep(self) -> None:
         """Renew the leases."""
@@ -85,99 +93,98 @@ class SQLAlchemyClaims:
     # In a transaction
 
     def _claim(self, connection: Connection, limit: int) -> list[Row[Any]]:
+        self._claims += 1
+        name = f"{self.owner}.{self._claims}"
         now = database_time(connection)
         until = now + self._lease
-        first = self._take_first(connection, limit, now, until)
+        if skips_locked(connection):
+            first = self._lock_first(connection, limit, now)
+            self._mark(connection, [row.id for row in first], name, until)
+        else:
+            first = self._take_first(connection, limit, now, name, until)
         keys = sorted({row.ordering_key for row in first if row.ordering_key is not None})
         if not keys:
             return first
-        late, behind = self._look_behind(connection, keys, {row.id for row in first}, now)
-        self._mark(connection, [row.id for row in behind], self.owner, until)
-        self._mark(connection, sorted(late), None, 0.0)
-        return sorted((*(row for row in first if row.id not in late), *behind), key=lambda row: row.id)
+        behind = self._look_behind(connection, keys, {row.id for row in first}, now)
+        self._mark(connection, [row.id for row in behind], name, until)
+        return sorted((*first, *behind), key=lambda row: row.id)
 
-    def _take_first(self, connection: Connection, limit: int, now: float, until: float) -> list[Row[Any]]:
-        """Take rows without a key, and of each key the first."""
+    def _lock_first(self, connection: Connection, limit: int, now: float) -> list[Row[Any]]:
+        """Lock rows without a key, and of each key the first, which no other relay is locking."""
         columns = self._table.c
-        before = self._table.alias()
-        held = exists().where(before.c.ordering_key == columns.ordering_key, before.c.id < columns.id)
-        due = self._due(now)
-        wanted = and_(due, or_(columns.ordering_key.is_(None), ~held))
-        if skips_locked(connection):
-            query = self._select().where(wanted).order_by(columns.id).limit(limit).with_for_update(skip_locked=True)
-            rows = list(connection.execute(query))
-            self._mark(connection, [row.id for row in rows], self.owner, until)
-            return rows
-        # The first statement that writes waits for all others that do, and sees what they did.
-        chosen = select(columns.id).where(wanted).order_by(columns.id).limit(limit).scalar_subquery()
+        wanted = self._first(now)
+        if connection.dialect.name in LOCKS_WHAT_IT_READS:
+            # It would lock every row on the way, too, and others would pass over these: choose first, lock these alone.
+            choice = select(columns.id).where(wanted).order_by(columns.id).limit(limit)
+            chosen = connection.execute(choice).scalars().all()
+            if not chosen:
+                return []
+            wanted = and_(columns.id.in_(chosen), self._due(now))
+        query = self._select().where(wanted).order_by(columns.id).limit(limit)
+        return list(connection.execute(query.with_for_update(skip_locked=True)))
+
+    def _take_first(self, connection: Connection, limit: int, now: float, name: str, until: float) -> list[Row[Any]]:
+        """Take rows without a key, and of each key the first; a statement that writes waits for all others that do."""
+        columns = self._table.c
+        chosen = select(columns.id).where(self._first(now)).order_by(columns.id).limit(limit).scalar_subquery()
         connection.execute(
             update(self._table)
             .where(columns.id.in_(chosen))
             .values(
                 possible_duplicate=case((columns.claimed_by.is_not(None), 1), else_=columns.possible_duplicate),
-                claimed_by=self.owner,
+                claimed_by=name,
                 claimed_until=until,
             )
         )
-        ours = and_(columns.claimed_by == self.owner, columns.claimed_until == until)
-        # Whether it was claimed before is in possible_duplicate by now. What was taken in the same instant is ours too.
-        query = self._select(literal(value=False)).where(ours).order_by(columns.id)
-        return [row for row in connection.execute(query) if row.id not in self._taken]
+        # Whether it was claimed before is in possible_duplicate by now.
+        query = self._select(literal(value=False)).where(columns.claimed_by == name).order_by(columns.id)
+        return list(connection.execute(query))
 
-    def _look_behind(
-        self, connection: Connection, keys: list[str], first: set[int], now: float
-    ) -> tuple[set[int], list[Row[Any]]]:
-        """Find what else of these keys can be taken; and which of the first rows are not the first after all.
-
-        A database whose locking reads see more than its other reads (MariaDB's do) may have missed an earlier one.
-        """
+    def _look_behind(self, connection: Connection, keys: list[str], first: set[int], now: float) -> list[Row[Any]]:
+        """Find what else of these keys can be taken: nobody else can take it, as their first rows are ours."""
         columns = self._table.c
-        late: set[int] = set()
         behind: list[Row[Any]] = []
         ended: set[str] = set()
-        begun: set[str] = set()
         for start in range(0, len(keys), _IDS_AT_A_TIME):
             some = keys[start : start + _IDS_AT_A_TIME]
             rows = self._select().add_columns(self._due(now).label("due")).where(columns.ordering_key.in_(some))
-            query = rows.order_by(columns.id).limit(_BEHIND + len(some))
-            for row in connection.execute(query):
-                key = row.ordering_key
-                if key not in begun:
-                    begun.add(key)
-                    if row.id not in first:
-                        ended.add(key)
+            for row in connection.execute(rows.order_by(columns.id).limit(_BEHIND + len(some))):
+                if row.id in first or row.ordering_key in ended:
                     continue
-                if row.id in first:  # behind another one
-                    late.add(row.id)
-                    ended.add(key)
-                elif key not in ended:
-                    if row.due:
-                        behind.append(row)
-                    else:
-                        ended.add(key)
-        return late, behind
+                if row.due:
+                    behind.append(row)
+                else:
+                    ended.add(row.ordering_key)
+        return behind
 
-    def _mark(self, connection: Connection, ids: Sequence[int], owner: str | None, until: float) -> None:
+    def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
         for start in range(0, len(ids), _IDS_AT_A_TIME):
             connection.execute(
                 update(self._table)
                 .where(self._table.c.id.in_(ids[start : start + _IDS_AT_A_TIME]))
-                .values(claimed_by=owner, claimed_until=until)
+                .values(claimed_by=name, claimed_until=until)
             )
 
     def _renew(self, connection: Connection) -> None:
+        columns = self._table.c
         until = database_time(connection) + self._lease
-        connection.execute(
-            update(self._table).where(self._table.c.claimed_by == self.owner).values(claimed_until=until)
-        )
+        ids = sorted(self._taken)
+        for start in range(0, len(ids), _IDS_AT_A_TIME):
+            some = columns.id.in_(ids[start : start + _IDS_AT_A_TIME])
+            connection.execute(update(self._table).where(some, self._ours()).values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
-        columns = self._table.c
-        connection.execute(
-            update(self._table)
-            .where(columns.claimed_by == self.owner)
-            .values(possible_duplicate=1, claimed_by=None, claimed_until=0)
-        )
+        free = {"possible_duplicate": 1, "claimed_by": None, "claimed_until": 0}
+        connection.execute(update(self._table).where(self._ours()).values(**free))
+
+    def _ours(self) -> ColumnElement[bool]:
+        return self._table.c.claimed_by.startswith(f"{self.owner}.")
+
+    def _first(self, now: float) -> ColumnElement[bool]:
+        """Due, and of a key the first that is left."""
+        columns, before = self._table.c, self._table.alias().c
+        held = exists().where(before.ordering_key == columns.ordering_key, before.id < columns.id)
+        return and_(self._due(now), or_(columns.ordering_key.is_(None), ~held))
 
     def _due(self, now: float) -> ColumnElement[bool]:
         columns = self._table.c

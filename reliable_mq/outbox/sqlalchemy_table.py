@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine import Dialect
 
-__all__ = ["DELAYED", "READY", "SET_ASIDE", "database_time", "ddl", "outbox_table", "skips_locked"]
+__all__ = [
+    "DELAYED",
+    "LOCKS_WHAT_IT_READS",
+    "READY",
+    "SET_ASIDE",
+    "database_time",
+    "ddl",
+    "outbox_table",
+    "skips_locked",
+]
 
 READY: Final = 0
 DELAYED: Final = 1
@@ -44,6 +53,8 @@ _CLOCKS: Final = {
 }
 _MYSQL: Final = ("mysql", "mariadb")
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
+LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
+"""Databases whose ``FOR UPDATE`` locks what it looks at, and reads the newest where its subqueries read a snapshot."""
 _NAME: Final = 255  # AMQP's own limit, in bytes
 
 

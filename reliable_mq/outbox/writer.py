@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from reliable_mq.core.outbox import NewRow, Settlement
+from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.errors import OutboxError, ReliableMQError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class OutboxWriter(Generic[T]):
         name: of the thread.
         on_stored: called on the writer's thread with the owners of messages, and the error where they are not stored.
         on_settled: likewise with fates that were carried out.
+        statistics: where to count what was stored, and what was not.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class OutboxWriter(Generic[T]):
         name: str,
         on_stored: Callable[[list[T], OutboxError | None], None],
         on_settled: Callable[[list[Settlement]], None],
+        statistics: OutboxStatistics | None = None,
     ) -> None:
         self._outbox = outbox
+        self._statistics = statistics or OutboxStatistics()
         self._on_stored = on_stored
         self._on_settled = on_settled
         self._queue: SimpleQueue[_Message[T] | list[Settlement] | Callable[[], object] | None] = SimpleQueue()
@@ -183,4 +187,8 @@ class OutboxWriter(Generic[T]):
 
     def _answer(self, messages: Sequence[_Message[T]], error: OutboxError | None) -> None:
         if messages:
+            if error is None:
+                self._statistics.stored += len(messages)
+            else:
+                self._statistics.not_stored += len(messages)
             self._on_stored([message.owner for message in messages], error)

@@ -21,6 +21,7 @@ from reliable_mq.core.report import PublishReport, summary
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.message import Message
+from reliable_mq.metrics.outbox import outbox_readings
 from reliable_mq.metrics.publisher import publisher_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox.protocol import Outbox
@@ -74,7 +75,8 @@ class Publisher:
         confirm_timeout: seconds without any confirm, while some are owed, after which the connection is replaced and
             all that is unconfirmed is published again.
         delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
-        retry: how a nacked message is tried again before it is reported (``PublishNacked``).
+        retry: how a nacked message is tried again before it is reported (``PublishNacked``); without ``retry_on``,
+            ``give_up_on`` and ``backend``, which are for consumers.
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
         outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
@@ -405,7 +407,12 @@ class Publisher:
             if self._storing is None:
                 if self._closed:
                     raise UsageError("this publisher is closed; nothing was stored")
-                storing = StoringLane(outbox, RowCarrier(self._connect_relay, self._relay), self._options)
+                storing = StoringLane(
+                    outbox,
+                    RowCarrier(self._connect_relay, self._relay),
+                    self._options,
+                    measured=self._registration is not None,
+                )
                 storing.start()
                 self._storing = storing
                 _open_publishers.add(self)
@@ -523,6 +530,9 @@ class Publisher:
                 reconnects=lane.reconnects,
                 stale_confirms=lane.session.stale_confirms,
             )
+        if self._storing is not None:
+            relay = self._storing.relay
+            yield from outbox_readings(self._options.name, relay.statistics, relay.status)
 
 
 # Open publishers are kept alive until they are closed: what is outstanding in one that was forgotten is still

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.core.window import PublishWindow
 from reliable_mq.errors import OutboxError, UsageError
@@ -78,6 +79,7 @@ class StoringLane:
         outbox: where to store.
         carrier: publishes the rows of the relay.
         options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
+        measured: whether to count what is in the outbox now and then, for metrics.
 
     Attributes:
         lock: guards the window and the watchers of all confirmations.
@@ -86,7 +88,7 @@ class StoringLane:
         relay: the relay.
     """
 
-    def __init__(self, outbox: Outbox, carrier: Carrier, options: PublisherOptions) -> None:
+    def __init__(self, outbox: Outbox, carrier: Carrier, options: PublisherOptions, *, measured: bool) -> None:
         name = options.name
         self.lock = threading.RLock()
         self.fatal: ReliableMQError | None = None
@@ -100,11 +102,18 @@ class StoringLane:
         self._unseen = 0
         self._said_at = float("-inf")
         self._callbacks = CallbackThread(f"{name}-callbacks")
+        statistics = OutboxStatistics()
         self._writer: OutboxWriter[StoredConfirmation] = OutboxWriter(
-            outbox, name=f"{name}-outbox", on_stored=self._stored, on_settled=self._settled
+            outbox, name=f"{name}-outbox", on_stored=self._stored, on_settled=self._settled, statistics=statistics
         )
         self.relay = OutboxRelay(
-            outbox, carrier, settle=self._writer.settle, limit=options.max_outstanding, name=f"{name}-relay"
+            outbox,
+            carrier,
+            settle=self._writer.settle,
+            limit=options.max_outstanding,
+            name=f"{name}-relay",
+            statistics=statistics,
+            measured=measured,
         )
         _lanes.add(self)
 

@@ -1,0 +1,142 @@
+"""The metrics of a publisher with an outbox: their names and labels, and where their values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from integration.support.waiting import wait_until
+from reliable_mq import Message, OutboxError, ReliableMQError
+from reliable_mq.core.outbox import NewRow, OutboxRow
+from reliable_mq.core.outbox_statistics import OutboxStatistics, OutboxStatus
+from reliable_mq.metrics.outbox import outbox_readings
+from reliable_mq.metrics.registry import register
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import relay as relay_module
+from reliable_mq.outbox.relay import OutboxRelay
+
+STATUS = OutboxStatus(rows=7, delayed=2, held=3, set_aside=4, unreadable=5, oldest_age=1.5)
+STATISTICS = OutboxStatistics(stored=101, not_stored=102, confirmed=103, delayed=104, set_aside=105, interruptions=106)
+COUNTERS = {
+    "outbox_stored_total orders": 101,
+    "outbox_relayed_total orders confirmed": 103,
+    "outbox_relayed_total orders delayed": 104,
+    "outbox_relayed_total orders set_aside": 105,
+    "outbox_failures_total orders store": 102,
+    "outbox_failures_total orders relay": 106,
+}
+GAUGES = {
+    "outbox_waiting orders": 7,
+    "outbox_delayed orders": 2,
+    "outbox_held orders": 3,
+    "outbox_set_aside orders": 4,
+    "outbox_unreadable orders": 5,
+    "outbox_oldest_age_seconds orders": 1.5,
+}
+
+
+def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
+    """What a scrape shows of publishers of one name with these."""
+    registry = CollectorRegistry()
+    for status in statuses:
+        register(registry, lambda status=status: outbox_readings("orders", STATISTICS, status))  # type: ignore[misc]
+    return {
+        f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+    }
+
+
+def test_every_count_has_its_metric() -> None:
+    """The whole scrape: no metric is missing, none is new without being listed here."""
+    assert scrape(STATUS) == COUNTERS | GAUGES
+
+
+def test_while_the_outbox_cannot_say_what_is_in_it_there_are_counters_alone() -> None:
+    """A gauge that is made up would hide it."""
+    assert scrape(None) == COUNTERS
+
+
+def test_what_is_in_an_outbox_that_publishers_share_is_no_sum() -> None:
+    """Each of them tells of all of it."""
+    shown = scrape(STATUS, STATUS)
+    assert {name: shown[name] for name in GAUGES} == GAUGES
+    assert shown["outbox_stored_total orders"] == 202
+
+
+def test_what_waits_grows_older_while_nobody_counts_it() -> None:
+    """A relay that hangs must not hide how long its messages wait."""
+    assert STATUS.after(10.0).oldest_age == 11.5
+    assert OutboxStatus(0, set_aside=1).after(10.0) == OutboxStatus(0, set_aside=1)
+
+
+class Silent:
+    """A carrier that never answers."""
+
+    def connect(self) -> None:
+        """It is."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """And that is all."""
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        return []
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """There is nothing."""
+
+
+class Moody(SQLiteOutbox):
+    """An outbox that cannot always say what is in it."""
+
+    answers = True
+    asked = 0
+
+    def status(self) -> OutboxStatus:
+        self.asked += 1
+        if not self.answers:
+            raise OutboxError("not now")
+        return super().status()
+
+
+def test_a_relay_counts_now_and_then_and_says_nothing_that_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits is told with its age; where the outbox fails, that is counted, and relaying goes on."""
+    monkeypatch.setattr(relay_module, "_COUNT_EVERY", 0.01)
+    monkeypatch.setattr(relay_module, "_COUNT_SHARE", 0)
+    outbox = Moody(tmp_path / "outbox", poll_interval=0.01)
+    outbox.write([NewRow(Message(b""), "", "q", True, None)] * 2, [])
+    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, name="relay", measured=True)
+    assert relay.status is None
+    relay.start()
+    try:
+        wait_until(lambda: relay.status is not None, timeout=20, what="a status")
+        assert relay.status is not None
+        assert relay.status.rows == 2
+        assert 0 <= relay.status.oldest_age < 60
+        outbox.answers = False
+        wait_until(lambda: relay.status is None, timeout=20, what="no status")
+        assert relay.statistics.interruptions >= 1
+        assert relay.error is None
+        outbox.answers = True
+        wait_until(lambda: relay.status is not None, timeout=20, what="a status")
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+        outbox.close()
+
+
+def test_a_relay_that_nobody_measures_counts_nothing(tmp_path: Path) -> None:
+    """A process without a registry pays nothing."""
+    outbox = Moody(tmp_path / "outbox")
+    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, name="relay")
+    relay.start()
+    relay.stop(0)
+    assert relay.join(20)
+    assert outbox.asked == 0
+    assert relay.status is None
+    outbox.close()
