@@ -13,7 +13,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from reliable_mq.core.publication import Outcome, Publication
+from reliable_mq.connection.publishing import WatchedPublication
+from reliable_mq.core.publication import Outcome
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Home(Protocol):
         """A failure that was counted as unseen has been looked at."""
 
 
-class AsyncConfirmation(Publication):
+class AsyncConfirmation(WatchedPublication):
     """What ``submit`` returns on the asyncio face: awaitable, any number of times, by any number of tasks.
 
     ``await confirmation`` gives the receipt or raises the error. Cancelling a task that awaits it gives nothing up: the

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from reliable_mq.core.publication import Outcome, Publication
+from reliable_mq.connection.publishing import WatchedPublication
+from reliable_mq.core.publication import Outcome
 from reliable_mq.sync.condition import Condition
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Home(Protocol):
         """A failure that was counted as unseen has been looked at; the caller holds the lock."""
 
 
-class Confirmation(Publication):
+class Confirmation(WatchedPublication):
     """What ``submit`` returns: the outcome of a publish, once it is known. Thread-safe.
 
     It has the methods of :class:`concurrent.futures.Future` that make sense here; it cannot be cancelled.
