@@ -432,4 +432,4 @@ class Acknowledging(RuleBasedStateMachine):
 
 
 TestAcknowledging = Acknowledging.TestCase
-TestAcknowledging.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestAcknowledging.settings = settings(max_examples=120, stateful_step_count=50)

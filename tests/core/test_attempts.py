@@ -132,4 +132,4 @@ class Remembering(RuleBasedStateMachine):
 
 
 TestRemembering = Remembering.TestCase
-TestRemembering.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestRemembering.settings = settings(max_examples=50, stateful_step_count=30)

@@ -138,4 +138,4 @@ class Grouping(RuleBasedStateMachine):
 
 
 TestGrouping = Grouping.TestCase
-TestGrouping.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestGrouping.settings = settings(max_examples=100, stateful_step_count=30)

@@ -108,7 +108,7 @@ class ConfirmMachine(RuleBasedStateMachine):
 
 
 TestConfirms = ConfirmMachine.TestCase
-TestConfirms.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestConfirms.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def tracker_with(items: str, generation: int = 1) -> ConfirmTracker[str]:

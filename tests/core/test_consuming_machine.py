@@ -411,8 +411,8 @@ class ConsumingWithDelayQueues(Consuming):
 
 
 TestConsuming = Consuming.TestCase
-TestConsuming.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestConsuming.settings = settings(max_examples=150, stateful_step_count=50)
 TestConsumingWithDelayQueues = ConsumingWithDelayQueues.TestCase
-TestConsumingWithDelayQueues.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestConsumingWithDelayQueues.settings = settings(max_examples=60, stateful_step_count=50)
 TestConsumingBatches = ConsumingBatches.TestCase
-TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50)

@@ -82,7 +82,7 @@ class IsolationMachine(RuleBasedStateMachine):
 
 
 TestIsolation = IsolationMachine.TestCase
-TestIsolation.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestIsolation.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 def isolate(suspects: list[int], culprits: set[int]) -> tuple[list[int], list[int], int]:
@@ -105,7 +105,7 @@ def isolate(suspects: list[int], culprits: set[int]) -> tuple[list[int], list[in
 
 
 @given(data=st.data(), total=st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_culprits_alone_are_convicted_and_everyone_else_is_acked_in_order(data: st.DataObject, total: int) -> None:
     """Whoever closes the channel is convicted; all others are acked, in the order of publishing, each once."""
     culprits = data.draw(st.sets(st.integers(0, total - 1), min_size=1, max_size=5))

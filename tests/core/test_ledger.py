@@ -88,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_numbers_start_at_one_and_go_on_after_everything_was_settled() -> None:

@@ -507,4 +507,4 @@ class PublishingMachine(RuleBasedStateMachine):
 
 
 TestPublishing = PublishingMachine.TestCase
-TestPublishing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPublishing.settings = settings(max_examples=200, stateful_step_count=40)

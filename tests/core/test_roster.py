@@ -105,7 +105,7 @@ class RosterMachine(RuleBasedStateMachine):
 
 
 TestRoster = RosterMachine.TestCase
-TestRoster.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRoster.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() -> None:

@@ -63,7 +63,7 @@ class WindowMachine(RuleBasedStateMachine):
 
 
 TestWindow = WindowMachine.TestCase
-TestWindow.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestWindow.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 def publication(message_id: str) -> Publication:
@@ -124,7 +124,7 @@ class IdGateMachine(RuleBasedStateMachine):
 
 
 TestIdGate = IdGateMachine.TestCase
-TestIdGate.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestIdGate.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "10", None])

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
@@ -159,14 +159,14 @@ class Model:
         self.claims.close()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(steps=STEPS)
 def test_whatever_happens_every_row_of_a_file_is_published_in_the_order_of_its_key(steps: list[Any]) -> None:
     """Relays die, rows are delayed, set aside, put back and purged; at the end everything else was confirmed."""
     go_through(steps, lambda directory, _stack: SQLiteOutbox(directory / "outbox"))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(steps=STEPS)
 def test_whatever_happens_every_row_of_a_table_is_published_in_the_order_of_its_key(steps: list[Any]) -> None:
     """The same in a database of one's own, where a step costs ten times as much."""

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.core.delivery import Delivery, Source
@@ -154,7 +154,6 @@ def test_positions_survive_the_checkpoint() -> None:
             Position.parse(other)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(

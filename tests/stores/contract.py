@@ -166,7 +166,7 @@ class StoreContract:
 
     def test_the_store_and_the_model_agree(self, subject: Subject, examples: int) -> None:
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: Modelled(subject), settings=settings(max_examples=examples, stateful_step_count=30, deadline=None)
+            lambda: Modelled(subject), settings=settings(max_examples=examples, stateful_step_count=30)
         )
 
 

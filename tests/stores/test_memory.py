@@ -268,4 +268,4 @@ class Storing(RuleBasedStateMachine):
 
 
 TestStoring = Storing.TestCase
-TestStoring.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestStoring.settings = settings(max_examples=80, stateful_step_count=40)
