@@ -25,7 +25,9 @@ from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
+
+    from reliable_mq.core.delivery import Delivery
 
 __all__ = ["AckBatcher", "Frames"]
 
@@ -116,6 +118,11 @@ class AckBatcher:
     def lowest(self) -> int:
         """The tag below which every delivery of the channel was finished or settled."""
         return self._low
+
+    def unfinished(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Answer which of these deliveries of the channel no handler is done with."""
+        unfinished = self._unfinished
+        return [delivery for delivery in deliveries if delivery.delivery_tag in unfinished]
 
     def set_prefetch(self, prefetch: int) -> None:
         """The prefetch is ``prefetch`` from now on.

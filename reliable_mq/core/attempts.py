@@ -45,9 +45,10 @@ class Failures:
         last: the last of them, as far as it is known.
         due: before when, on the monotonic clock, the next attempt must not be made.
         verdict: why the message is to be dead-lettered, once that is decided.
+        alone: whether it is to be handled by itself, since the batch that it was in did not end.
     """
 
-    __slots__ = ("count", "due", "first_at", "last", "lost", "verdict")
+    __slots__ = ("alone", "count", "due", "first_at", "last", "lost", "verdict")
 
     def __init__(self, count: int = 0, first_at: float | None = None) -> None:
         self.count = count
@@ -56,6 +57,7 @@ class Failures:
         self.lost = 0
         self.due = 0.0
         self.verdict: str | None = None
+        self.alone = False
 
     def add(self, failure: Failure) -> None:
         """One more attempt failed."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
     from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
 
-__all__ = ["AckMode", "ConsumerOptions", "Offset"]
+__all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
 
 AckMode = Literal["manual", "automatic"]
 Offset = str | int | datetime
@@ -42,6 +42,9 @@ _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
 _OFFSETS: Final = ("first", "last", "next")
 _OFFSET: Final = "x-stream-offset"
+_CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
+
+CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
 
 
 class ConsumerOptions:
@@ -85,6 +88,7 @@ class ConsumerOptions:
         consumer_arguments: Mapping[str, object] | None = None,
         max_body_bytes: int | None = None,
         max_header_bytes: int | None = None,
+        consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
         stop_timeout: Duration = 30.0,
     ) -> None:
         if not isinstance(queue, Queue | str) or not queue:
@@ -125,6 +129,9 @@ class ConsumerOptions:
         self.batch = batch_size is not None
         self.stop_timeout = seconds("stop_timeout", stop_timeout)
         self.ack_interval = seconds("ack_interval", ack_interval)
+        self._consumer_timeout = None
+        if consumer_timeout is not None:
+            self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
         self.dead_letter = self._dead_letter(queue, dead_letter)
         self._drops = dead_letter is None  # the user said so, and need not be told
         self.topology = declarations([*topology, *([dead_letter] if isinstance(dead_letter, Queue) else [])])
@@ -187,6 +194,13 @@ class ConsumerOptions:
         """Whether anything is ever published: dead letters, or what waits in delay queues."""
         return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
 
+    @property
+    def consumer_timeout(self) -> float | None:
+        """The broker's consumer timeout, in seconds, as far as it is known here: what the queue says counts."""
+        queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
+        given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
+        return min(given, default=self._consumer_timeout)
+
     def change_prefetch(self, prefetch: int) -> None:
         """Let sessions to come have this prefetch.
 
@@ -232,6 +246,8 @@ class ConsumerOptions:
             ladder=self._ladder,
             broker_retries=self._broker_retries,
             breaker=None if self._kill_switch is None else Breaker(self._kill_switch),
+            consumer_timeout=self.consumer_timeout,
+            grouped=self._idempotency,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
         )
 

@@ -38,7 +38,10 @@ class ConsumerStatistics:
         acks_saved: deliveries acknowledged without a frame of their own.
         stale: results for a channel that is gone, and second results, which changed nothing.
         lost: deliveries that were unsettled when their channel was lost.
-        cancelled: subscriptions that the broker ended, because the queue was deleted or moved.
+        cancelled: subscriptions that the broker ended, because the queue was deleted or moved, or over its consumer
+            timeout.
+        overdue: deliveries that were unacked for most of the broker's consumer timeout, and warned of.
+        timed_out: deliveries that the broker's consumer timeout took back from their handlers.
     """
 
     delivered: int = 0
@@ -63,3 +66,5 @@ class ConsumerStatistics:
     stale: int = 0
     lost: int = 0
     cancelled: int = 0
+    overdue: int = 0
+    timed_out: int = 0

@@ -24,6 +24,7 @@ The way of a delivery::
     retry --cannot be published, or an alarm blocks publishing--> held --its delay is over--> work
     dead letter --an alarm blocks publishing for long, and the broker itself can dead-letter--> basic.reject
     dead letter --there is no dead-letter queue--> basic.reject
+    running --the broker's consumer timeout has taken it back--> failed, and gone; its result, if one comes, is dropped
     anything that is not running --drain or stop--> basic.nack, back to the queue
     anything --channel lost--> gone: the broker delivers it again; its result, if one comes, is dropped and counted
 
@@ -43,56 +44,37 @@ Invariants:
 
 from __future__ import annotations
 
-import enum
-import heapq
-import itertools
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.admission import Admission, Finding, used_up
-from reliable_mq.core.attempts import FailureBook, Failures
-from reliable_mq.core.breaker import Change
-from reliable_mq.core.codec import encode_ack, encode_nack, encode_reject
-from reliable_mq.core.consumer_statistics import ConsumerStatistics
-from reliable_mq.core.deadletters import Purpose, Republish
+from reliable_mq.core.admission import Admission, Finding
+from reliable_mq.core.ages import WARN_AT, Ages, Strike, named
 from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.handling import Failed, Outcome, Result, What
 from reliable_mq.core.handout import HandOut
 from reliable_mq.core.notices import Notice, NoticeKind
-from reliable_mq.core.republishing import Republishing
-from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
+from reliable_mq.core.results import Results
+from reliable_mq.core.ways import State, Ways
+from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from random import Random
 
-    from reliable_mq.core.acks import Frames
+    from reliable_mq.core.acks import AckBatcher
     from reliable_mq.core.batching import Batcher
     from reliable_mq.core.breaker import Breaker
-    from reliable_mq.core.deadletters import DeadLetters
-    from reliable_mq.core.failure import Failure
+    from reliable_mq.core.consumer_statistics import ConsumerStatistics
+    from reliable_mq.core.deadletters import DeadLetters, Republish
+    from reliable_mq.core.handling import Result
     from reliable_mq.core.ladder import Ladder
     from reliable_mq.core.positions import StreamPosition
     from reliable_mq.core.quarantine import Quarantine
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
 __all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
 
-_UNIDENTIFIED: Final = "not handed to a handler: it has no message_id, by which the idempotency store would know it"
-_LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
-_PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
-
-
-class State(enum.Enum):
-    """What is done with deliveries."""
-
-    CONSUMING = "consuming"
-    """They are handed out."""
-    DRAINING = "draining"
-    """They go back to the broker, until another channel is opened: the subscription has ended."""
-    STOPPING = "stopping"
-    """They go back to the broker, for good."""
+_NAMED: Final = 5  # overdue deliveries that a warning names
 
 
 class ConsumingSession:
@@ -115,12 +97,13 @@ class ConsumingSession:
         quarantine: of the queue; None where there is none.
         breaker: the kill switch; None where there is none.
         broker_retries: whether the queue itself delays what is rejected, and counts it.
+        consumer_timeout: the broker's, in seconds; None where it has none.
+        grouped: whether several deliveries may be with one handler, or with the worker that calls it.
 
     Attributes:
         automatic: whether acks are.
         position: as given.
         statistics: counts, written here and read by anyone.
-        state: what is done with deliveries.
     """
 
     def __init__(
@@ -141,37 +124,31 @@ class ConsumingSession:
         quarantine: Quarantine | None = None,
         broker_retries: bool = False,
         breaker: Breaker | None = None,
+        consumer_timeout: float | None = None,
+        grouped: bool = False,
     ) -> None:
         self._queue = queue
-        self._retry = retry
-        self._random = random
-        self._out = Republishing(dead_letters, ladder)
-        self._broker_dead_letters = broker_dead_letters
-        self._acks = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
-        self.automatic: Final = acks is None
         self._batcher = batcher
-        self._claim_wait = claim_wait
         self._quarantine = quarantine
-        self._broker_retries = broker_retries
         self._breaker = breaker
-        self._to_pause = False
-        self._hand = HandOut(batcher, quarantine, breaker)
-        self._to_isolate = False
-        self._flush = False  # what is finished is acked now: quarantine has a prefetch of 1
+        self._ways = Ways(acks=acks, dead_letters=dead_letters, ladder=ladder, position=position)
+        self._acks = self._ways.acks
+        self.automatic: Final = acks is None
         self.position = position
-        self._book = FailureBook()
-        self._source: Source | None = None
-        self._held: list[tuple[float, int, Delivery | Republish]] = []
-        self._order = itertools.count()  # breaks ties in _held
-        self._output: list[bytes] = []
-        self._back: list[int] = []  # delivery tags that go back with the next output
-        self._notices: list[Notice] = []
-        self._noted: Failure | None = None  # of the last batch that failed
-        self._running = 0
-        self.statistics: ConsumerStatistics = self._acks.statistics
-        self.state = State.CONSUMING
+        self.statistics: ConsumerStatistics = self._ways.statistics
+        self._hand = HandOut(batcher, quarantine, breaker)
+        self._results = Results(
+            ways=self._ways,
+            retry=retry,
+            random=random,
+            broker_dead_letters=broker_dead_letters,
+            broker_retries=broker_retries,
+            claim_wait=claim_wait,
+            quarantine=quarantine,
+            breaker=breaker,
+        )
         self._admission = Admission(
-            book=self._book,
+            book=self._ways.book,
             max_attempts=retry.max_attempts,
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,
@@ -179,44 +156,41 @@ class ConsumingSession:
             broker_counts=broker_retries,
             statistics=self.statistics,
         )
-        self._outcomes = {
-            What.DUPLICATE: self._duplicate,
-            What.IN_PROGRESS: self._in_progress,
-            What.EXHAUSTED: self._exhausted,
-            What.UNIDENTIFIED: self._unidentified,
-            What.STORE_FAILED: self._store_failed,
-            What.CANCELLED: self._cancelled,
-        }
+        self._grouped = grouped or batcher is not None
+        self._ages = Ages(consumer_timeout, self._acks)
+        self._timed_out: list[Delivery] | None = None  # for which the channel is given up
+        self._to_isolate = False
+        self._running = 0
 
     # What happened
 
     def opened(self, generation: int, channel: int) -> None:
         """A channel is open and subscribed."""
-        self._source = Source(generation, channel, self._queue)
-        self._acks.opened(generation)
-        self._out.opened()
+        self._ways.opened(Source(generation, channel, self._queue))
+        self._ages.clear()
         if self._quarantine is not None:
             self._quarantine.opened()
-        if self.state is State.DRAINING:
-            self.state = State.CONSUMING
+        if self._ways.state is State.DRAINING:
+            self._ways.state = State.CONSUMING
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
-        """Deliveries came in on the open channel, in their order; at least one."""
-        source = self._source
+        """Deliveries came in on the open channel, in their order; at least one. The list is the session's to keep."""
+        source = self._ways.source
         if source is None:
             self.statistics.stale += len(deliveries)
             return
         self.statistics.delivered += len(deliveries)
         if not self.automatic:
             self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+            self._ages.delivered(deliveries, now)
         for delivery in deliveries:
             delivery.source = source
         if self.position is not None:
             self.position.delivered(deliveries, self._acks.lowest)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
-        elif self.state is not State.CONSUMING:
-            self._hand_back(deliveries)
+        elif self._ways.state is not State.CONSUMING:
+            self._ways.hand_back(deliveries)
             return
         elif not self._admission.plain(deliveries):
             deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
@@ -227,96 +201,88 @@ class ConsumingSession:
     def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
         """These were handed out, and this is what became of them; of what was handled, ``since`` then at the latest."""
         self._running -= len(results)
-        if self.automatic:
-            self._finished_automatically(results)
-            return
-        handled = [result for result in results if isinstance(result, Delivery)]
-        if self._breaker is not None:
-            self._switch(self._breaker, len(handled), sum(isinstance(result, Failed) for result in results), now)
-        if handled:
-            self._handled(handled, now if since is None else since)
-        if len(handled) == len(results):
-            return
-        for result in results:
-            if isinstance(result, Failed):
-                self._failed(result, now)
-            elif isinstance(result, Outcome):
-                if result.delivery.source is self._source:
-                    self._outcomes[result.what](result, now)
-                else:
-                    self.statistics.stale += 1
+        self._results.finished(results, now, now if since is None else since)
 
     def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
         """What was taken to be published is confirmed, or it is known that it was not."""
-        self._out.settled()
-        delivery = republish.delivery
-        if delivery.source is not self._source:
-            self.statistics.stale += 1
-        elif error is not None:
-            self._not_published(republish, error, now)
-        else:
-            finished = self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
-            self._flush |= self._in_quarantine(delivery)
-            if republish.purpose is Purpose.DEAD_LETTER:
-                self.statistics.dead_lettered += finished
-                self._book.forget(delivery)
-            elif republish.purpose is Purpose.RETRY:
-                self.statistics.delayed += finished
-            else:
-                self.statistics.isolated += finished
+        self._results.published(republish, error, now)
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
         """A queue that was taken is declared, or it is known that it was not."""
-        if error is not None:
-            self._notices.append(Notice(NoticeKind.NOT_DECLARED, None, f"{queue.name!r}: {error}"))
-        for republish in self._out.declared(queue.name, ok=error is None):
-            self._hold_instead(republish.delivery, now)
+        self._results.declared(queue, error, now)
 
     def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
         """These were handed out, and no handler has begun with them, nor will."""
         self._running -= len(deliveries)
-        self._hand_back([delivery for delivery in deliveries if delivery.source is self._source])
+        self._ways.hand_back([delivery for delivery in deliveries if delivery.source is self._ways.source])
 
     def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
         """These were handed out, no handler has begun with them, and they are to be handed out again after a pause."""
         self._running -= len(deliveries)
-        current = [delivery for delivery in deliveries if delivery.source is self._source or self.automatic]
-        if current and self.state is not State.CONSUMING:
-            self._hand_back(current)
+        current = [delivery for delivery in deliveries if delivery.source is self._ways.source or self.automatic]
+        if current and self._ways.state is not State.CONSUMING:
+            self._ways.hand_back(current)
             return
         self._hand.put_back(current, now)
 
     def tick(self, now: float) -> None:
         """Time passed; see `deadline`."""
-        while self._held and self._held[0][0] <= now:
-            item = heapq.heappop(self._held)[2]
-            if isinstance(item, Republish):
-                self._out.again(item)
-            elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
-                self._dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
-            else:
-                self._hand.add_alone(item)
+        for item in self._ways.due(now):
+            delivery = self._results.due(item)
+            if delivery is not None:
+                self._hand.add_alone(delivery)
         self._hand.due(now)
-        if self._quarantine is not None and self.state is State.CONSUMING:
+        if self._quarantine is not None and self._ways.state is State.CONSUMING:
             self._to_isolate |= self._quarantine.subscribe(now)
+        overdue = self._ages.look(now)
+        if overdue:
+            self._warn(overdue)
+
+    def timed_out(self, strike: Strike, now: float, at: float) -> None:
+        """The broker has taken back what was unacked for too long, and is about to be told `lost`, or was told `drain`.
+
+        What a handler has begun with has failed, then. What none has is to be `withdrawn` before. Nothing goes back to
+        a stream, which is read again.
+
+        Args:
+            strike: what the broker said.
+            now: monotonic time.
+            at: the same, in seconds since 1970.
+        """
+        if self._ways.source is None or self.position is not None or self.automatic:
+            return
+        self._ways.hand_back(self._take_everything())
+        quarantine, tag = self._quarantine, strike.consumer_tag
+        timeout = strike.timeout or self._ages.timeout or 0.0
+        found: list[Delivery] = []
+        if quarantine is not None and tag == quarantine.consumer_tag:
+            found = [one for one in self._ages.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
+        elif timeout:
+            found = [one for one in self._ages.unacked(timeout, now) if tag is None or not self._isolated(one)]
+        found = self._ways.in_hand(found)
+        for delivery in found:
+            alone = (
+                not self._grouped
+                or len(found) == 1
+                or self._isolated(delivery)
+                or (delivery.failures is not None and delivery.failures.alone)
+            )
+            self._results.timed_out(delivery, timeout=timeout, now=now, at=at, alone=alone)
+        self._timed_out = found
 
     def lost(self, generation: int) -> None:
         """The channel is gone. What was handed out and has not begun is to be `withdrawn`."""
-        if self._source is None or generation != self._source.generation:
+        if self._ways.source is None or generation != self._ways.source.generation:
             return
-        self._source = None
-        if self.position is not None:
-            self.position.lost(self._acks.lowest)
-        self.statistics.lost += self._acks.lost()
         self._take_everything()
-        self._out.lost()
+        self._ways.lost()
+        self._ages.clear()
         if self._breaker is not None:
             self._breaker.withdrawn()
         if self._quarantine is not None:
-            self._quarantine.lost()
+            self._quarantine.lost(self._timed_out)
+        self._timed_out = None
         self._to_isolate = False
-        self._output.clear()
-        self._back.clear()
 
     def drain(self) -> None:
         """The broker has ended the subscription; the channel is open: hand back what has not begun, ack what ends.
@@ -324,14 +290,14 @@ class ConsumingSession:
         What was handed out and has not begun is to be `withdrawn`.
         """
         self.statistics.cancelled += 1
-        if self.state is State.CONSUMING:
-            self.state = State.DRAINING
-        self._hand_back(self._take_everything())
+        if self._ways.state is State.CONSUMING:
+            self._ways.state = State.DRAINING
+        self._ways.hand_back(self._take_everything())
 
     def stop(self) -> None:
         """As `drain`, for good."""
-        self.state = State.STOPPING
-        self._hand_back(self._take_everything())
+        self._ways.state = State.STOPPING
+        self._ways.hand_back(self._take_everything())
 
     def set_prefetch(self, prefetch: int) -> None:
         """The prefetch is ``prefetch`` from now on.
@@ -366,7 +332,7 @@ class ConsumingSession:
 
     def take_pause(self) -> bool:
         """Whether what was handed out and has not begun is to be taken back, and `postponed`."""
-        pause, self._to_pause = self._to_pause, False
+        pause, self._results.to_pause = self._results.to_pause, False
         return pause
 
     def take_subscription(self) -> bool:
@@ -376,47 +342,47 @@ class ConsumingSession:
 
     def take_republishes(self) -> list[Republish]:
         """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
-        return self._out.take()
+        return self._ways.out.take()
 
     def take_declarations(self) -> Iterable[Queue]:
         """Take the queues to declare on the open channel; each is to be answered with `declared`."""
-        return self._out.take_declarations()
+        return self._ways.out.take_declarations()
 
     def take_notices(self) -> list[Notice]:
         """Take what to log."""
-        notices, self._notices = self._notices, []
+        notices, self._ways.notices = self._ways.notices, []
         return notices
 
     def take_output(self, now: float) -> bytes:
         """Take the bytes to write on the open channel; empty where there are none."""
-        flush, self._flush = self._flush or self.state is not State.CONSUMING, False
-        frames = self._acks.flush() if flush else self._acks.due(now)
-        if frames and self._source is not None:
-            self._send_acks(self._source, frames)
-        if self._back and self._source is not None:
-            self._send_back(self._source)
-        if not self._output:
-            return b""
-        output = b"".join(self._output)
-        self._output.clear()
-        return output
+        return self._ways.take_output(now)
 
     @property
     def deadline(self) -> float | None:
         """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
-        held = self._held[0][0] if self._held else None
-        times = (self._acks.deadline, held, self._hand.deadline)
+        times = (self._acks.deadline, self._ways.deadline, self._hand.deadline, self._ages.deadline)
         return min((time for time in times if time is not None), default=None)
+
+    @property
+    def state(self) -> State:
+        """What is done with deliveries."""
+        return self._ways.state
 
     @property
     def source(self) -> Source | None:
         """The open channel, by which deliveries of a lost one are told; None while there is none."""
-        return self._source
+        return self._ways.source
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is handed out or to be, and nothing is being published."""
-        return not self._running and self._hand.empty and self._out.idle
+        """Whether nothing is handed out or to be, and nothing is being published.
+
+        Where another channel is to follow, what runs on though the broker has taken it back is not waited for.
+        """
+        running = self._running
+        if self._ways.state is State.DRAINING:
+            running -= self._results.overrunning
+        return not running and self._hand.empty and self._ways.out.idle
 
     @property
     def paused(self) -> bool:
@@ -431,7 +397,7 @@ class ConsumingSession:
     @property
     def held(self) -> int:
         """Deliveries that wait for their next attempt, or for the next try to dead-letter them."""
-        return len(self._held)
+        return self._ways.held
 
     @property
     def ack_every(self) -> int:
@@ -443,21 +409,22 @@ class ConsumingSession:
         """Deliveries that are neither acked nor given back."""
         return self._acks.outstanding
 
-    # Results
+    # Deliveries that came in
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
-        forgiven = quarantine.losses if quarantine is not None and quarantine.has(delivery) else None
+        forgiven = quarantine.forgiven if quarantine is not None and quarantine.has(delivery) else None
         finding = self._admission.look(delivery, forgiven=forgiven)
+        failures = delivery.failures
         if finding.refusal is not None:
-            self._dead_letter(delivery, finding.refusal)
+            self._ways.dead_letter(delivery, finding.refusal)
         elif finding.path:
-            if not self._out.forward(delivery, finding.path, suspect=finding.suspect):
-                self._hold(delivery, now + sum(finding.path) / 1000)
+            if not self._ways.out.forward(delivery, finding.path, suspect=finding.suspect):
+                self._ways.hold(delivery, now + sum(finding.path) / 1000)
         elif self._isolate(delivery, finding):
             pass
-        elif delivery.failures is not None and delivery.failures.due > now:
-            self._hold(delivery, delivery.failures.due)
+        elif failures is not None and (failures.due > now or failures.alone):
+            self._ways.hold(delivery, max(failures.due, now))
         else:
             return True
         return False
@@ -469,215 +436,24 @@ class ConsumingSession:
             return False
         if not (finding.suspect or quarantine.suspects(delivery)):
             return False
-        moved = self._out.isolate(delivery, quarantine.queue)
+        moved = self._ways.out.isolate(delivery, quarantine.queue)
         if moved:
-            self._notices.append(Notice(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}"))
+            self._ways.note(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}")
         return moved
 
-    def _in_quarantine(self, delivery: Delivery) -> bool:
+    def _isolated(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
-    def _switch(self, breaker: Breaker, handled: int, failed: int, now: float) -> None:
-        if not handled and not failed:
-            breaker.withdrawn()  # the store had the last word, which says nothing about the handler
-            return
-        change = breaker.settled(handled, failed, now)
-        if change is Change.PAUSED:
-            self._to_pause = True
-            self.statistics.pauses += 1
-            self._notices.append(Notice(NoticeKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s"))
-        elif change is Change.RESUMED:
-            self._notices.append(Notice(NoticeKind.RESUMED, None, "a probe succeeded"))
-
-    def _handled(self, deliveries: list[Delivery], now: float) -> None:
-        source = self._source
-        current = [delivery for delivery in deliveries if delivery.source is source]
-        self.statistics.stale += len(deliveries) - len(current)
-        tags = [delivery.delivery_tag for delivery in current]
-        self.statistics.handled += self._acks.finished(self._acks.generation, tags, now)
-        if self._quarantine is not None and self._quarantine.active:
-            self._flush |= any(map(self._quarantine.has, current))
-        if self._book:
-            for delivery in current:
-                if delivery.failures is not None:
-                    self._book.forget(delivery)
-
-    def _finished_automatically(self, results: Sequence[Result]) -> None:
-        for result in results:
-            if isinstance(result, Failed):
-                self.statistics.failed += 1
-                self._note(NoticeKind.DROPPED, result)
-            elif isinstance(result, Outcome) and result.what is What.CANCELLED:
-                self.statistics.failed += 1
-                self._notices.append(Notice(NoticeKind.DROPPED, result.delivery, result.detail))
-            else:
-                self.statistics.handled += 1
-
-    def _failed(self, result: Failed, now: float) -> None:
-        delivery, failure = result.delivery, result.failure
-        failures = self._remember(delivery, failure) if result.alone else Failures()
-        if delivery.source is not self._source:
-            self.statistics.stale += 1
-            return
-        if result.detail:
-            self._notices.append(Notice(NoticeKind.STORE_FAILED, delivery, result.detail))
-        if delivery.flaw is not None:
-            self._dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
-        elif not result.alone:
-            if failure is not self._noted:  # once for a batch, whose deliveries share it
-                self._noted = failure
-                self._note(NoticeKind.BATCH_FAILED, result)
-            delivery.redelivered = True
-            self._hold(delivery, now)
-        elif failure.verdict is not None:
-            self._dead_letter(delivery, failure.verdict)
-        else:
-            self._retry_or_give_up(delivery, failures, failure, now)
-
-    def _retry_or_give_up(self, delivery: Delivery, failures: Failures, failure: Failure, now: float) -> None:
-        delay = self._retry.delay(failures.count, self._random)
-        if delay is None:
-            self._dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
-            return
-        if failure.kind is not None and not self._retry.retries(failure.kind):
-            self._dead_letter(delivery, f"the retry policy gives up on {_shown(failure)}")
-            return
-        if self._broker_retries:
-            self.statistics.retried += 1
-            self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}"))
-            self._reject(delivery, "", requeue=True)
-            return
-        if failure.delay is not None:
-            delay = failure.delay
-        failures.due = now + delay
-        delivery.redelivered = True
-        self.statistics.retried += 1
-        self._notices.append(Notice(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}"))
-        if not self._out.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
-            self._hold(delivery, failures.due)
-
-    def _not_published(self, republish: Republish, error: ReliableMQError, now: float) -> None:
-        republish.tries += 1
-        delivery = republish.delivery
-        self.statistics.republish_failed += 1
-        self._notices.append(Notice(NoticeKind.REPUBLISH_FAILED, delivery, str(error)))
-        refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
-        blocked = isinstance(error, PublishBlocked)
-        if republish.purpose is Purpose.DEAD_LETTER:
-            # The broker's own dead-lettering keeps what cannot be published, and needs no connection that publishes.
-            if self._broker_dead_letters and (refused or (blocked and republish.tries >= _PATIENCE)):
-                self._reject(delivery, republish.reason)
-                return
-        elif refused or (blocked and republish.purpose is Purpose.RETRY):
-            self._hold_instead(delivery, now)
-            return
-        elif isinstance(error, PublishReturned) and republish.tries == 1:
-            self._out.missing(republish)
-            return
-        self._hold(republish, now + self._backoff(republish.tries))
-
-    def _hold_instead(self, delivery: Delivery, now: float) -> None:
-        """It was to wait in a delay queue, and cannot."""
-        self._hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
-
-    def _duplicate(self, outcome: Outcome, now: float) -> None:
-        delivery = outcome.delivery
-        self.statistics.duplicates += self._acks.finished(self._acks.generation, (delivery.delivery_tag,), now)
-        self._book.forget(delivery)
-
-    def _in_progress(self, outcome: Outcome, now: float) -> None:
-        self.statistics.claims_in_progress += 1
-        self._hold(outcome.delivery, now + self._claim_wait)
-
-    def _exhausted(self, outcome: Outcome, _now: float) -> None:
-        failures = outcome.delivery.failures or Failures()
-        self._dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
-
-    def _unidentified(self, outcome: Outcome, _now: float) -> None:
-        self.statistics.quarantined += 1
-        self._dead_letter(outcome.delivery, _UNIDENTIFIED)
-
-    def _store_failed(self, outcome: Outcome, now: float) -> None:
-        self.statistics.store_failures += 1
-        self._notices.append(Notice(NoticeKind.STORE_FAILED, outcome.delivery, outcome.detail))
-        outcome.delivery.store_failures += 1
-        self._hold(outcome.delivery, now + self._backoff(outcome.delivery.store_failures))
-
-    def _cancelled(self, outcome: Outcome, now: float) -> None:
-        """It goes back, and is no attempt. One that has come back is held first, or it might go round at once."""
-        delivery = outcome.delivery
-        self._notices.append(Notice(NoticeKind.CANCELLED, delivery, outcome.detail))
-        if delivery.redelivered or self.position is not None:
-            delivery.redelivered = True
-            self._hold(delivery, now + self._claim_wait)
-        else:
-            self._hand_back([delivery])
-
-    # Where deliveries go
-
-    def _hold(self, item: Delivery | Republish, due: float) -> None:
-        if self.state is State.CONSUMING:
-            heapq.heappush(self._held, (due, next(self._order), item))
-        else:
-            self._hand_back([item.delivery if isinstance(item, Republish) else item])
-
-    def _dead_letter(self, delivery: Delivery, reason: str) -> None:
-        if delivery.failures is not None:
-            delivery.failures.verdict = reason
-        if self._out.dead_letter(delivery, reason):
-            self._notices.append(Notice(NoticeKind.DEAD_LETTERED, delivery, reason))
-        else:
-            self._reject(delivery, reason)
-
-    def _reject(self, delivery: Delivery, reason: str, *, requeue: bool = False) -> None:
-        source = delivery.source
-        if self._acks.taken(source.generation, delivery.delivery_tag):
-            self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
-            if requeue:
-                return
-            self.statistics.rejected += 1
-            self._notices.append(Notice(NoticeKind.REJECTED, delivery, reason))
-            self._book.forget(delivery)
-
-    def _hand_back(self, deliveries: list[Delivery]) -> None:
-        """Return these with the next output: the later that is, the fewer frames it takes."""
-        if self._source is not None and not self.automatic and self.position is None:
-            self._back += [delivery.delivery_tag for delivery in deliveries]
-
-    def _send_back(self, source: Source) -> None:
-        acks, nacks = self._acks.hand_back(source.generation, self._back)
-        self._back.clear()
-        self._send_acks(source, acks)
-        self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
-
-    def _send_acks(self, source: Source, frames: Frames) -> None:
-        self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)
+    def _warn(self, overdue: list[Delivery]) -> None:
+        self.statistics.overdue += len(overdue)
+        timeout = self._ages.timeout or 0.0
+        others = f", and {len(overdue) - _NAMED} more" if len(overdue) > _NAMED else ""
+        text = (
+            f"{', '.join(map(named, overdue[:_NAMED]))}{others} of queue {self._queue!r}, for {timeout * WARN_AT:g} s; "
+            f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
+        )
+        self._ways.note(NoticeKind.OVERDUE, None, text)
 
     def _take_everything(self) -> list[Delivery]:
         """Empty every place where a delivery waits to be handed out, or to be dead-lettered again."""
-        if self.automatic:
-            return []
-        deliveries = self._hand.clear()
-        deliveries.extend(item.delivery if isinstance(item, Republish) else item for _, _, item in self._held)
-        self._held.clear()
-        return deliveries
-
-    def _remember(self, delivery: Delivery, failure: Failure) -> Failures:
-        self.statistics.failed += 1
-        if delivery.redelivered or delivery.source is not self._source:
-            delivery.failures = self._book.recall(delivery)  # another handler of it may have failed in the meantime
-        failures = delivery.failures = delivery.failures or Failures()
-        failures.add(failure)
-        self._book.remember(delivery, failures)
-        return failures
-
-    def _note(self, kind: NoticeKind, result: Failed) -> None:
-        self._notices.append(Notice(kind, result.delivery, _shown(result.failure)))
-
-    @staticmethod
-    def _backoff(tries: int) -> float:
-        return min(_LONGEST_WAIT, 2.0 ** min(tries - 1, 10))
-
-
-def _shown(failure: Failure) -> str:
-    return f"{failure.exception_type}: {failure.exception_message}"
+        return [] if self.automatic else [*self._hand.clear(), *self._ways.release()]

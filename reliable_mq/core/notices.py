@@ -25,6 +25,8 @@ class NoticeKind(enum.Enum):
     STORE_FAILED = "idempotency store failed"
     BATCH_FAILED = "and its batch failed, each is tried by itself"
     CANCELLED = "not handled, and no attempt"
+    OVERDUE = "unacked for long"
+    TIMED_OUT = "taken back from its handler, which counts as a failed attempt"
     DROPPED = "failed, and acknowledged automatically"
 
 

@@ -2,10 +2,11 @@
 
 A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
 (``x-delivery-count``, and ``x-acquired-count`` from 4.3 on); what has come back twice without a verdict is suspect,
-more often where this process has lost channels itself and lives. A suspect is moved, confirmed, to a queue of its own
-beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as a
-failed attempt. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and then
-dead-lettered; its neighbours are handed out twice beside it, then by themselves.
+more often where this process has lost channels itself and lives, unless that was over the consumer timeout. A suspect
+is moved, confirmed, to a queue of its own beside the first, which is consumed with a prefetch of 1: there, a return is
+the message's own fault, and counts as a failed attempt. So a killer is handed out twice from its queue and
+``max_attempts`` times from quarantine, and then dead-lettered; its neighbours are handed out twice beside it, then by
+themselves.
 
 Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
 them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
@@ -22,6 +23,8 @@ from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from reliable_mq.core.delivery import Delivery
 
 __all__ = ["QUARANTINE_SUFFIX", "Quarantine", "failures_by_broker", "returns"]
@@ -45,14 +48,15 @@ class Quarantine:
         consumer_tag: as given.
         work: its deliveries that are to be handed out; one at a time.
         active: whether it was subscribed to, on this channel.
-        losses: channels that this process has lost, and lives.
+        losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
+        forgiven: channels that this process has lost, and lives, unless it was for what came from quarantine.
     """
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
         self.work: list[Delivery] = []
-        self.losses = 0
+        self.losses = self.forgiven = 0
         self.active = False
         self._due: float | None = None
         self._here = False  # there is a channel
@@ -79,9 +83,10 @@ class Quarantine:
         """A channel is open."""
         self._open, self._due, self._here = True, None, True
 
-    def lost(self) -> None:
-        """It is gone."""
-        self.losses += self._here
+    def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
+        """It is gone; ``timed_out``: what the consumer timeout has taken back then, where that was the reason."""
+        self.losses += self._here and timed_out is None
+        self.forgiven += self._here and not any(map(self.has, timed_out or ()))
         self.active = self._open = self._here = False
         self._due = None
 

@@ -10,6 +10,7 @@ waited there is held in the process.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from reliable_mq.core.deadletters import Purpose, Republish, Target
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reliable_mq.core.deadletters import DeadLetters
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.delivery import Delivery, Source
     from reliable_mq.core.ladder import Ladder
     from reliable_mq.topology import Queue
 
@@ -42,7 +43,7 @@ class Republishing:
         self._undeclared: dict[str, list[Republish]] = {}
         self._declarations: list[Queue] = []
         self._ready: list[Republish] = []
-        self._taken = 0
+        self._taken: set[Republish] = set()
 
     def opened(self) -> None:
         """A channel is open, and what belongs to the policy is declared."""
@@ -116,20 +117,26 @@ class Republishing:
         self._ready += waiting
         return []
 
-    def settled(self) -> None:
+    def settled(self, republish: Republish) -> None:
         """One that was taken is confirmed, or it is known that it is not."""
-        self._taken -= 1
+        self._taken.discard(republish)
 
     def take(self) -> list[Republish]:
         """Take what to publish."""
         ready, self._ready = self._ready, []
-        self._taken += len(ready)
+        self._taken.update(ready)
         return ready
 
     def take_declarations(self) -> Iterable[Queue]:
         """Take what to declare; each is to be answered with `declared`, unless the channel is lost."""
         declarations, self._declarations = self._declarations, []
         return declarations
+
+    def tags(self, source: Source | None) -> Iterable[int]:
+        """The delivery tags of what is published from this channel, or is to be."""
+        for republish in chain(self._ready, self._taken, *self._undeclared.values()):
+            if republish.delivery.source is source:
+                yield republish.delivery.delivery_tag
 
     @property
     def idle(self) -> bool:

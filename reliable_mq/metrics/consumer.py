@@ -58,7 +58,9 @@ COUNTERS = {
         ("acks_saved", "acks_saved", "Deliveries acknowledged without a frame of their own."),
         ("stale", "stale_acks", "Results of an older channel or given twice: dropped."),
         ("lost", "lost_deliveries", "Deliveries unsettled when their channel was lost; they come again."),
-        ("cancelled", "cancelled", "Subscriptions that the broker ended: the queue was deleted or moved."),
+        ("cancelled", "cancelled", "Subscriptions that the broker ended: queue deleted or moved, or consumer timeout."),
+        ("overdue", "overdue", "Deliveries unacked for most of the broker's consumer timeout."),
+        ("timed_out", "timed_out", "Deliveries that the broker's consumer timeout took back from their handlers."),
     )
 }
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reliable_mq.connection.consuming.workers import Workers
-from reliable_mq.core.consumer_options import AckMode, ConsumerOptions, Offset
+from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
@@ -97,6 +97,9 @@ class Consumer:
         consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
         max_body_bytes: a larger delivery is dead-lettered, no handler sees it; None for no limit.
         max_header_bytes: likewise for the encoded properties and headers.
+        consumer_timeout: seconds after which the broker takes a delivery back that is unacked: its own setting, which
+            no client can read; None where it has none. What the arguments of the queue say counts more. After three
+            quarters of it a warning is logged.
         stop_timeout: seconds that ``stop`` waits for handlers that run; after that their deliveries come again.
         reconnect_wait: as for ``Publisher``.
         reconnect_stop: as for ``Publisher``.
@@ -136,6 +139,7 @@ class Consumer:
         consumer_arguments: Mapping[str, object] | None = None,
         max_body_bytes: int | None = None,
         max_header_bytes: int | None = None,
+        consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
         stop_timeout: Duration = 30.0,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
@@ -177,6 +181,7 @@ class Consumer:
             consumer_arguments=consumer_arguments,
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,
+            consumer_timeout=consumer_timeout,
             stop_timeout=stop_timeout,
         )
         self._settings = parse_url(

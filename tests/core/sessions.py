@@ -34,6 +34,8 @@ def make(
     quarantine: bool = False,
     broker_retries: bool = False,
     kill_switch: KillSwitch | None = None,
+    consumer_timeout: float | None = None,
+    grouped: bool = False,
 ) -> ConsumingSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
     session = ConsumingSession(
@@ -49,6 +51,8 @@ def make(
         quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
         breaker=None if kill_switch is None else Breaker(kill_switch),
+        consumer_timeout=consumer_timeout,
+        grouped=grouped,
     )
     session.opened(1, CHANNEL)
     return session

@@ -53,6 +53,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"batch_wait": "1s"}, "batch_wait must be"),
         ({"exclusive": 1}, "exclusive must be True or False"),
         ({"exclusive": True}, "exclusive is ignored by RabbitMQ on a quorum queue"),
+        ({"consumer_timeout": 0}, "consumer_timeout must be"),
         ({"stop_timeout": float("nan")}, "stop_timeout must be"),
         ({"dead_letter": 5}, "dead_letter must be a Queue"),
         ({"dead_letter": ""}, "dead_letter must be a Queue"),
@@ -195,3 +196,22 @@ def test_claiming_is_by_queue() -> None:
     assert claiming is not None
     assert claiming.key_of(delivery(message_id="m")) == "a%7Cb|m"
     assert options().new_claiming() is None
+
+
+SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
+
+
+@pytest.mark.parametrize(
+    ("given", "timeout"),
+    [
+        ({}, 1800.0),
+        ({"consumer_timeout": timedelta(hours=1)}, 3600.0),
+        ({"consumer_timeout": None}, None),
+        ({"queue": SHORT}, 60.0),
+        ({"queue": SHORT, "consumer_timeout": 10}, 60.0),
+        ({"queue": SHORT, "consumer_arguments": {"x-consumer-timeout": 30_000}}, 30.0),
+        ({"queue": "orders", "consumer_arguments": {"x-consumer-timeout": 30_000}, "consumer_timeout": None}, 30.0),
+    ],
+)
+def test_the_consumer_timeout_is_what_the_queue_says_or_else_the_brokers(given: Any, timeout: float | None) -> None:
+    assert options(**given).consumer_timeout == timeout

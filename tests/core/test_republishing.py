@@ -27,7 +27,7 @@ def test_a_delay_of_the_policy_needs_no_declaration() -> None:
     assert (republish.exchange, republish.routing_key, republish.purpose) == ("", "orders.retry.10000", Purpose.RETRY)
     assert list(out.take_declarations()) == []
     assert not out.idle
-    out.settled()
+    out.settled(republish)
     assert out.idle
 
 
@@ -64,7 +64,7 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
     out = opened(10)
     out.delay(delivery(), 10)
     [republish] = out.take()
-    out.settled()
+    out.settled(republish)
     out.missing(republish)
     [queue] = out.take_declarations()
     assert queue.name == "orders.retry.10000"
@@ -76,7 +76,7 @@ def test_a_dead_letter_queue_that_is_missing_is_nobodys_to_declare() -> None:
     out = opened(10)
     assert out.dead_letter(delivery(source=Source(1, 1, "orders")), "why")
     [republish] = out.take()
-    out.settled()
+    out.settled(republish)
     out.missing(republish)
     assert list(out.take_declarations()) == []
     assert out.take() == [republish]
@@ -107,3 +107,15 @@ def test_what_has_to_be_held_instead() -> None:
     assert not out.delay(delivery(headers=BROKEN_TABLE), 10)
     assert not out.isolate(delivery(headers=BROKEN_TABLE), Queue("orders.quarantine", dead_letter=None))
     assert out.idle
+
+
+def test_the_tags_of_what_is_published_from_a_channel() -> None:
+    """Ready, taken or waiting for a declaration; not those of a channel that is lost."""
+    out = opened(10)
+    here, before = Source(2, 1, "orders"), Source(1, 1, "orders")
+    out.dead_letter(delivery(1, source=here), "why")
+    out.dead_letter(delivery(2, source=before), "why")
+    out.take()
+    out.dead_letter(delivery(3, source=here), "why")
+    out.delay(delivery(4, source=here), 70)
+    assert set(out.tags(here)) == {1, 3, 4}

@@ -30,6 +30,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from reliable_mq.core.ages import Strike, strike_of
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.notices import NoticeKind
 from reliable_mq.core.setup import Cancel, SetPrefetch, declare, is_missing
@@ -73,6 +74,8 @@ _LEVELS = {
     NoticeKind.STORE_FAILED: logging.ERROR,
     NoticeKind.BATCH_FAILED: logging.WARNING,
     NoticeKind.CANCELLED: logging.WARNING,
+    NoticeKind.OVERDUE: logging.WARNING,
+    NoticeKind.TIMED_OUT: logging.ERROR,
     NoticeKind.DROPPED: logging.ERROR,
 }
 
@@ -282,6 +285,10 @@ class BaseSubscription:
         """The channel is gone; the broker delivers again what was not acked."""
         self.connected = self._isolated = False
         self._connection_lost |= loss.scope == "connection"
+        strike = strike_of(loss)
+        if strike is not None:
+            logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, loss.text)
+            self._time_out(strike)
         self.session.lost(generation)
         self._withdraw()
         self._pump()
@@ -305,19 +312,20 @@ class BaseSubscription:
         """Of no concern."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """The broker ended the subscription: the queue is gone, or its leader."""
+        """The broker ended the subscription: the queue is gone, or its leader, or a delivery was unacked too long."""
         ours = consumer_tag in {self._consumer_tag, self._options.isolated_tag}
         if not ours or self._phase is not _Phase.RUNNING:
             return
         logger.warning(
-            "the broker cancelled consumer %r: queue %r was deleted or moved; subscribing again",
+            "the broker cancelled consumer %r: queue %r was deleted or moved, or its consumer timeout is over; "
+            "subscribing again",
             consumer_tag,
             self._options.queue_name,
         )
         self._phase = _Phase.RESUBSCRIBING
         self.connected = False
         self.session.drain()
-        self._withdraw()
+        self._time_out(Strike(consumer_tag=consumer_tag))
         self._patience = self._io.call_later(self._options.stop_timeout, self._resubscribe)
         self._pump()
 
@@ -449,6 +457,13 @@ class BaseSubscription:
         """Take back what nobody has begun with, unless it would never come again."""
         if not self.session.automatic:
             self.session.withdrawn(self._withdrawn())
+
+    def _time_out(self, strike: Strike) -> None:
+        """What handlers have begun with by now has failed, as far as it is old enough."""
+        now = time.monotonic()
+        self._take_in(now)
+        self._withdraw()
+        self.session.timed_out(strike, now, time.time())
 
     def _withdrawn(self) -> list[Delivery]:
         isolated = [] if self.isolation is None else self.isolation.withdraw()

@@ -1,0 +1,86 @@
+"""The broker's consumer timeout: a handler that hangs is warned of, its message bounded, and the consumer goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.consuming import Gate, Handler, dead_letters, send
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Message, Queue, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from integration.support.broker import Broker
+    from integration.support.checker import Checker
+    from integration.support.management import VirtualHost
+
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+
+ORDERS = Queue("orders")
+TIMEOUT = 1.5  # seconds
+PREFIX = "x-reliable-mq-"
+PERSISTENT = b"\x10\x00\x02"  # properties with a delivery mode alone
+
+
+@pytest.fixture
+def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
+    """A virtual host whose queues have a short consumer timeout, on a broker whose channels look often.
+
+    Before 4.3 a channel compares ages once a minute, and the timeout with it.
+    """
+    broker: Broker = any_vhost.broker
+    policy = {"pattern": ".*", "definition": {"consumer-timeout": int(TIMEOUT * 1000)}, "apply-to": "queues"}
+    broker.management.call("PUT", "policies", any_vhost.name, "impatient", body=policy)
+    broker.evaluate("application:set_env(rabbit, channel_tick_interval, 250)")
+    yield any_vhost
+    broker.evaluate("application:unset_env(rabbit, channel_tick_interval)")
+
+
+@pytest.mark.both_faces
+def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_neighbours_flow(
+    impatient: VirtualHost, checker: Checker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each timeout is a failed attempt: after ``max_attempts`` it is dead-lettered as one that timed out."""
+    vhost = impatient
+    with Gate(lambda delivery: delivery.body == b"hangs") as gate:
+        handler = Handler(then=gate, account=checker)
+        retry = RetryPolicy(2, delays=(0.1,))
+        with Consumer(vhost.url, ORDERS, handler, concurrency=4, retry=retry, consumer_timeout=TIMEOUT) as consumer:
+            send(vhost, "orders", [Message(b"hangs", message_id="hangs")], checker)
+            send(vhost, "orders", [Message(b"%d" % number) for number in range(20)], checker)
+            wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=30, what="dead-lettered")
+            wait_until(lambda: consumer.connected, timeout=10, what="subscribed again")
+            send(vhost, "orders", [Message(b"%d" % number) for number in range(20, 40)], checker)
+            handler.wait_done(40)
+            assert consumer.statistics.overdue == consumer.statistics.timed_out == 2
+            assert consumer.reconnects == 0
+            stale = consumer.statistics.stale
+            gate.open()
+            wait_until(lambda: consumer.statistics.stale == stale + 2, timeout=10, what="late results dropped")
+    attempts = [number for one, number in zip(handler.begun, handler.attempts, strict=True) if one.body == b"hangs"]
+    assert attempts == [1, 2]
+    assert len(handler.begun) == 40 + 2
+    assert "message 'hangs' of queue 'orders', for 1.125 s; the broker takes back" in caplog.text
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    headers = dead["properties"]["headers"]
+    assert (headers[PREFIX + "attempts"], headers[PREFIX + "exception-type"]) == (2, "TimeoutError")
+    assert headers[PREFIX + "dead-letter-reason"] == "2 of 2 attempts failed"
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+def test_f26_without_an_id_the_brokers_count_of_returns_bounds_a_message_that_hangs(impatient: VirtualHost) -> None:
+    """Nothing is remembered of it: after two timeouts it is moved to quarantine, where each is a failed attempt."""
+    handler = Handler(then=lambda _: time.sleep(2 * TIMEOUT))
+    retry = RetryPolicy(2, delays=(0.1,))
+    with Consumer(impatient.url, ORDERS, handler, concurrency=4, retry=retry, consumer_timeout=TIMEOUT) as consumer:
+        send(impatient, "orders", [Message.from_wire(b"hangs", PERSISTENT)])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=60, what="dead-lettered")
+        assert consumer.statistics.isolated == 1
+    assert len(handler.begun) <= 2 + 2

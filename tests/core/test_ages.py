@@ -1,0 +1,132 @@
+"""How old unacked deliveries are: what is overdue, what is forgotten, and which loss of a channel is a timeout."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reliable_mq.core.acks import AckBatcher
+from reliable_mq.core.ages import Ages, Strike, named, strike_of
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.recovery import Loss
+from tests.core.deliveries import delivery
+from tests.core.sessions import items
+
+
+class Channel:
+    """Ages of a channel, and what was delivered on it."""
+
+    def __init__(self, timeout: float | None = 100.0) -> None:
+        self.acks = AckBatcher(ack_interval=0.0, prefetch=0)
+        self.acks.opened(1)
+        self.ages = Ages(timeout, self.acks)
+        self._last = 0
+
+    def deliver(self, count: int, now: float) -> list[Delivery]:
+        deliveries = items(count, self._last + 1)
+        self._last += count
+        self.acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        self.ages.delivered(deliveries, now)
+        return deliveries
+
+    def finish(self, *deliveries: Delivery) -> None:
+        self.acks.finished(1, [one.delivery_tag for one in deliveries], 0.0)
+        self.acks.flush()
+
+
+def test_what_is_unacked_for_three_quarters_of_the_timeout_is_overdue_once() -> None:
+    channel = Channel()
+    first, second = channel.deliver(2, 10.0)
+    [third] = channel.deliver(1, 20.0)
+    assert channel.ages.deadline == 10.0 + 75
+    assert channel.ages.look(84.9) == []
+    channel.finish(second)
+    assert channel.ages.look(85.0) == [first]
+    assert channel.ages.deadline == 20.0 + 75
+    assert channel.ages.look(96.0) == [third]
+    assert channel.ages.deadline is None
+    assert channel.ages.look(1000.0) == []
+
+
+def test_what_was_finished_in_time_is_forgotten() -> None:
+    channel = Channel()
+    channel.finish(*channel.deliver(3, 0.0))
+    assert channel.ages.look(1.0) == []
+    assert channel.ages.deadline is None
+
+
+def test_what_was_finished_in_time_behind_a_gap_is_not_overdue() -> None:
+    channel = Channel()
+    [first] = channel.deliver(1, 0.0)
+    channel.finish(*channel.deliver(3, 1.0))
+    assert channel.ages.look(80.0) == [first]
+    assert channel.ages.deadline is None
+
+
+def test_where_the_broker_has_no_timeout_nothing_is_overdue() -> None:
+    channel = Channel(None)
+    deliveries = channel.deliver(2, 0.0)
+    assert channel.ages.deadline is None
+    assert channel.ages.look(1e9) == []
+    assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has said what its timeout is
+
+
+def test_what_the_broker_has_taken_back_by_its_clock() -> None:
+    """A delivery was on its way when its time began: a second, or a fiftieth of the timeout, later than it ended."""
+    channel = Channel()
+    first = channel.deliver(2, 0.0)
+    channel.ages.look(80.0)  # overdue
+    second = channel.deliver(2, 80.0)
+    channel.finish(first[0])
+    assert channel.ages.unacked(100.0, 97.9) == []
+    assert channel.ages.unacked(100.0, 98.0) == [first[1]]
+    assert channel.ages.unacked(10.0, 89.0) == [first[1], *second]
+    channel.ages.clear()
+    assert channel.ages.unacked(0.0, 1000.0) == []
+    assert channel.ages.deadline is None
+
+
+def test_one_that_is_never_finished_keeps_no_others() -> None:
+    """Whatever came behind it, finished in any order: in proportion to what is outstanding."""
+    channel = Channel()
+    [stuck] = channel.deliver(1, 0.0)
+    chance = random.Random(1)
+    open_: list[Delivery] = []
+    for now in range(2000):
+        open_ += channel.deliver(5, float(now))
+        chance.shuffle(open_)
+        while len(open_) > 10:
+            channel.finish(open_.pop())
+        assert channel.ages._kept <= 2 * (channel.acks.outstanding + 5) + 64
+        kept = sum(len(read) for _, read in (*channel.ages._old, *channel.ages._young))
+        assert kept == channel.ages._kept
+        if now == 500:
+            assert stuck in channel.ages.look(float(now))
+    assert set(channel.ages.unacked(0.0, 2000.0)) == {stuck, *open_}
+
+
+TIMED_OUT = "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed out. Timeout value used: 1500 ms. This"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "strike"),
+    [
+        (406, TIMED_OUT, Strike(1.5)),
+        (406, "PRECONDITION_FAILED - consumer timed out", Strike(None)),
+        (406, "PRECONDITION_FAILED - unknown delivery tag 7", None),
+        (320, TIMED_OUT, None),
+        (None, TIMED_OUT, None),
+    ],
+)
+def test_which_loss_of_a_channel_is_a_timeout(code: int | None, text: str, strike: Strike | None) -> None:
+    assert strike_of(Loss(code, text, "channel", by_broker=True)) == strike
+
+
+def test_a_message_is_named_whatever_is_wrong_with_it() -> None:
+    """And looking at it changes nothing: its handler may not have asked."""
+    assert named(delivery(message_id="m7")) == "message 'm7'"
+    assert named(delivery(message_id=None, body=b"1234")) == "a message without an id (4 bytes)"
+    broken = Delivery("ctag", 1, False, "", "orders", b"\xff", b"")
+    assert named(broken) == "a message without an id (0 bytes)"
+    assert broken.flaw is None

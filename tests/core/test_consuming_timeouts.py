@@ -1,0 +1,297 @@
+"""The consuming session and the broker's consumer timeout: warned of before, a failed attempt when it strikes."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq import RetryPolicy
+from reliable_mq.core.ages import Strike
+from reliable_mq.core.codec import encode_nack
+from reliable_mq.core.consuming import ConsumingSession, NoticeKind
+from reliable_mq.core.deadletters import Purpose
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.handling import Failed, Outcome, What
+from reliable_mq.core.positions import StreamPosition
+from tests.core.deliveries import delivery, failure
+from tests.core.sessions import CHANNEL, ISOLATED, attempt_again, deliver, fail, items, kinds, make, only_republish
+from tests.core.test_quarantine import back, isolated
+
+CLOSED = Strike(10.0)
+
+
+def struck(session: ConsumingSession, generation: int = 1, now: float = 100.0, strike: Strike = CLOSED) -> None:
+    """The broker closes the channel over its timeout, and another one is opened."""
+    session.timed_out(strike, now, 1_000.0)
+    session.lost(generation)
+    session.opened(generation + 1, CHANNEL)
+
+
+def again(message_id: str | None = "m1", tag: int = 1) -> Delivery:
+    return delivery(tag, redelivered=True, message_id=message_id)
+
+
+# -- before ------------------------------------------------------------------------------------------------------------
+
+
+def test_deliveries_that_are_unacked_for_long_are_warned_of_by_name_age_and_queue() -> None:
+    session = make(consumer_timeout=1800.0)
+    deliver(session, items(2))
+    assert session.deadline == 1350.0
+    session.tick(1350.0)
+    [notice] = session.take_notices()
+    assert (notice.kind, notice.delivery) == (NoticeKind.OVERDUE, None)
+    assert notice.text == (
+        "message 'm1', message 'm2' of queue 'orders', for 1350 s; "
+        "the broker takes back what is unacked for 1800 s, its consumer timeout"
+    )
+    session.tick(1790.0)
+    assert (kinds(session), session.statistics.overdue, session.deadline) == ([], 2, None)
+
+
+def test_of_many_the_first_are_named() -> None:
+    session = make(consumer_timeout=100.0)
+    deliver(session, items(50))
+    session.tick(75.0)
+    [notice] = session.take_notices()
+    assert "message 'm5', and 45 more of queue 'orders', for 75 s" in notice.text
+    assert session.statistics.overdue == 50
+
+
+def test_what_the_broker_forgets_is_never_overdue() -> None:
+    session = make(consumer_timeout=100.0, automatic=True)
+    deliver(session, items(1))
+    session.tick(1000.0)
+    assert kinds(session) == []
+    session.timed_out(CLOSED, 1000.0, 0.0)
+    assert session.statistics.timed_out == 0
+
+
+# -- when it strikes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_the_delay() -> None:
+    session = make(max_attempts=3)
+    [item] = deliver(session, items(1))
+    struck(session)
+    assert (session.statistics.timed_out, session.statistics.failed, session.running) == (1, 1, 1)
+    [notice] = session.take_notices()
+    assert (notice.kind, notice.delivery) == (NoticeKind.TIMED_OUT, item)
+    assert notice.text == "message 'm1': no result within 10 s, the broker's consumer timeout; attempts failed: 1"
+    assert deliver(session, [again()], 100.0) == []
+    assert attempt_again(session, 100.9) == []
+    [second] = attempt_again(session, 101.0)
+    assert (second.attempt, second.redelivered) == (2, True)
+
+
+def test_the_cap_holds_for_a_message_that_always_hangs_its_handler() -> None:
+    """And the dead letter says why."""
+    session = make(max_attempts=2)
+    deliver(session, items(1))
+    struck(session)
+    deliver(session, [again()], 100.0)
+    assert len(attempt_again(session, 101.0)) == 1
+    struck(session, 2, 200.0)
+    assert deliver(session, [again()], 200.0) == []
+    republish = only_republish(session)
+    assert (republish.purpose, republish.reason) == (Purpose.DEAD_LETTER, "2 of 2 attempts failed")
+    assert b"TimeoutError" in republish.properties
+    session.published(republish, None, 200.0)
+    assert session.statistics.dead_lettered == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (RetryPolicy(3, give_up_on=TimeoutError), "the retry policy gives up on TimeoutError: no result within 10 s"),
+        (RetryPolicy(1), "1 of 1 attempts failed"),
+    ],
+)
+def test_it_counts_as_a_timeout_error_of_the_handler(policy: RetryPolicy, reason: str) -> None:
+    session = make(retry=policy)
+    deliver(session, items(1))
+    struck(session)
+    assert deliver(session, [again()], 100.0) == []
+    assert only_republish(session).reason.startswith(reason)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_late_result_of_its_handler_changes_nothing(fails: bool) -> None:
+    session = make(max_attempts=3)
+    [item] = deliver(session, items(1))
+    struck(session)
+    session.finished([Failed(item, failure()) if fails else item], 101.0)
+    assert (session.statistics.stale, session.statistics.failed, session.statistics.handled) == (1, 1, 0)
+    assert (session.running, session.take_output(200.0)) == (0, b"")
+    assert [one.attempt for one in deliver(session, [again()], 102.0)] == [2]
+
+
+def test_the_late_word_of_its_store_changes_nothing() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    struck(session)
+    session.finished([Outcome(item, What.STORE_FAILED, "late")], 101.0)
+    assert (session.statistics.stale, session.statistics.store_failures, session.drained) == (1, 0, True)
+
+
+def test_what_no_handler_has_begun_with_has_not_failed() -> None:
+    """Nor what waits for its next attempt, or for the confirm of what takes its place; nor what came later."""
+    session = make(max_attempts=3)
+    hung, held, waiting, given_up = deliver(session, items(4))
+    fail(session, held, delay=1000)
+    fail(session, given_up, verdict="no")
+    republish = only_republish(session)
+    [late] = deliver(session, items(1, 5), 99.9)
+    session.withdrawn([waiting])
+    assert session.take_notices()
+    struck(session)
+    assert [notice.delivery for notice in session.take_notices()] == [hung]
+    assert session.statistics.timed_out == 1
+    session.published(republish, None, 101.0)
+    session.finished([late], 101.0)
+    assert session.statistics.stale == 2
+
+
+def test_what_is_declared_for_has_not_failed() -> None:
+    session = make(queues=True)
+    [item] = deliver(session, items(1))
+    fail(session, item, delay=70)
+    struck(session)
+    assert session.statistics.timed_out == 0
+
+
+def test_without_a_channel_nothing_is_taken_back() -> None:
+    session = make()
+    deliver(session, items(1))
+    session.lost(1)
+    session.timed_out(CLOSED, 100.0, 0.0)
+    assert session.statistics.timed_out == 0
+
+
+def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
+    stream = make()
+    stream.position = StreamPosition()
+    deliver(stream, [delivery(1, headers={"x-stream-offset": 10})])
+    stream.timed_out(CLOSED, 100.0, 0.0)
+    assert stream.statistics.timed_out == 0
+
+
+# -- when it cancels ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
+    """What has not begun goes back; what runs and is not that old is waited for."""
+    session = make(consumer_timeout=60.0)
+    hung, waiting = deliver(session, items(2))
+    [runs] = deliver(session, items(1, 3), 50.0)
+    session.drain()
+    session.withdrawn([waiting])
+    session.timed_out(Strike(consumer_tag="ctag"), 60.0, 1_000.0)
+    assert session.take_output(60.0) == encode_nack(CHANNEL, 2, False, requeue=True)
+    assert not session.drained
+    session.finished([runs], 61.0)
+    assert session.drained
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert not session.drained
+    session.finished([hung], 62.0)
+    assert session.drained
+    assert session.statistics.timed_out == 1
+
+
+def test_a_cancel_by_a_broker_whose_timeout_nobody_knows_is_none() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.drain()
+    session.timed_out(Strike(consumer_tag="ctag"), 1e6, 1_000.0)
+    assert session.statistics.timed_out == 0
+    session.finished([item], 1e6)
+    assert session.statistics.handled == 1
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_batch_that_hangs_each_is_tried_alone_before_it_counts() -> None:
+    session = make(max_attempts=1, batch=(2, 1.0))
+    session.delivered(items(2), 0.0)
+    assert [len(batch) for batch in session.take_batches()] == [2]
+    struck(session)
+    assert (session.statistics.timed_out, session.statistics.failed) == (2, 0)
+    session.delivered([again("m1", 1), again("m2", 2)], 100.0)
+    session.tick(100.0)
+    assert [[one.message_id for one in batch] for batch in session.take_batches()] == [["m1"], ["m2"]]
+    struck(session, 2, 200.0)
+    assert session.statistics.failed == 2
+    session.delivered([again("m1", 1), again("m2", 2)], 200.0)
+    assert {one.purpose for one in session.take_republishes()} == {Purpose.DEAD_LETTER}
+
+
+def test_of_what_is_claimed_together_each_is_tried_again_before_it_counts() -> None:
+    session = make(max_attempts=1, grouped=True)
+    deliver(session, items(2))
+    struck(session)
+    assert session.statistics.failed == 0
+    deliver(session, [again("m1")], 100.0)
+    [alone] = attempt_again(session, 100.0)
+    assert alone.attempt == 1
+    struck(session, 2, 200.0)
+    assert session.statistics.failed == 1
+
+
+# -- quarantine --------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_without_an_id_that_hangs_is_suspect_after_two_timeouts() -> None:
+    """A channel that is lost over the timeout is not forgiven as other losses of this process are."""
+    session = make(quarantine=True)
+    for generation in (1, 2):
+        item = delivery(message_id=None) if generation == 1 else back(1, message_id=None)
+        assert deliver(session, [item], 0.0) == [item]
+        struck(session, generation)
+    assert deliver(session, [back(2, message_id=None)], 100.0) == []
+    assert only_republish(session).purpose is Purpose.QUARANTINE
+
+
+def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
+    """Of the one that hangs: to the broker it is a return, to us a failure; it is not both."""
+    session = make(max_attempts=5, quarantine=True)
+    assert deliver(session, [back(2)]) == []
+    moved = only_republish(session)
+    session.published(moved, None, 0.0)
+    session.delivered([isolated(moved, 2)], 0.0)
+    [one] = session.take_isolated()
+    struck(session, strike=Strike(consumer_tag=ISOLATED))
+    assert session.statistics.timed_out == 1
+    session.delivered([isolated(moved, 1, returned=1)], 100.0)
+    session.tick(200.0)
+    [second] = session.take_isolated()
+    assert isinstance(one, Delivery)
+    assert isinstance(second, Delivery)
+    assert (one.attempt, second.attempt) == (2, 2)
+
+
+def test_what_is_in_quarantine_is_not_to_blame_for_a_timeout_elsewhere() -> None:
+    session = make(max_attempts=5, quarantine=True)
+    assert deliver(session, [back(2)]) == []
+    moved = only_republish(session)
+    session.published(moved, None, 0.0)
+    deliver(session, [delivery(2, message_id="other")], 0.0)
+    session.delivered([isolated(moved, 3)], 99.5)
+    session.take_isolated()
+    struck(session, strike=CLOSED)
+    assert session.statistics.timed_out == 1
+    session.delivered([isolated(moved, 1, returned=1)], 100.0)
+    [second] = session.take_isolated()
+    assert isinstance(second, Delivery)
+    assert second.attempt == 1
+
+
+def test_a_cancel_of_the_queue_leaves_out_what_is_in_quarantine() -> None:
+    session = make(quarantine=True, consumer_timeout=1.0)
+    assert deliver(session, [back(2)]) == []
+    moved = only_republish(session)
+    session.published(moved, None, 0.0)
+    session.delivered([isolated(moved, 2)], 0.0)
+    session.take_isolated()
+    session.timed_out(Strike(consumer_tag="ctag"), 100.0, 0.0)
+    assert session.statistics.timed_out == 0
