@@ -6,6 +6,7 @@ import itertools
 import struct
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,7 @@ from reliable_mq import (
     RetryPolicy,
     TopologyMismatch,
 )
+from reliable_mq.core import headers
 from reliable_mq.core.codec import join_properties, split_properties
 from reliable_mq.core.codec.tables import walk_table
 from reliable_mq.topology import Binding
@@ -33,9 +35,20 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
 ORDERS = Queue("orders")
+DELAYED = Queue("orders", delayed_retry=(0.2, 0.4))
+
+#: Every backend on every broker that has it.
+BACKENDS = pytest.mark.parametrize(
+    ("any_broker", "backend"),
+    [("newest", "queues"), ("4.0", "queues"), ("newest", "memory"), ("4.0", "memory"), ("newest", "broker")],
+    indirect=["any_broker"],
+)
+PREFIX = headers.PREFIX
+SAID = ("attempts", "dead-letter-reason", "exception-type")
+BY_THE_BROKER = {b"x-delivery-count", b"x-acquired-count"}
 
 
 class Attempts:
@@ -72,10 +85,11 @@ class Attempts:
 
 
 def entries(properties: bytes) -> tuple[dict[str, bytes], set[bytes]]:
-    """The properties but the headers, and the headers as the bytes of each."""
+    """The properties but the headers, and the headers as the bytes of each, but for what the broker counts in."""
     segments = split_properties(properties)
     table = segments.pop("headers", b"\0\0\0\0")
-    return segments, {table[start:end] for _, start, end in walk_table(table, 4, len(table))}
+    found = {table[start:end] for _, start, end in walk_table(table, 4, len(table))}
+    return segments, {one for one in found if one[1 : 1 + one[0]] not in BY_THE_BROKER}
 
 
 def short(text: str) -> bytes:
@@ -116,36 +130,101 @@ def foreign() -> bytes:
     )
 
 
-@pytest.mark.parametrize("backend", ["queues", "memory"])
-def test_a_retried_message_is_the_same_message(any_vhost: VirtualHost, backend: Any) -> None:
+def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
+    """The queue and the policy with which a backend delays by 0.2, then 0.4 s."""
+    return DELAYED if name == "broker" else ORDERS, RetryPolicy(max_attempts, delays=(0.2, 0.4), backend=name)
+
+
+@pytest.mark.both_faces
+@BACKENDS
+def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: VirtualHost, backend: str) -> None:
     """CC, user_id, expiration, float headers, exchange and routing key: each attempt sees what the first one saw."""
     shop = Exchange("shop", type="topic")
-    topology = [shop, Binding(shop, ORDERS, "new.*"), Binding(shop, Queue("copy", dead_letter=None), "copy")]
+    queue, retry = backend_of(backend)
+    topology = [shop, Binding(shop, queue, "new.*"), Binding(shop, Queue("copy", dead_letter=None), "copy")]
     handler = Attempts(failures=2)
-    retry = RetryPolicy(3, delays=(0.1,), backend=backend)
-    with Consumer(any_vhost.url, ORDERS, handler, topology=topology, retry=retry) as consumer:
+    with Consumer(any_vhost.url, queue, handler, topology=topology, retry=retry) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(any_vhost, "new.order", [sent], exchange="shop")
         wait_until(lambda: consumer.statistics.handled == 1, timeout=15, what="handled")
-        assert consumer.statistics.delayed == (2 if backend == "queues" else 0)
+        assert (consumer.statistics.retried, consumer.statistics.delayed) == (2, 2 if backend == "queues" else 0)
     assert handler.attempts == [1, 2, 3]
     assert [one[3] for one in handler.seen] == [False, True, True]
     assert {one[1] for one in handler.seen} == {sent.body}
     assert {one[4:6] for one in handler.seen} == {("shop", "new.order")}
     assert [entries(one[6]) for one in handler.seen] == [entries(foreign())] * 3
+    for gap, asked in zip(handler.gaps, (0.2, 0.4), strict=True):
+        assert asked <= gap < asked + 1.0, handler.gaps
+    print(f"{backend}: asked for 0.2 and 0.4 s, measured", [round(gap, 3) for gap in handler.gaps])
     assert {name: count for name, count in any_vhost.live_counts().items() if count} == {"copy": 1}
 
 
-def test_a_delay_that_no_queue_has_goes_through_several(any_vhost: VirtualHost) -> None:
+@pytest.mark.both_faces
+@BACKENDS
+def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
+    any_vhost: VirtualHost, backend: str, checker: Checker
+) -> None:
+    """Poison among good messages: ``max_attempts`` calls of the handler for each, one dead letter, nothing else moves.
+
+    A handler that has chosen (``DeadLetter``) is not asked again.
+    """
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body.startswith(b"chosen"):
+            raise DeadLetter("as told")
+        if delivery.body.startswith(b"poison"):
+            raise ValueError("cannot be parsed")
+
+    handler = Handler(then=handle, account=checker)
+    queue, retry = backend_of(backend)
+    bodies = [b"%s-%d" % (kind, number) for number in range(5) for kind in (b"good", b"poison", b"chosen")]
+    with Consumer(any_vhost.url, queue, handler, retry=retry) as consumer:
+        send(any_vhost, "orders", [Message(body, message_id=body.decode()) for body in bodies], checker)
+        wait_until(lambda: consumer.statistics.dead_lettered == 10, timeout=20, what="dead-lettered")
+        handler.wait_done(5)
+    calls = Counter((one.body, attempt) for one, attempt in zip(handler.begun, handler.attempts, strict=True))
+    attempts = {b"good": (1,), b"poison": (1, 2, 3), b"chosen": (1,)}
+    assert calls == Counter((body, number) for body in bodies for number in attempts[body.partition(b"-")[0]])
+    dead = dead_letters(any_vhost, "orders.dead", 10)
+    said = [
+        (one["payload"].partition("-")[0], *(one["properties"]["headers"][PREFIX + name] for name in SAID))
+        for one in dead
+    ]
+    assert Counter(said) == {
+        ("poison", 3, "3 of 3 attempts failed", "ValueError"): 5,
+        ("chosen", 1, "as told", "reliable_mq.retry.DeadLetter"): 5,
+    }
+    checker.dead_lettered([one["properties"]["message_id"] for one in dead])
+    checker.drain(any_vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+@BACKENDS
+def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
+    """A count that a client made up costs no attempt; a format that is newer than ours is dead-lettered unseen."""
+    handler = Attempts(failures=2)
+    queue, retry = backend_of(backend)
+    spoofed = {"x-death": [{"count": 99}], "x-delivery-count": 99, "x-acquired-count": 99, PREFIX + "attempt": 10**6}
+    with Consumer(any_vhost.url, queue, handler, retry=retry) as consumer:
+        send(any_vhost, "orders", [Message(b"spoofed", headers=spoofed)])
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=15, what="handled")
+        send(any_vhost, "orders", [Message(b"newer", headers={headers.FORMAT: headers.FORMAT_VERSION + 1})])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=15, what="dead-lettered")
+    assert handler.attempts == [1, 2, 3]
+    assert {one[1] for one in handler.seen} == {b"spoofed"}
+
+
+def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> None:
     """RetryLater(delay): never early, within a second; the queues for it are declared when it is first needed."""
     handler = Attempts(failures=2, error=RetryLater(2.3))
-    with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(4, delays=(60,))) as consumer:
-        send(any_vhost, "orders", [Message(b"x")])
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(4, delays=(60,))) as consumer:
+        send(vhost, "orders", [Message(b"x")])
         wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
     assert handler.attempts == [1, 2, 3]
     assert all(2.3 <= gap < 3.3 + 0.5 for gap in handler.gaps), handler.gaps
 
 
+@pytest.mark.both_faces
 def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Checker) -> None:
     """Short ones behind long ones come back in their own time: nothing blocks at a head."""
     back: dict[bytes, float] = {}
@@ -174,6 +253,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     checker.close()
 
 
+@pytest.mark.both_faces
 def test_f57_a_delay_queue_that_was_deleted_is_declared_again(vhost: VirtualHost) -> None:
     """The retry is returned, its original stays unacked until the queue is there again."""
     handler = Attempts(failures=1)
@@ -206,11 +286,11 @@ def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> Non
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
     assert first.attempts + second.attempts == [1, 2, 3]
     [dead] = dead_letters(vhost, "orders.dead", 1)
-    headers = dead["properties"]["headers"]
-    assert headers["x-reliable-mq-attempts"] == 3
-    assert headers["x-reliable-mq-first-failure"] <= headers["x-reliable-mq-last-failure"]
-    assert headers["x-reliable-mq-consumer"] == "second"
-    assert not {"x-death", "x-reliable-mq-retry", "x-reliable-mq-attempt"} & headers.keys()
+    said = dead["properties"]["headers"]
+    assert said[PREFIX + "attempts"] == 3
+    assert said[PREFIX + "first-failure"] <= said[PREFIX + "last-failure"]
+    assert said[PREFIX + "consumer"] == "second"
+    assert not {"x-death", PREFIX + "retry", PREFIX + "attempt"} & said.keys()
 
 
 def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
@@ -289,14 +369,14 @@ def test_f18_retries_go_on_under_a_memory_alarm(private_vhost: VirtualHost, chec
     checker.close()
 
 
-DELAYED = Queue("orders", delayed_retry=(0.5, 1.0))
+DELAYED_FOR_LONG = Queue("orders", delayed_retry=(0.5, 1.0))
 
 
 @pytest.mark.parametrize("broker", ["newest"], indirect=True)
 def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
     """Linear, up to the longest; the cap holds, the dead letter says why; the message is never published again."""
     handler = Attempts()
-    with Consumer(vhost.url, DELAYED, handler, retry=RetryPolicy(4, backend="broker")) as consumer:
+    with Consumer(vhost.url, DELAYED_FOR_LONG, handler, retry=RetryPolicy(4, backend="broker")) as consumer:
         sent = Message.from_wire(b"\x00body\xff", foreign())
         send(vhost, "orders", [sent])
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")

@@ -1,0 +1,91 @@
+"""Consumers that messages kill, and what they have done until then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from integration.programs.killed_by_messages import Settings
+from integration.support.programs import ROOT, environment
+from integration.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from integration.support.management import VirtualHost
+
+__all__ = ["Call", "Killed", "Settings"]
+
+
+class Call(NamedTuple):
+    """A call of the handler."""
+
+    body: str
+    attempt: int
+    at: float  # seconds since 1970
+
+
+class Killed:
+    """``integration.programs.killed_by_messages``, started again whenever it has died, as a supervisor does.
+
+    Attributes:
+        deaths: of the program itself; with ``workers``, those of its consumers are in its log.
+    """
+
+    def __init__(self, url: str, log: Path, settings: Settings) -> None:
+        self._log = log
+        program = "integration.programs.killed_by_messages"
+        self._command = [sys.executable, "-m", program, url, str(log), *settings.arguments()]
+        self.deaths = 0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                assert self._process.wait(60) == 0
+            finally:
+                self._process.kill()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, cwd=ROOT, env=environment())
+
+    def revive(self) -> None:
+        """Start it again, if it has been killed."""
+        code = self._process.poll()
+        if code is not None:
+            assert code == -signal.SIGKILL, f"it ended by itself, with {code}"
+            self.deaths += 1
+            self._start()
+
+    def calls(self) -> list[Call]:
+        """The calls of the handler so far."""
+        return [call for call in self._lines() if call.body != "died"]
+
+    def counts(self) -> Counter[str]:
+        """Calls of the handler, by body."""
+        return Counter(call.body for call in self.calls())
+
+    def died(self) -> int:
+        """How many of its workers were killed."""
+        return sum(call.body == "died" for call in self._lines())
+
+    def _lines(self) -> list[Call]:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return [Call(body, int(attempt), float(at)) for body, attempt, at in map(str.split, lines)]
+
+    def run_until_settled(self, vhost: VirtualHost, dead: int, timeout: float) -> None:
+        """Keep it alive until so many (or some of them twice) are dead-lettered, and nothing is left anywhere else."""
+
+        def settled() -> bool:
+            self.revive()
+            counts = vhost.live_counts(["orders.dead"])
+            return counts.pop("orders.dead") >= dead and not any(counts.values())
+
+        wait_until(settled, timeout=timeout, what=lambda: f"settled: {vhost.live_counts()}", interval=0.5)
