@@ -77,8 +77,9 @@ Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
 class RetryPolicy:
     """When something that failed is tried again, and when it is given up. Immutable.
 
-    A consumer dead-letters what it gives up; a publisher reports it, and takes no part in ``backend``, ``retry_on`` and
-    ``give_up_on``.
+    A consumer dead-letters what it gives up; a publisher reports it. ``retry_on``, ``give_up_on`` and another
+    ``backend`` than the default are for consumers: a publisher, to which nothing but a nack happens, refuses a policy
+    with them.
 
     Args:
         max_attempts: attempts in all, the first one included; from 1 (never again) to 1000.
@@ -153,9 +154,14 @@ class RetryPolicy:
         return self._backend
 
     @property
-    def has_rules(self) -> bool:
-        """Whether it depends on the exception if an attempt is followed by another."""
-        return self._retry_on is not None or bool(self._give_up_on)
+    def for_consumers(self) -> tuple[str, ...]:
+        """The names of what was given that a publisher can do nothing with."""
+        given = {
+            "retry_on": self._retry_on is not None,
+            "give_up_on": bool(self._give_up_on),
+            "backend": self._backend != "queues",
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
 
     def retries(self, kind: type[BaseException]) -> bool:
         """Whether an exception of this class is followed by another attempt, where one is left."""

@@ -137,9 +137,10 @@ def test_the_schedule_is_made_once_and_the_backoff_never_asked_again() -> None:
 def test_rules_by_exception() -> None:
     plain = RetryPolicy()
     assert plain.retries(Exception)
-    assert not plain.has_rules
+    assert plain.for_consumers == ()
     chosen = RetryPolicy(retry_on=(OSError, KeyError), give_up_on=FileNotFoundError)
-    assert chosen.has_rules
+    assert chosen.for_consumers == ("retry_on", "give_up_on")
+    assert RetryPolicy(backend="memory").for_consumers == ("backend",)
     assert [kind for kind in (OSError, TimeoutError, FileNotFoundError, ValueError) if chosen.retries(kind)] == [
         OSError,
         TimeoutError,

@@ -74,6 +74,11 @@ class PublisherOptions:
             raise ConfigurationError(f"on_blocked must be 'wait' or 'raise', not {on_blocked!r}")
         if not isinstance(retry, RetryPolicy):
             raise ConfigurationError(f"retry must be a RetryPolicy, not {retry!r}")
+        if retry.for_consumers:
+            raise ConfigurationError(
+                f"retry has {retry.for_consumers[0]}, which is for consumers: a publisher tries again what the broker "
+                "nacks, in its own memory, and nothing else; leave it out"
+            )
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
         if not isinstance(mandatory, bool):

@@ -12,6 +12,7 @@ from reliable_mq.core.publisher_options import PublisherOptions
 from reliable_mq.core.setup import ConfirmSelect, ServerInfo
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
+from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 SETTINGS = ConnectionSettings(
@@ -45,6 +46,21 @@ def options(**arguments: Any) -> PublisherOptions:
 def test_a_wrong_argument_is_named(name: str, value: object) -> None:
     with pytest.raises(ConfigurationError, match=name):
         options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("retry_on", RetryPolicy(3, retry_on=OSError)),
+        ("give_up_on", RetryPolicy(3, give_up_on=OSError)),
+        ("backend", RetryPolicy(3, backend="memory")),
+        ("backend", RetryPolicy(3, backend="broker")),
+    ],
+)
+def test_what_is_for_consumers_in_a_retry_policy_is_refused_by_its_name(name: str, policy: RetryPolicy) -> None:
+    with pytest.raises(ConfigurationError, match=f"retry has {name}, which is for consumers"):
+        options(retry=policy)
+    assert options(retry=RetryPolicy(3, backend="queues"))
 
 
 @pytest.mark.parametrize(("name", "text"), [("reconnect_wait", "wait"), ("reconnect_stop", "stop")])
