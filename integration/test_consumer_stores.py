@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from integration.support.consuming import Handler, numbered, publish, send
+from integration.support.forks import Forks
 from integration.support.lossy import LossyProxy
 from integration.support.programs import ROOT, environment, faketime
 from integration.support.seeds import soaking
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
 
 ORDERS = Queue("orders")
 servers = pytest.mark.parametrize("kind", ["redis", "postgresql"])
+# Each face and each server once, or everything.
+FACES_AND_SERVERS = (
+    [(face, kind) for face in ("sync", "aio") for kind in ("redis", "postgresql")]
+    if soaking()
+    else [("sync", "redis"), ("aio", "postgresql")]
+)
 
 
 @pytest.fixture
@@ -115,8 +123,7 @@ def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
     assert checker.close(effects_once=True).effects == 100
 
 
-@pytest.mark.both_faces
-@servers
+@pytest.mark.parametrize(("consumer_face", "kind"), FACES_AND_SERVERS, indirect=["consumer_face"])
 def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
     vhost: VirtualHost,
     checker: Checker,
@@ -212,11 +219,6 @@ def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
 # -- processes that die ------------------------------------------------------------------------------------------------
 
 
-def storing(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "integration.programs.storing", *arguments]
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
 def effects_in(url: str) -> Counter[str]:
     engine = create_engine(url, poolclass=NullPool)
     with engine.connect() as connection:
@@ -226,18 +228,17 @@ def effects_in(url: str) -> Counter[str]:
 STEPS = ("claim", "claimed", "effect", "completed", "acking")
 
 
-def let_die(vhost: VirtualHost, url: str, face: str, where: str, steps: Iterable[str]) -> None:
+def let_die(forks: Forks, *arguments: str, steps: Iterable[str]) -> None:
     for step in steps:
-        with storing(vhost.url, url, face, where, step) as program:
-            assert program.wait(60) == -signal.SIGKILL, step
+        assert forks.run(*arguments, step, timeout=60)[0] == -signal.SIGKILL, step
 
 
-def let_finish(vhost: VirtualHost, url: str, face: str, where: str, finished: Callable[[], bool]) -> None:
+def let_finish(vhost: VirtualHost, forks: Forks, *arguments: str, finished: Callable[[], bool]) -> None:
     """Have what is left consumed by a process that ends when it is told to, having acked everything."""
-    with storing(vhost.url, url, face, where, "none") as program:
-        wait_until(finished, timeout=60, what="every message has taken effect")
-        program.terminate()
-        assert program.wait(60) == 0
+    number = forks.begin(*arguments, "none")
+    wait_until(finished, timeout=60, what="every message has taken effect")
+    os.kill(number, signal.SIGTERM)
+    assert forks.end(60)[0] == 0
     assert vhost.live_counts().get("orders", 0) == 0
 
 
@@ -252,8 +253,10 @@ def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE effects (id text NOT NULL)"))
     ids = publish_orders(vhost, 60)
-    let_die(vhost, url, face, "inbox", STEPS if soaking() or face == "sync" else ("effect", "completed"))
-    let_finish(vhost, url, face, "inbox", lambda: len(effects_in(url)) >= len(ids))
+    with Forks("storing") as forks:
+        program = (vhost.url, url, face, "inbox")
+        let_die(forks, *program, steps=STEPS if soaking() or face == "sync" else ("effect", "completed"))
+        let_finish(vhost, forks, *program, finished=lambda: len(effects_in(url)) >= len(ids))
     assert effects_in(url) == Counter(ids)
 
 
@@ -265,8 +268,10 @@ def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
     url = database("redis").fresh() if kind == "redis" else f"file://{tmp_path / 'store.db'}"
     effects = tmp_path / "effects"
     ids = publish_orders(vhost, 60)
-    let_die(vhost, url, "sync", str(effects), ("claimed", "completed"))
-    let_finish(vhost, url, "sync", str(effects), lambda: set(effects.read_text().split()) >= set(ids))
+    with Forks("storing") as forks:
+        program = (vhost.url, url, "sync", str(effects))
+        let_die(forks, *program, steps=("claimed", "completed"))
+        let_finish(vhost, forks, *program, finished=lambda: set(effects.read_text().split()) >= set(ids))
     counts = Counter(effects.read_text().split())
     assert set(counts) == set(ids)
     # Two handlers run at a time: what one has done when the other's completion ends the process is done again.

@@ -20,8 +20,9 @@ from integration.support.broker import Broker
 from integration.support.certificates import Authority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from integration.support.databases import Database
     from integration.support.management import VirtualHost
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +75,16 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
     """Twice, since nothing of the first run may be in the way of the second."""
     for _ in range(2):
         assert_prints(example, run(f"{example}.py", RELIABLE_MQ_URL=vhost.url))
+
+
+@pytest.mark.parametrize("example", ["inbox", "outbox", "asyncio_outbox"])
+def test_an_example_with_a_database_runs_on_postgresql(
+    vhost: VirtualHost, database: Callable[[str], Database], example: str
+) -> None:
+    """The one that is named in the environment, in place of a file that is thrown away."""
+    url = database("postgresql").fresh()
+    variables = {"RELIABLE_MQ_URL": vhost.url, "RELIABLE_MQ_DATABASE": url, "RELIABLE_MQ_ASYNC_DATABASE": url}
+    assert_prints(example, run(f"{example}.py", **variables))
 
 
 @pytest.mark.parametrize("service", ["service", "asyncio_service"])

@@ -1,6 +1,6 @@
 """Consumes with an idempotency store, and dies by SIGKILL where it is told to.
 
-Usage: ``python -m integration.programs.storing AMQP_URL STORE_URL FACE EFFECTS STEP``. An effect is a row in the
+Run by `integration.support.forks`, with the arguments AMQP_URL STORE_URL FACE EFFECTS STEP. An effect is a row in the
 table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``; else a
 line in the file EFFECTS. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``, ``acking`` (see `Dying`), or
 ``none``: then it ends with SIGTERM.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +146,3 @@ def main(url: str, store_url: str, face: str, where: str, step: str) -> None:
         await store.store._engine.dispose()
 
     asyncio.run(consume())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

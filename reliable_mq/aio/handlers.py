@@ -262,7 +262,7 @@ class HandlerTasks:
                     answer: object
                     if not isinstance(step, Call):
                         answer = await store.ask(step)
-                    elif cancelled or task.cancelling() or not groups.may_begin():
+                    elif cancelled or task.cancelling() or not groups.may_begin(time.perf_counter()):
                         raise NotBegun  # noqa: TRY301
                     else:
                         answer = await self._call(step.argument)

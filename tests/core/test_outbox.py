@@ -29,6 +29,7 @@ from reliable_mq.core.outbox import (
     row_from,
     values_of,
 )
+from reliable_mq.core.outbox_statistics import OutboxStatus
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.errors import OutboxError
 
@@ -229,3 +230,22 @@ def test_a_publish_ends_when_its_message_is_stored_or_is_known_not_to_be(arrived
     failed.stored(error)
     assert failed.outcome is outcome
     assert failed.failure() is error
+
+
+def test_a_session_knows_of_a_key_until_its_rows_have_their_fates() -> None:
+    """A relay looks for rows again when one of their key is done with."""
+    session = RelaySession()
+    first, second = row(1, "key"), row(2, "key")
+    assert not session.has("key")
+    session.taken([first, second])
+    assert session.has("key")
+    session.settled(first, None)
+    assert session.has("key")
+    session.settled(second, None)
+    assert not session.has("key")
+
+
+def test_what_waits_grows_older_while_nobody_counts_it() -> None:
+    """A relay that hangs must not hide how long its messages wait."""
+    assert OutboxStatus(rows=1, oldest_age=1.5).after(10.0) == OutboxStatus(rows=1, oldest_age=11.5)
+    assert OutboxStatus(rows=0, set_aside=1).after(10.0) == OutboxStatus(rows=0, set_aside=1)

@@ -57,7 +57,7 @@ class Groups:
 
     def take(self, first: Work) -> list[Delivery]:
         """Begin a group with ``first``, and take a fair share of what waits along with it, unless that is a batch."""
-        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.monotonic() + _GROUP_SECONDS
+        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
         if not isinstance(first, Delivery):
             return first
         deliveries = [first]
@@ -71,10 +71,10 @@ class Groups:
             deliveries += [item] if isinstance(item, Delivery) else item
         return deliveries
 
-    def may_begin(self) -> bool:
-        """Whether the next one of the group may begin now; asked once for each."""
+    def may_begin(self, now: float) -> bool:
+        """Whether the next one of the group may begin now, by ``time.perf_counter``; asked once for each."""
         self._calls += 1
-        return self._calls == 1 or (self._epoch == self._waiting.epoch and time.monotonic() <= self._end)
+        return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
 
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
         """Put back what has not begun. Returns the results of what has, and what could not be put back."""
