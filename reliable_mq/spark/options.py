@@ -27,10 +27,11 @@ _COMMON: Final = (
     "minPartitions",
     "prefetch",
     "failOnDataLoss",
+    "metricsDirectory",
 )
 _QUEUE: Final = ("queue",)
 _STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets")
-_WRITE: Final = ("url", "exchange", "routingKey")
+_WRITE: Final = ("url", "exchange", "routingKey", "metricsDirectory")
 # Spark hands these to a sink beside the options that are its own.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 _ASYNC_PROGRESS: Final = "asyncprogresstrackingenabled"
@@ -58,6 +59,7 @@ class QueueOptions:
         min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
             size asks for.
         fail_on_data_loss: whether to refuse a queue that drops what was delivered too often.
+        metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
     url: str = field(repr=False)
@@ -67,6 +69,7 @@ class QueueOptions:
     prefetch: int = _DEFAULT_PREFETCH
     min_partitions: int | None = None
     fail_on_data_loss: bool = True
+    metrics_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class StreamOptions:
         min_partitions: tasks that a batch is split into at least; None for one per stream.
         fail_on_data_loss: whether to fail where offsets that were to be read are gone.
         prefetch: deliveries that a task may have in its memory.
+        metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
     url: str = field(repr=False)
@@ -96,6 +100,7 @@ class StreamOptions:
     min_partitions: int | None = None
     fail_on_data_loss: bool = True
     prefetch: int = _DEFAULT_PREFETCH
+    metrics_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +111,13 @@ class WriteOptions:
         url: of the broker.
         exchange: for all rows, in place of the column of that name; None where it is not given.
         routing_key: likewise.
+        metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
     url: str = field(repr=False)
     exchange: str | None = None
     routing_key: str | None = None
+    metrics_directory: str | None = None
 
 
 def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions:
@@ -141,6 +148,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
             min_partitions=options.whole("minPartitions", 1),
             fail_on_data_loss=options.truth("failOnDataLoss", default=True),
+            metrics_directory=options.text("metricsDirectory"),
         )
     options.check_known((*_COMMON, *_STREAM))
     starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0)
@@ -164,6 +172,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         min_partitions=options.whole("minPartitions", 1),
         fail_on_data_loss=options.truth("failOnDataLoss", default=True),
         prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
+        metrics_directory=options.text("metricsDirectory"),
     )
 
 
@@ -184,6 +193,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         url=options.url(),
         exchange=options.text("exchange", empty=True),
         routing_key=options.text("routingKey", empty=True),
+        metrics_directory=options.text("metricsDirectory"),
     )
 
 

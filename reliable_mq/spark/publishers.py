@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import ReliableMQError
+from reliable_mq.spark.metrics import exporter
 from reliable_mq.sync.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -34,28 +35,38 @@ _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0
 _KEPT: Final = 4
 
+_Key = tuple[str, str | None]
+
 _lock = threading.Lock()
-_idle: dict[str, tuple[Publisher, threading.Timer]] = {}  # by URL, the one that was used last at the end
+# By URL and directory for metrics, the one that was used last at the end.
+_idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
 def borrowed_publisher(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher, connected or about to be; at a clean exit it is kept, on an exception it is thrown away."""
-    publisher = _take(options.url) or Publisher(options.url, name="spark-sink")
+    key = options.url, options.metrics_directory
+    metrics = exporter(options.metrics_directory)
+    registry = None if metrics is None else metrics.registry
+    publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry)
     try:
         yield publisher
     except BaseException:
         _close(publisher, 0.0)
         raise
-    if os.environ.get("SPARK_REUSE_WORKER"):
-        _keep(options.url, publisher)
     else:
-        _close(publisher, _CLOSE_SECONDS)
+        if os.environ.get("SPARK_REUSE_WORKER"):
+            _keep(key, publisher)
+        else:
+            _close(publisher, _CLOSE_SECONDS)
+    finally:
+        if metrics is not None:
+            metrics.write()  # nobody knows how long this process lives
 
 
-def _take(url: str) -> Publisher | None:
+def _take(key: _Key) -> Publisher | None:
     with _lock:
-        entry = _idle.pop(url, None)
+        entry = _idle.pop(key, None)
     if entry is None:
         return None
     publisher, timer = entry
@@ -63,11 +74,11 @@ def _take(url: str) -> Publisher | None:
     return publisher
 
 
-def _keep(url: str, publisher: Publisher) -> None:
-    timer = threading.Timer(_IDLE_SECONDS, _expire, (url, publisher))
+def _keep(key: _Key, publisher: Publisher) -> None:
+    timer = threading.Timer(_IDLE_SECONDS, _expire, (key, publisher))
     timer.daemon = True
     with _lock:
-        _idle[url] = publisher, timer
+        _idle[key] = publisher, timer
         surplus = [_idle.pop(next(iter(_idle))) for _ in range(len(_idle) - _KEPT)]
     timer.start()
     for other, its_timer in surplus:
@@ -75,12 +86,12 @@ def _keep(url: str, publisher: Publisher) -> None:
         _close(other, _CLOSE_SECONDS)
 
 
-def _expire(url: str, publisher: Publisher) -> None:
+def _expire(key: _Key, publisher: Publisher) -> None:
     with _lock:
-        entry = _idle.get(url)
+        entry = _idle.get(key)
         if entry is None or entry[0] is not publisher:  # a task has it
             return
-        del _idle[url]
+        del _idle[key]
     _close(publisher, _CLOSE_SECONDS)
 
 

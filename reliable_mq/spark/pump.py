@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
@@ -27,18 +28,21 @@ from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.setup import Cancel, CheckQueue, Consume, SetPrefetch, StepRefused, refusal
 from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.metrics.registry import register
 from reliable_mq.spark.appetite import Appetite, Move
 from reliable_mq.spark.batches import Batches, Position, size_of
+from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from reliable_mq.core.codec import RawDelivery
     from reliable_mq.core.recovery import Loss
     from reliable_mq.core.setup import QueueState, ServerInfo, SetupGenerator, Step, StepGenerator
     from reliable_mq.errors import ReliableMQError
+    from reliable_mq.metrics.registry import Reading
     from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["Pump"]
@@ -63,12 +67,14 @@ class Pump(Client):
         error: why it has ended by itself, if it has.
         stale: acks that were dropped, since their channel was gone.
         reconnects: channels lost and made again.
+        statistics: what it counts.
     """
 
     def __init__(self, options: QueueOptions, session: str) -> None:
         self.error: ReliableMQError | None = None
         self.stale = 0
         self.reconnects = 0
+        self.statistics = QueueStatistics()
         self._options = options
         self._settings = settings = parse_url(options.url)
         # Shared by both threads, and guarded by this.
@@ -95,6 +101,8 @@ class Pump(Client):
         self._closing = False
         self._count_again = 0.0  # not before, for the backlog
         self._read: list[Delivery] = []  # not yet shown to Spark's thread
+        self._metrics = exporter(options.metrics_directory)
+        self._registration = self._metrics and register(self._metrics.registry, self._readings)
         self._name = f"spark-{session}"
         self._io = IOThread(
             name=self._name,
@@ -189,6 +197,23 @@ class Pump(Client):
         if self._io.call_soon(self._begin_to_close):
             self._handed_back.wait(timeout)
         self._io.close(_CLOSE_GRACE)
+        if self._metrics is not None and self._registration is not None:
+            self._registration.close()
+            self._metrics.write()
+
+    def _readings(self) -> Iterator[Reading]:
+        """On the thread that writes metrics, or on any."""
+        with self._changed:
+            ready, held, connected = dict(self._ready), self._batches.held, self._connected
+        yield from queue_readings(
+            self._options.queues,
+            self.statistics,
+            ready=ready,
+            held_bytes=held,
+            connected=connected,
+            reconnects=self.reconnects,
+            stale_acks=self.stale,
+        )
 
     def _wait_for_more(self, start: Position, most: int, called: float, deadline: float) -> float:
         """Give the seconds to wait before the batch after ``start`` is planned.
@@ -207,6 +232,8 @@ class Pump(Client):
     def _plan(self, start: Position, most: int) -> Position:
         known = self._batches.knows(start)
         end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes, remaining=self._remaining)
+        if not known and end != start:
+            self.statistics.batches += 1
         if self._remaining is not None and not known:
             before = {queue for queue, count in self._remaining.items() if count > 0}
             for queue in before:
@@ -234,7 +261,7 @@ class Pump(Client):
 
     def lost(self, generation: int, loss: Loss) -> None:
         """The channel is gone; the broker delivers again what was not acked."""
-        self.reconnects += 1
+        self.reconnects += not self._closing
         self._acks.lost()
         self._subscribed = []
         self._read = []
@@ -292,8 +319,9 @@ class Pump(Client):
                 self._first_at = now
             self._last_at = now
             self._batches.arrived(read)
-            for delivery in read:
-                self._ready[delivery.queue] = max(0, self._ready.get(delivery.queue, 0) - 1)
+            for queue, count in Counter(delivery.queue for delivery in read).items():
+                self._ready[queue] = max(0, self._ready.get(queue, 0) - count)
+                self.statistics.delivered[queue] += count
             self._changed.notify_all()
         self._adjust()
 
@@ -416,7 +444,8 @@ class Pump(Client):
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
         generation = self._acks.generation
-        tags = [delivery.delivery_tag for delivery in deliveries if delivery.source.generation == generation]
+        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
+        tags = [delivery.delivery_tag for delivery in own]
         if len(tags) < len(deliveries):
             self.stale += len(deliveries) - len(tags)
             logger.warning(
@@ -425,6 +454,7 @@ class Pump(Client):
                 len(deliveries),
             )
         if tags:
+            self.statistics.acked.update(delivery.queue for delivery in own)
             self._acks.finished(generation, tags, time.monotonic())
             self._io.write(b"".join(encode_ack(self._channel, *frame) for frame in self._acks.flush()))
         self._adjust()
@@ -473,9 +503,11 @@ class Pump(Client):
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Return to the broker what is of this channel."""
         generation = self._acks.generation
-        tags = [delivery.delivery_tag for delivery in deliveries if delivery.source.generation == generation]
+        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
+        tags = [delivery.delivery_tag for delivery in own]
         if not tags:
             return
+        self.statistics.handed_back.update(delivery.queue for delivery in own)
         logger.info("handing back %d deliveries that are in no committed batch", len(tags))
         acks, nacks = self._acks.hand_back(generation, tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.spark.columns import record_batch
+from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.stream_channel import StreamChannel, offset_of
 from reliable_mq.spark.stream_ends import end_of, first_offset
@@ -60,6 +61,7 @@ class RangeReader:
         self._position = each.start  # all before it was given
         self._patience = patience
         self._progress_at = time.monotonic()
+        self._metrics = exporter(options.metrics_directory)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Give the range, batch by batch. Blocks while the broker is away, for up to a minute.
@@ -68,6 +70,13 @@ class RangeReader:
             ConsumeError: it cannot be read: data loss, or it did not fill in time.
             BrokerUnavailable, ConfigurationError, TopologyMismatch: connecting or consuming cannot succeed.
         """
+        try:
+            yield from self._batches()
+        finally:
+            if self._metrics is not None:
+                self._metrics.write()  # nobody knows how long this process lives
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
         while self._position < self._range.end:
             try:
                 with self._connected("range") as channel:
@@ -80,6 +89,8 @@ class RangeReader:
                         f"{self._left} could not be read within {self._patience:g} s: {error}"
                     ) from error
                 logger.warning("%s: %s; going on at offset %d", self._range, error, self._position)
+                if self._metrics is not None:
+                    self._metrics.streams.reconnects[self._range.stream] += 1
                 threading.Event().wait(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
@@ -101,6 +112,8 @@ class RangeReader:
             for first in range(bisect_left(offsets, self._position), after, _ROWS):
                 last = min(first + _ROWS, after)
                 yield record_batch(deliveries[first:last], stream, self._names)
+                if self._metrics is not None:
+                    self._metrics.streams.rows[stream] += last - first
                 self._position = offsets[last - 1] + 1
             if offsets[-1] >= end - 1:
                 self._position = end

@@ -25,10 +25,12 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 from reliable_mq.spark.stream_channel import StreamChannel
 from reliable_mq.spark.stream_ends import End, end_of, first_offset, offset_at, partitions_of
 from reliable_mq.spark.stream_ranges import RangeReader
+from reliable_mq.spark.termination import on_termination
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -101,13 +103,15 @@ class StreamSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
             logger.warning("no new messages for now: %s", error)
             return start
         end = {name: max(position, begin[name]) for name, position in end.items()}
-        return limited(
+        planned = limited(
             begin,
             end,
             messages=limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_messages,
             size=limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes,
             average=self._planner.averages(),
         )
+        self._show(planned)
+        return planned
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """Give the end of the streams, for the query's progress."""
@@ -129,6 +133,24 @@ class StreamSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         """Disconnect."""
         self._planner.close()
+        self._show_no_more()
+
+    def _show(self, planned: Mapping[str, int]) -> None:
+        """Have metrics of where this query is, in the reader process."""
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is None:
+            return
+        if not metrics.streams.planned:
+            on_termination(self._show_no_more)
+        metrics.streams.end.update(self._planner.known_ends() or {})
+        metrics.streams.planned.update(planned)
+
+    def _show_no_more(self) -> None:
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.streams.end.clear()
+            metrics.streams.planned.clear()
+            metrics.write()
 
 
 class StreamBatch(DataSourceReader):

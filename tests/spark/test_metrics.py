@@ -1,0 +1,189 @@
+"""Metrics of Spark's Python processes: a file each, no two alike, and never in the way of a query."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import reliable_mq.spark
+from reliable_mq.metrics.registry import Family, register
+from reliable_mq.spark import metrics
+from reliable_mq.spark.metrics import Exporter, QueueStatistics, exporter, queue_readings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import Metric
+
+PACKAGE = Path(inspect.getfile(reliable_mq.spark)).parent
+
+ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+from reliable_mq.spark.metrics import Exporter
+print(Exporter(Path(sys.argv[1])).path.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Path], Exporter]]:
+    made: list[Exporter] = []
+
+    def start(directory: Path) -> Exporter:
+        made.append(Exporter(directory))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def samples(path: Path) -> dict[tuple[str, ...], float]:
+    families: Iterator[Metric] = text_string_to_metric_families(path.read_text())
+    return {
+        (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def families() -> list[Family]:
+    return [value for value in vars(metrics).values() if isinstance(value, Family)]
+
+
+def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
+    tmp_path: Path, started: Callable[[Path], Exporter]
+) -> None:
+    """With its number as a label; the directory is made, and nothing else is left in it but a hidden lock."""
+    metrics_of_one = started(tmp_path / "made" / "for it")
+    statistics = QueueStatistics(batches=2)
+    statistics.delivered["orders"] = 5
+
+    register(
+        metrics_of_one.registry,
+        lambda: queue_readings(
+            ["orders"], statistics, ready={"orders": 7}, held_bytes=100, connected=True, reconnects=1, stale_acks=0
+        ),
+    )
+    metrics_of_one.streams.rows["events"] = 3
+    metrics_of_one.write()
+    assert metrics_of_one.path.name == "reliable_mq_spark_0.prom"
+    assert [path.name for path in metrics_of_one.path.parent.glob("[!.]*")] == ["reliable_mq_spark_0.prom"]
+    found = samples(metrics_of_one.path)
+    assert found["reliable_mq_spark_queue_deliveries_total", "queue=orders", "worker=0"] == 5
+    assert found["reliable_mq_spark_queue_ready", "queue=orders", "worker=0"] == 7
+    assert found["reliable_mq_spark_queue_batches_total", "worker=0"] == 2
+    assert found["reliable_mq_spark_queue_connected", "worker=0"] == 1
+    assert found["reliable_mq_spark_stream_rows_total", "stream=events", "worker=0"] == 3
+
+
+def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
+    """Or the node exporter would refuse both; who comes later takes the number of one that was killed."""
+    first = started(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", ANOTHER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "reliable_mq_spark_1.prom\n"
+        third = started(tmp_path)
+        assert (first.path.name, third.path.name) == ("reliable_mq_spark_0.prom", "reliable_mq_spark_2.prom")
+        other.kill()
+        other.wait(10)
+    assert started(tmp_path).path.name == "reliable_mq_spark_1.prom"
+
+
+def test_files_of_the_dead_are_removed_by_whoever_comes_next(
+    tmp_path: Path, started: Callable[[Path], Exporter]
+) -> None:
+    """A gauge of theirs would stay for ever. Files of the living, and of others, stay."""
+    living, dead = started(tmp_path), started(tmp_path)
+    (tmp_path / "reliable_mq_spark_note.prom").touch()
+    (tmp_path / "other.prom").touch()
+    dying = started(tmp_path)
+    dead.close()
+    dying.close()
+    assert dead.path.exists()
+    assert dying.path.exists()
+    successor = started(tmp_path)
+    assert successor.path == dead.path
+    assert not dying.path.exists()
+    assert living.path.exists()
+    assert {"reliable_mq_spark_note.prom", "other.prom"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_directory_that_cannot_be_had_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once; the query goes on without metrics."""
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        assert exporter(str(tmp_path / "file" / "below")) is None
+        assert exporter(str(tmp_path / "file" / "below")) is None
+    assert [record.getMessage()[:26] for record in caplog.records] == ["there will be no metrics i"]
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, started: Callable[[Path], Exporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, until it can be again."""
+    one = started(tmp_path / "gone")
+    one.path.unlink()
+    one.path.mkdir()  # in its way
+    with caplog.at_level(logging.WARNING):
+        one.write()
+        one.write()
+    assert len(caplog.records) == 1
+    one.path.rmdir()
+    one.write()
+    assert one.path.is_file()
+
+
+def test_a_process_has_one_exporter_for_a_directory_and_a_fork_has_its_own(tmp_path: Path) -> None:
+    """No number is used twice, whatever was there before a fork."""
+    one = exporter(str(tmp_path))
+    assert one is not None
+    try:
+        assert exporter(str(tmp_path)) is one
+        assert exporter(None) is None
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            forked = exporter(str(tmp_path))
+            os.write(writing, forked.path.name.encode() if forked else b"none")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(reading, 100) == b"reliable_mq_spark_1.prom"
+        os.close(reading)
+        os.close(writing)
+    finally:
+        metrics._exporters.pop(str(tmp_path))
+        one.close()
+
+
+def test_the_page_names_every_metric() -> None:
+    """With its labels."""
+    page = (PACKAGE / "README.md").read_text()
+    assert len(families()) > 10
+    for family in families():
+        suffix = "_total" if family.kind == "counter" else ""
+        assert f"`{family.full_name}{suffix}`" in page, family.full_name
+
+
+def test_nothing_here_needs_pandas() -> None:
+    """The extra does not install it: what is ours does without, also in the examples."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent.parent / "examples").glob("spark_*.py")]
+    assert len(sources) > 20
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.partition(".")[0] == "pandas"], path
+            assert not (isinstance(node, ast.Attribute) and node.attr in ("toPandas", "pandas_udf")), path
