@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,8 @@ __all__ = ["Runner"]
 QUEUE = "reliable-mq-bench"
 FILLERS = ("rabbitmq-c", "pika-select")
 WARMUP_SHARE = 0.02
+# The last line of a traceback; an exception of Spark's goes on for a page, with the one of Python in the middle.
+_RAISED = re.compile(r"^(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|\w*(?:Error|Exception)): ")
 
 
 class RunFailed(Exception):
@@ -169,6 +172,11 @@ class Runner:
         except subprocess.TimeoutExpired as error:
             raise RunFailed(f"not done after {self._deadline:g} s") from error
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
-            raise RunFailed(f"exit status {done.returncode}: {last[0]}")
+            raise RunFailed(f"exit status {done.returncode}: {reason_in(done.stderr)}")
         return Sample(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def reason_in(stderr: str) -> str:
+    """Why a process has ended with an error: the last exception that it names, or the last thing that it said."""
+    lines = stderr.strip().splitlines() or ["nothing on stderr"]
+    return next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1])
