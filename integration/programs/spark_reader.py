@@ -3,7 +3,8 @@
 Usage: ``python -m integration.programs.spark_reader JSON``, with ``url``, ``queue``, ``directory``, ``options`` of the
 source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itself; none for never) and ``idle``
 (seconds without a message after which it stops; none for never). If ``hold`` is given, says ``reading`` and waits with
-a batch in its hands until the standard input ends.
+a batch in its hands until the standard input ends. At its end, it says ``peak`` and the most bytes that it has had in
+memory.
 
 Given a list of such settings, it lives and dies as often.
 
@@ -86,6 +87,8 @@ def main(settings: dict[str, Any]) -> None:
         batches += 1
         quiet_since = time.monotonic()
     source.stop()
+    status = Path("/proc/self/status").read_text().splitlines()
+    print("peak", next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")), flush=True)
 
 
 def one_after_the_other(lives: list[dict[str, Any]]) -> int:

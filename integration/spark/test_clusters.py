@@ -27,9 +27,8 @@ def published(vhost: VirtualHost, count: int) -> set[str]:
 
 
 def settings(vhost: VirtualHost, directory: Path, master: str) -> dict[str, object]:
-    options = {"maxMessagesPerTrigger": "200", "minPartitions": "2"}
-    given = {"url": vhost.url, "queue": "orders", "directory": str(directory), "master": master}
-    return {**given, "options": options, "drain": True}
+    source = {"url": vhost.url, "queue": "orders", "maxMessagesPerTrigger": "200", "minPartitions": "2"}
+    return {"sources": {"orders": source}, "directory": str(directory), "master": master, "drain": True}
 
 
 @pytest.mark.parametrize("found", [False, True], ids=["registered", "found by Spark"])
@@ -37,9 +36,9 @@ def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: 
     """Registered by hand, or found as the module that the wheel brings."""
     expected = published(vhost, 1000)
     given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]"), "register": not found}
-    with Application("spark_queue_to_files", given, tmp_path / "log", discovered=found) as application:
+    with Application("spark_to_files", given, tmp_path / "log", discovered=found) as application:
         application.wait(400)
-    rows = committed_rows(tmp_path / "output")
+    rows = committed_rows(tmp_path / "orders" / "output")
     assert rows.keys() == expected
     assert rows.total() == len(expected)
 
@@ -49,14 +48,14 @@ def test_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tmp_pa
     expected = published(vhost, 1000)
     with StandaloneCluster(tmp_path) as cluster:
         given = {**settings(vhost, tmp_path, cluster.url), "pause": 0.005}
-        with Application("spark_queue_to_files", given, tmp_path / "log") as application:
-            application.wait_until(lambda: list(tmp_path.glob("reading-*")), timeout=240, what="a task")
+        with Application("spark_to_files", given, tmp_path / "log") as application:
+            application.wait_until(lambda: list(tmp_path.glob("orders/reading-*")), timeout=240, what="a task")
             cluster.kill_executor()
-            reached = batches_in(tmp_path / "checkpoint", "commits")
+            reached = batches_in(tmp_path / "orders" / "checkpoint", "commits")
             application.wait_until(
-                lambda: batches_in(tmp_path / "checkpoint", "commits") > reached, timeout=240, what="a batch"
+                lambda: batches_in(tmp_path / "orders" / "checkpoint", "commits") > reached, timeout=240, what="a batch"
             )
             application.wait(400)
-    rows = committed_rows(tmp_path / "output")
+    rows = committed_rows(tmp_path / "orders" / "output")
     assert rows.keys() == expected
     assert rows.total() == len(expected)

@@ -1,4 +1,4 @@
-"""A Spark application that reads a queue is SIGKILLed in every phase of a batch, and loses nothing."""
+"""A Spark application that reads a queue and a stream is SIGKILLed in every phase of a batch, and loses nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.programs.spark_queue_to_files import start
-from integration.support.spark_application import Application, batches_in, committed_rows
+from integration.programs.spark_to_files import start
+from integration.support.spark_application import PHASES, committed_rows, killed_in_each_phase
 from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
     from pathlib import Path
 
     from pyspark.sql import SparkSession
@@ -21,59 +20,48 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
 
 MESSAGES = 600
-ORDERS = Queue("orders")
-PHASES = ("read planned", "reading", "sink written", "commit log written")
+PER_BATCH = 40
+ORDERS, EVENTS = Queue("orders"), Queue("events", type="stream")
 
 
-def publish(vhost: VirtualHost, checker: Checker, queue: Queue, count: int) -> None:
-    messages = [Message(b"%d" % number) for number in range(count)]
-    for message in messages:
-        checker.attempted(message.message_id)
+def publish(vhost: VirtualHost, queue: Queue) -> list[str]:
+    messages = [Message(b"%d" % number) for number in range(MESSAGES)]
     with Publisher(vhost.url, topology=[queue]) as publisher:
         assert publisher.publish_many(messages, routing_key=queue.name).ok
-    for message in messages:
-        checker.confirmed(message.message_id)
-
-
-def reached(phase: str, directory: Path, skip: int) -> Callable[[], bool]:
-    """Whether the batch after ``skip`` more of them has come to a phase."""
-    checkpoint, metadata = directory / "checkpoint", directory / "output" / "_spark_metadata"
-    batch = batches_in(checkpoint, "commits") + skip
-    read = len(list(directory.glob("reading-*")))
-    return {
-        "read planned": lambda: batches_in(checkpoint, "offsets") > batch,
-        "reading": lambda: len(list(directory.glob("reading-*"))) > read + 40 * skip,
-        "sink written": (metadata / str(batch)).exists,
-        "commit log written": lambda: batches_in(checkpoint, "commits") > batch,
-    }[phase]
+    return [message.message_id for message in messages]
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("aimed_at", ["queue", pytest.param("stream", marks=pytest.mark.soak)])
 def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random, aimed_at: str
 ) -> None:
-    """Restarted on the same checkpoint until all is read: 0 lost; only what was in a batch comes twice."""
-    publish(vhost, checker, ORDERS, MESSAGES)
-    phases = list(PHASES)
-    rng.shuffle(phases)
-    settings = {
-        "url": vhost.url,
-        "queue": ORDERS.name,
-        "directory": str(tmp_path),
-        "options": {"maxMessagesPerTrigger": "40", "prefetch": "100"},
-        "pause": 0.003,
+    """Restarted on the same checkpoints until all is read: 0 lost, and of the stream 0 twice, in a file sink.
+
+    Of the queue, what was in a batch may come twice, and nothing else. Both queries run, the deaths are aimed at the
+    phases of one of them.
+    """
+    for message_id in publish(vhost, ORDERS):
+        checker.attempted(message_id)
+        checker.confirmed(message_id)
+    events = publish(vhost, EVENTS)
+    sources = {
+        "queue": {"url": vhost.url, "queue": ORDERS.name},
+        "stream": {"url": vhost.url, "stream": EVENTS.name, "startingOffsets": "earliest"},
     }
-    for phase in phases:
-        condition = reached(phase, tmp_path, rng.randrange(3))
-        with Application("spark_queue_to_files", settings, tmp_path / "log") as application:
-            application.wait_until(condition, timeout=240, what=phase)
-            application.kill(reader_too=rng.random() < 0.5)
-    assert start(spark, {**settings, "drain": True, "pause": 0.0}).awaitTermination(240)
-    for message_id, times in committed_rows(tmp_path / "output").items():
+    small = {"maxMessagesPerTrigger": str(PER_BATCH)}
+    limits = {"queue": {**small, "prefetch": "100"}, "stream": {**small, "minPartitions": str(rng.randrange(1, 4))}}
+    limited = {name: source | limits[name] for name, source in sources.items()}
+    killed_in_each_phase({"sources": limited, "pause": 0.003}, tmp_path, rng, of=aimed_at, timeout=240)
+    for query in start(spark, {"sources": sources, "directory": str(tmp_path), "drain": True}):
+        assert query.awaitTermination(240)
+
+    assert committed_rows(tmp_path / "stream" / "output") == dict.fromkeys(events, 1)
+    for message_id, times in committed_rows(tmp_path / "queue" / "output").items():
         for _ in range(times):
             checker.handled(message_id)
     checker.drain(vhost, [ORDERS.name], dead_letters=["orders.dead"])
     balance = checker.close()
     assert balance.left == 0
     assert balance.dead_lettered == 0
-    assert len(balance.duplicated) <= len(PHASES) * 40  # a batch each
+    assert len(balance.duplicated) <= len(PHASES) * PER_BATCH  # a batch each

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxy
@@ -234,26 +233,6 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
     assert balance.left == balance.dead_lettered == 0
     assert 0 < len(balance.duplicated) <= 3 * 40
     assert reading.source._pump.stale <= 3 * 40
-
-
-@pytest.mark.timeout(240)
-def test_f01_a_broker_killed_in_mid_query_loses_nothing(
-    private_vhost: VirtualHost, private_broker: Broker, checker: Checker, query: Callable[..., Query]
-) -> None:
-    """The query waits for it and goes on."""
-    publish(private_vhost, 300, checker)
-    reading = query(private_vhost.url, prefetch=80)
-    wait_until(reading.batch, timeout=30, what="a batch")
-    wait_until(lambda: reading.batch(private_broker.kill), timeout=30, what="a batch")
-    assert reading.batch() == 0
-    private_broker.start()
-    reading.until(300, timeout=120)
-    reading.source.stop()
-    for message_id, times in reading.rows.items():
-        for _ in range(times):
-            checker.handled(message_id)
-    checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
-    assert checker.close().left == 0
 
 
 def test_available_now_leaves_a_queue_once_it_has_what_was_ready(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 
 from integration.support.spark import bodies_of, drain
-from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue
+from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.spark import publishers
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.sink import BatchSink, Written
@@ -107,8 +108,12 @@ def test_an_unroutable_row_is_an_error_with_its_id_and_the_reason(vhost: Virtual
     assert bodies_of(drain(vhost, "orders")) == [b"a", b"c"]
 
 
-def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(vhost: VirtualHost) -> None:
+def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A queue that is full refuses, and goes on refusing for as long as the publisher tries again."""
+    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=3, delays=(0.1,)))  # by default it takes ten seconds
+    monkeypatch.setattr(publishers, "Publisher", impatient)
     declare(
         vhost, Queue("full", type="classic", dead_letter=None, max_length=2, arguments={"x-overflow": "reject-publish"})
     )

@@ -1,4 +1,4 @@
-"""The examples with Spark run as they are, each a program of its own, and print what their docstrings say."""
+"""The examples with Spark run as they are and print what their docstrings say."""
 
 from __future__ import annotations
 
@@ -14,15 +14,30 @@ from integration.test_examples import EXAMPLES, ROOT, assert_prints
 if TYPE_CHECKING:
     from integration.support.management import VirtualHost
 
+NAMES = ("spark_files", "spark_once")
+
+# One after the other in one program: each starts a session and stops it, and they share the JVM, whose start is dear.
+PROGRAM = """
+import runpy, sys
+for name in sys.argv[1:]:
+    runpy.run_path(f"{name}.py", run_name="__main__")
+    print("----", flush=True)
+"""
+
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("example", ["spark_files", "spark_once"])
-def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> None:
-    """On a session that it starts itself."""
+def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
+    """On sessions that they start themselves."""
     done = subprocess.run(
-        [sys.executable, f"{example}.py"],
+        [sys.executable, "-c", PROGRAM, *NAMES],
         cwd=EXAMPLES,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RELIABLE_MQ_URL": vhost.url, "PYSPARK_PYTHON": sys.executable},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RELIABLE_MQ_URL": vhost.url,
+            "PYSPARK_PYTHON": sys.executable,
+            "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # for the start of it
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -30,4 +45,5 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
         check=False,
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert_prints(example, done.stdout)
+    for name, printed in zip(NAMES, done.stdout.split("----\n"), strict=False):
+        assert_prints(name, printed)

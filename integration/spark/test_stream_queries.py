@@ -1,18 +1,14 @@
-"""Streaming queries over streams: what a file sink holds, also where the application was killed in mid-batch."""
+"""Queries over streams: what a file sink holds, and what a batch read gives."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
-from integration.programs.spark_stream_to_files import start
-from integration.support.spark_application import Application, batches_in, committed_rows
+from integration.programs.spark_to_files import start
+from integration.support.spark_application import committed_rows
 from reliable_mq import Message, Publisher, Queue
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
     from pathlib import Path
 
     from pyspark.sql import SparkSession
@@ -21,9 +17,6 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
 
 EVENTS = Queue("events", type="stream")
-MESSAGES = 1200
-PER_BATCH = 80
-PHASES = ("read planned", "reading", "sink written", "commit log written")
 
 
 def publish(vhost: VirtualHost, checker: Checker, count: int) -> None:
@@ -36,69 +29,19 @@ def publish(vhost: VirtualHost, checker: Checker, count: int) -> None:
         checker.confirmed(message.message_id)
 
 
-def reached(phase: str, directory: Path, skip: int) -> Callable[[], bool]:
-    """Whether the batch after ``skip`` more of them has come to a phase."""
-    checkpoint, metadata = directory / "checkpoint", directory / "output" / "_spark_metadata"
-    batch = batches_in(checkpoint, "commits") + skip
-    rows = len(list(directory.glob("reading-*"))) + PER_BATCH * skip
-    return {
-        "read planned": lambda: batches_in(checkpoint, "offsets") > batch,
-        "reading": lambda: len(list(directory.glob("reading-*"))) > rows,
-        "sink written": (metadata / str(batch)).exists,
-        "commit log written": lambda: batches_in(checkpoint, "commits") > batch,
-    }[phase]
-
-
-@pytest.mark.timeout(900)
-def test_f60_a_file_sink_holds_each_message_once_wherever_the_application_is_killed(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
-) -> None:
-    """SIGKILLed in every phase of a batch, restarted on its checkpoint: 0 lost, and 0 duplicated."""
-    publish(vhost, checker, MESSAGES)
-    phases = list(PHASES)
-    rng.shuffle(phases)
-    settings = {
-        "url": vhost.url,
-        "stream": EVENTS.name,
-        "directory": str(tmp_path),
-        "options": {
-            "startingOffsets": "earliest",
-            "maxMessagesPerTrigger": str(PER_BATCH),
-            "minPartitions": str(rng.randrange(1, 4)),
-        },
-        "pause": 0.003,
-    }
-    for phase in phases:
-        condition = reached(phase, tmp_path, rng.randrange(3))
-        with Application("spark_stream_to_files", settings, tmp_path / "log") as application:
-            application.wait_until(condition, timeout=240, what=phase)
-            application.kill()
-    assert start(spark, {**settings, "drain": True, "pause": 0.0}).awaitTermination(240)
-    for message_id, times in committed_rows(tmp_path / "output").items():
-        for _ in range(times):
-            checker.handled(message_id)
-            checker.effect(message_id)
-    balance = checker.close(effects_once=True)
-    assert not balance.duplicated
-
-
 def test_a_query_goes_on_where_its_checkpoint_ends(
     spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker
 ) -> None:
     """Two runs with availableNow: each message once, by several tasks, under a limit, with progress that counts."""
-    settings = {
-        "url": vhost.url,
-        "stream": EVENTS.name,
-        "directory": str(tmp_path),
-        "drain": True,
-        "options": {"startingOffsets": "earliest", "maxMessagesPerTrigger": "100", "minPartitions": "2"},
-    }
+    source = {"url": vhost.url, "stream": EVENTS.name, "startingOffsets": "earliest"}
+    source |= {"maxMessagesPerTrigger": "100", "minPartitions": "2"}
+    settings = {"sources": {"events": source}, "directory": str(tmp_path), "drain": True}
     for _ in range(2):
         publish(vhost, checker, 150)
-        query = start(spark, settings)
+        (query,) = start(spark, settings)
         assert query.awaitTermination(120)
         assert [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]] == [100, 50]
-    rows = committed_rows(tmp_path / "output", "offset")
+    rows = committed_rows(tmp_path / "events" / "output", "offset")
     assert rows == dict.fromkeys(range(300), 1)
 
 

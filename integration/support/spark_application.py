@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,10 @@ from integration.support.spark import SETTINGS
 from integration.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Mapping
+
+PHASES = ("read planned", "reading", "sink written", "commit log written")  # of a batch
 
 
 class Application:
@@ -27,7 +31,7 @@ class Application:
 
     Args:
         program: its module's name.
-        settings: given to it as JSON.
+        settings: given to it as JSON; with ``held``, it does nothing before `go`.
         log: takes what it says.
         discovered: whether Spark finds the data source by itself, as it does with the wheel.
     """
@@ -43,13 +47,19 @@ class Application:
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"integration.programs.{program}", json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if settings.get("held") else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env=own,
                 start_new_session=True,
             )
+
+    def go(self) -> None:
+        """Let one that was held begin, as soon as it is ready."""
+        assert self.process.stdin is not None
+        with self.process.stdin as stdin:
+            stdin.write(b"go\n")
 
     def wait_until(
         self, condition: Callable[[], object], *, timeout: float, what: str, interval: float = 0.002
@@ -95,6 +105,58 @@ class Application:
     def __exit__(self, *exc_info: object) -> None:
         if self.process.poll() is None:
             self.kill()
+
+
+def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Callable[[], bool]:
+    """Whether a batch of `spark_to_files`, which nobody has planned yet, has come to one of the `PHASES`.
+
+    Args:
+        phase: its name.
+        directory: of the query.
+        skip: that many batches before.
+        rows: that it has begun with, for "reading".
+    """
+    checkpoint, metadata = directory / "checkpoint", directory / "output" / "_spark_metadata"
+    batch = batches_in(checkpoint, "offsets") + skip
+    before: list[int] = []
+
+    def planned() -> bool:
+        return batches_in(checkpoint, "offsets") > batch
+
+    def reading() -> bool:
+        if not planned():
+            return False
+        begun = len(list(directory.glob("reading-*")))
+        before.append(begun)  # the first one is of the batches before
+        return begun > before[0] + rows
+
+    return {
+        "read planned": planned,
+        "reading": reading,
+        "sink written": lambda: any((metadata / f"{batch}{end}").exists() for end in ("", ".compact")),
+        "commit log written": lambda: batches_in(checkpoint, "commits") > batch,
+    }[phase]
+
+
+def killed_in_each_phase(
+    settings: Mapping[str, Any], directory: Path, rng: random.Random, *, of: str, timeout: float
+) -> None:
+    """Run ``spark_to_files`` and SIGKILL it, once in each phase of a query, in some order, in some batch.
+
+    The other queries are then wherever they are. The next application is made ready meanwhile.
+    """
+    held = {**settings, "directory": str(directory), "held": True}
+    phases = rng.sample(PHASES, len(PHASES))
+    with ExitStack() as stack:
+        following = stack.enter_context(Application("spark_to_files", held, directory / "log"))
+        for number, phase in enumerate(phases, 1):
+            application = following
+            condition = in_phase(phase, directory / of, skip=rng.randrange(3), rows=rng.randrange(20))
+            application.go()
+            if number < len(phases):
+                following = stack.enter_context(Application("spark_to_files", held, directory / "log"))
+            application.wait_until(condition, timeout=timeout, what=phase)
+            application.kill(reader_too=rng.random() < 0.5)
 
 
 def descendants(pid: int) -> list[int]:

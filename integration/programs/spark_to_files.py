@@ -1,0 +1,94 @@
+"""A Spark application: reads queues or streams and writes Parquet files, until it is killed, or there is no more.
+
+Usage: ``python -m integration.programs.spark_to_files JSON``, with ``sources`` (by name of a query, the options, with
+``url`` and ``queue`` or ``stream``), ``directory`` (for what Spark writes, and, in one of the query's name, for its
+output and its checkpoint), ``drain`` (whether to end when all is read), ``pause`` (seconds for a row and task),
+``master``, ``register`` and ``held`` (whether to wait, with everything ready, for a line on the standard input). With a
+pause, every row that a task has begun with leaves a file ``reading-*``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.functions import udf
+
+from reliable_mq.spark import register
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming import StreamingQuery
+
+COLUMNS = ("message_id", "offset", "body")
+
+
+def main(settings: dict[str, Any]) -> None:
+    directory = Path(settings["directory"])
+    builder = SparkSession.builder.master(settings.get("master", "local[2]"))
+    for name, value in json.loads(os.environ["SPARK_TEST_SETTINGS"]).items():
+        builder = builder.config(name, value)
+    spark = builder.config("spark.local.dir", str(directory / f"local-{os.getpid()}")).getOrCreate()
+    if settings.get("register", True):
+        register(spark)
+    rows = {name: source(spark, options) for name, options in settings["sources"].items()}
+    if settings.get("held"):
+        warm_up(spark, directory)
+        if not sys.stdin.readline():
+            return
+    for query in [written(each, directory / name, settings) for name, each in rows.items()]:
+        query.awaitTermination()
+    spark.stop()
+
+
+def start(spark: SparkSession, settings: dict[str, Any]) -> list[StreamingQuery]:
+    """Start the queries, in any session."""
+    return [
+        written(source(spark, options), Path(settings["directory"], name), settings)
+        for name, options in settings["sources"].items()
+    ]
+
+
+def source(spark: SparkSession, options: dict[str, str]) -> DataFrame:
+    """What is read. Nothing is connected."""
+    return spark.readStream.format("rabbitmq").options(**options).load().select(*COLUMNS)
+
+
+def warm_up(spark: SparkSession, directory: Path) -> None:
+    """Have done once what costs much the first time: Python workers, code generation, a Parquet file."""
+    rows = spark.range(0, 2, 1, 2).selectExpr("cast(id as string) as body")
+    rows.select(udf(str.strip, "string", useArrow=False)("body").alias("body")).write.parquet(
+        str(directory / f"warm-up-{os.getpid()}")
+    )
+
+
+def written(rows: DataFrame, directory: Path, settings: dict[str, Any]) -> StreamingQuery:
+    """Start to write them."""
+    pause, noted = settings.get("pause", 0.0), str(directory)
+    directory.mkdir(exist_ok=True)
+
+    @udf(rows.schema["body"].dataType, useArrow=False)
+    def slowly(body: object) -> object:
+        if pause:
+            Path(noted, f"reading-{uuid.uuid4().hex}").touch()
+            time.sleep(pause)
+        return body
+
+    return (
+        rows.withColumn("body", slowly("body"))
+        .writeStream.format("parquet")
+        .option("path", f"{directory}/output")
+        .option("checkpointLocation", f"{directory}/checkpoint")
+        .trigger(**({"availableNow": True} if settings.get("drain") else {"processingTime": "100 milliseconds"}))
+        .start()
+    )
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""The memory of Spark's Python processes while a queue holds far more than a batch may."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.programs import ROOT, environment
+from integration.support.spark_application import descendants
+from integration.support.waiting import wait_until
+from reliable_mq import Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from integration.support.management import VirtualHost
+
+ORDERS = Queue("orders")
+MIB = 2**20
+SIZE, COUNT = MIB // 4, 512  # 128 MiB
+LIMIT = 8 * MIB
+
+
+def peaks() -> dict[int, int]:
+    """The most that each Python process of Spark's has had in memory, in bytes, by process."""
+    found = {}
+    for pid in descendants(os.getpid()):
+        try:
+            if "python" not in Path(f"/proc/{pid}/exe").readlink().name:  # a JVM
+                continue
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            continue
+        found[pid] = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    return found
+
+
+def peak_of_reading(read: DataFrame, checkpoint: str, count: int) -> int:
+    """The most that a process has had in memory which this query has brought into being: its reader above all."""
+    before, most = peaks().keys(), 0
+    writer = read.writeStream.format("noop").option("checkpointLocation", checkpoint)
+    query = writer.trigger(availableNow=True).start()
+
+    def ended() -> bool:
+        nonlocal most
+        most = max(most, *(peak for pid, peak in peaks().items() if pid not in before), 0)
+        return not query.isActive
+
+    wait_until(ended, timeout=120, what="all read", interval=0.02)
+    assert query.exception() is None
+    assert sum(progress["numInputRows"] for progress in query.recentProgress) == count
+    return most
+
+
+@pytest.mark.soak  # half a minute, most of it for Spark; the reader without it is below
+def test_the_memory_of_the_reader_is_bounded_by_the_byte_limit(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """128 MiB wait in the queue, prefetch 2000, 8 MiB a batch: eight times that at most, beyond what it has anyhow."""
+    read = spark.readStream.format("rabbitmq").options(url=vhost.url, queue="orders", maxBytesPerTrigger=str(LIMIT))
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"small"), routing_key="orders")
+        least = peak_of_reading(read.load(), str(tmp_path / "small"), 1)
+        assert publisher.publish_many((Message(bytes(SIZE)) for _ in range(COUNT)), routing_key="orders").ok
+        most = peak_of_reading(read.load(), str(tmp_path / "large"), COUNT)
+    print(f"\n{COUNT * SIZE // MIB} MiB read; peak of the reader {most // MIB} MiB, else {least // MIB}")
+    assert most - least < 8 * LIMIT
+
+
+def test_the_memory_of_the_reader_alone_is_bounded_by_the_byte_limit(vhost: VirtualHost, tmp_path: Path) -> None:
+    """The same, by a process that is called as Spark calls it: eight times the byte limit at most."""
+
+    def peak(name: str) -> int:
+        (tmp_path / name).mkdir()
+        options = {"maxBytesPerTrigger": str(LIMIT)}
+        settings = {"url": vhost.url, "queue": "orders", "options": options, "most": 2000, "idle": 0.5}
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "integration.programs.spark_reader",
+                json.dumps({**settings, "directory": str(tmp_path / name)}),
+            ],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        return int(done.stdout.split()[-1])
+
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"small"), routing_key="orders")
+        least = peak("small")
+        assert publisher.publish_many((Message(bytes(SIZE)) for _ in range(COUNT)), routing_key="orders").ok
+        most = peak("large")
+    assert len((tmp_path / "large" / "sink").read_text().splitlines()) == COUNT
+    print(f"\n{COUNT * SIZE // MIB} MiB read; the reader's peak {most // MIB} MiB, else {least // MIB}")
+    assert most - least < 8 * LIMIT
