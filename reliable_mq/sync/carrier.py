@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RowCarrier"]
 
+_PART_WAITED_FOR: Final = 4  # of what is outstanding: a quarter
 _SWEEP_EVERY: Final = 0.05  # seconds: a row in front may take long, those behind it need not
 
 
@@ -74,11 +75,11 @@ class RowCarrier:
         return settled
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Have the relay woken by the outcome of the row in front."""
+        """Have the relay woken by the outcome of a row near the front: every wake-up costs as much as some rows."""
         if self._failed:
             wake()
         elif self._outstanding:
-            confirmation = self._outstanding[0][1]
+            confirmation = self._outstanding[len(self._outstanding) // _PART_WAITED_FOR][1]
             if confirmation is not self._watched:
                 self._watched = confirmation
                 with confirmation.home.lock:

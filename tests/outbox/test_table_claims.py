@@ -118,3 +118,13 @@ def test_a_key_is_one_relays_at_a_time(outbox: SQLAlchemyOutbox) -> None:
     assert take(other) == []
     outbox.write([], [Settlement(rows[1], Fate.CONFIRMED)])
     assert [row.message.body for row in take(other)] == [b"2"]
+
+
+def test_what_a_relay_lets_go_of_is_free_at_once_and_may_have_been_published(outbox: SQLAlchemyOutbox) -> None:
+    """Nobody waits for the lease of a relay that ended in good order; what another has stays with it."""
+    store(outbox, "a", "b")
+    ending, other = outbox.claims(), outbox.claims()
+    assert len(take(ending, 1)) == 1
+    assert len(take(other, 1)) == 1
+    ending.close()
+    assert [(row.message.body, row.possible_duplicate) for row in take(other)] == [(b"a", True)]
