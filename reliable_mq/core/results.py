@@ -155,7 +155,8 @@ class Results:
         elif error is not None:
             self._not_published(republish, error, now)
         else:
-            finished = self._ways.finish((delivery,), now, at_once=self._in_quarantine(delivery))
+            # For as long as it is unacked there are two of it: a process that is killed then has handed out both.
+            finished = self._ways.finish((delivery,), now, at_once=True)
             if republish.purpose is Purpose.DEAD_LETTER:
                 self._statistics.dead_lettered += finished
                 self._ways.book.forget(delivery)

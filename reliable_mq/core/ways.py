@@ -154,9 +154,9 @@ class Ways:
             self._back += [delivery.delivery_tag for delivery in deliveries]
 
     def in_hand(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Answer which of these deliveries of the open channel neither go back nor are being published."""
-        gone = {*self._back, *self.out.tags(self.source)}
-        return [delivery for delivery in deliveries if delivery.delivery_tag not in gone]
+        """Answer which of these are of the open channel, and neither go back nor are being published."""
+        source, gone = self.source, {*self._back, *self.out.tags(self.source)}
+        return [one for one in deliveries if one.source is source and one.delivery_tag not in gone]
 
     def note(self, kind: NoticeKind, delivery: Delivery | None, text: str) -> None:
         """Have it logged."""

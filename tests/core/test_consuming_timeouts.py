@@ -198,6 +198,18 @@ def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
     assert session.statistics.timed_out == 1
 
 
+def test_a_second_strike_before_the_channel_is_given_up_counts_nothing_twice() -> None:
+    """From 4.3 on the broker closes the channel over a delivery that is too old after it has cancelled the consumer."""
+    session = make(consumer_timeout=60.0)
+    deliver(session, items(1))
+    [later] = deliver(session, items(1, 2), 30.0)
+    session.drain()
+    session.timed_out(Strike(consumer_tag="ctag"), 60.0, 1_000.0)
+    struck(session, now=90.0, strike=Strike(60.0))
+    assert [notice.delivery for notice in session.take_notices()][-1] == later
+    assert session.statistics.timed_out == 2
+
+
 def test_a_cancel_by_a_broker_whose_timeout_nobody_knows_is_none() -> None:
     session = make()
     [item] = deliver(session, items(1))
