@@ -43,7 +43,7 @@ test-unit: venv  ## the tests that need no broker (under a minute)
 
 test-integration: venv images java databases  ## the tests against real brokers and databases
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile $(ARGS)
-	$(PYTEST) integration/spark $(ARGS)
+	$(PYTEST) integration/spark -n 2 --dist loadfile $(ARGS)
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
@@ -57,6 +57,7 @@ demo-spark: venv image java  ## orders in, aggregated by a Spark cluster, alerts
 bench: venv image databases  ## throughput and CPU per message, ours beside others
 	$(BIN)/python -m integration.bench $(ARGS)
 	$(BIN)/python -m integration.bench.stores
+	$(BIN)/python -m integration.bench.poison
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
 soak: venv images java databases  ## the fault matrix on both broker lines with many seeds

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from integration.bench.paths import ROOT
+from integration.bench.poison import measure, table
 from integration.support.management import VirtualHost
 from integration.support.seeds import soaking
+from reliable_mq import RetryPolicy
 
 
 @pytest.mark.timeout(900 if soaking() else 200)
@@ -37,3 +39,12 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
         assert {(queue_type, name) for queue_type in types} <= measured
     assert ("memory", "ours-memory") in measured
     assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()
+
+
+def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost) -> None:
+    """Ours ends after its attempts; the loop goes on for as long as it is let."""
+    ours, loop = measure(vhost, 5, RetryPolicy(3, delays=(0.1,)), 1.0)
+    assert (ours.deliveries, ours.over) == (3.0, True)
+    assert loop.deliveries > 3 * ours.deliveries
+    assert not loop.over
+    assert "and so on" in table([ours, loop])

@@ -179,6 +179,13 @@ class Broker:
         version: str = self.management.call("GET", "overview")["rabbitmq_version"]
         return version
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that everything in the container has taken so far."""
+        usage = self._docker.stats(stream=False, one_shot=True)["cpu_stats"]["cpu_usage"]["total_usage"]
+        self._let_go()
+        return float(usage) / 1e9
+
     def logs(self, tail: int = 200) -> str:
         """The last lines that the broker logged."""
         text: bytes = self._docker.logs(tail=tail)

@@ -1,0 +1,129 @@
+"""``python -m integration.bench.poison``: what messages cost that no handler can process, ours beside a requeue loop.
+
+The loop is what comes to mind first: a handler that fails, and ``basic.nack`` with ``requeue``. RabbitMQ 4.3 counts no
+failure then, so it goes on until somebody looks. Ours tries again after delays, and dead-letters after the last
+attempt. Counted are deliveries, and the CPU time of the broker, less that of an idle one over the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from integration.support.broker import Broker, ensure_image
+from integration.support.management import VirtualHost
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq import Delivery
+
+__all__ = ["Cost", "measure", "table"]
+
+T = TypeVar("T")
+
+POISON = Queue("bench.poison")
+BODY = b"x" * 1024
+
+
+class Cost(NamedTuple):
+    """What the poison messages of one contender cost.
+
+    Attributes:
+        label: of the contender.
+        deliveries: of each message, on average.
+        cpu_seconds: of the broker, per message.
+        seconds: for which it was measured.
+        over: whether they are dead-lettered by then. Else it goes on like this.
+    """
+
+    label: str
+    deliveries: float
+    cpu_seconds: float
+    seconds: float
+    over: bool
+
+
+def ours(url: str, count: int, policy: RetryPolicy) -> tuple[int, float, bool]:
+    """Consume until all are dead-lettered; answers with the deliveries, the seconds, and that it is over."""
+    calls = 0
+
+    def handle(_delivery: Delivery) -> None:
+        nonlocal calls
+        calls += 1
+        raise ValueError("cannot be processed")
+
+    begun = time.monotonic()
+    with Consumer(url, POISON, handle, retry=policy) as consumer:
+        wait_until(lambda: consumer.statistics.dead_lettered >= count, timeout=120, what="dead-lettered", interval=0.1)
+    return calls, time.monotonic() - begun, True
+
+
+def requeue_loop(vhost: VirtualHost, seconds: float) -> tuple[int, float, bool]:
+    """Fail, and requeue, for so long."""
+    deliveries = 0
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.basic_qos(prefetch_count=200)
+        begun = time.monotonic()
+        for method, _, _ in channel.consume(POISON.name, inactivity_timeout=1):
+            if method is not None:
+                deliveries += 1
+                channel.basic_nack(method.delivery_tag, requeue=True)
+            if time.monotonic() - begun >= seconds:
+                break
+        channel.cancel()
+    return deliveries, seconds, False
+
+
+def measure(vhost: VirtualHost, count: int, policy: RetryPolicy, loop_seconds: float) -> list[Cost]:
+    """Measure both, one after the other, on a broker that does nothing else."""
+    broker = vhost.broker
+    idle = _cpu(broker, lambda: time.sleep(min(loop_seconds, 5.0)))[0] / min(loop_seconds, 5.0)
+    costs = []
+    for label, run in (
+        (repr(policy), lambda: ours(vhost.url, count, policy)),
+        ("a requeue loop (pika)", lambda: requeue_loop(vhost, loop_seconds)),
+    ):
+        with Publisher(vhost.url, topology=[POISON]) as publisher:
+            publisher.publish_many((Message(BODY) for _ in range(count)), routing_key=POISON.name)
+        cpu, (deliveries, seconds, over) = _cpu(broker, run)
+        costs.append(Cost(label, deliveries / count, (cpu - idle * seconds) / count, seconds, over))
+        vhost.delete_queue(POISON.name)
+    return costs
+
+
+def table(costs: list[Cost]) -> str:
+    """Show them."""
+    lines = [
+        f"{'per poison message':28}{'deliveries':>12}{'broker CPU':>14}{'measured for':>14}",
+        *(
+            f"{cost.label[:27]:28}{cost.deliveries:12.1f}{cost.cpu_seconds * 1000:11.2f} ms{cost.seconds:12.1f} s"
+            f"{', then over' if cost.over else ', and so on'}"
+            for cost in costs
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _cpu(broker: Broker, run: Callable[[], T]) -> tuple[float, T]:
+    before = broker.cpu_seconds
+    answer = run()
+    return broker.cpu_seconds - before, answer
+
+
+def main(count: int, seconds: int) -> None:
+    logging.getLogger("reliable_mq").setLevel(logging.CRITICAL)  # each poison message is a line, and that is not asked
+    ensure_image("newest")
+    with Broker("newest") as broker:
+        vhost = VirtualHost(broker, "bench")
+        vhost.create()
+        print(table(measure(vhost, count, RetryPolicy(5, delays=(1.0,)), seconds)))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3] or (200, 10)))
