@@ -97,7 +97,8 @@ def _consumer_timeout(version: tuple[int, ...]) -> Finding:
         _BROKER,
         "consumer timeout",
         f"no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long {end}",
-        "Keep the longest handler, and all the delays that a message is held in the process, below it.",
+        "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell "
+        "consumers where it is not 30 minutes (consumer_timeout=...): they warn before it.",
     )
 
 
