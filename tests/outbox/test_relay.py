@@ -83,3 +83,25 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     finally:
         relay.stop(0)
         assert relay.join(20)
+
+
+class Silent(FirstIsReturned):
+    """A carrier that never answers."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        self.sent += [row.message.body for row in rows]
+        self.looked_again.set()
+
+
+def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: Outbox) -> None:
+    """Nobody has published it: only what is outstanding may be a duplicate for the next relay."""
+    outbox.write(rows("a", "b"), [])
+    carrier = Silent(outbox)
+    decided: list[Settlement] = []
+    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, name="relay")
+    relay.start()
+    assert carrier.looked_again.wait(20)
+    relay.stop(0.5)
+    assert relay.join(20)
+    assert carrier.sent == [b"a"]
+    assert [(one.row.message.body, one.fate.name) for one in decided] == [(b"b", "BACK")]

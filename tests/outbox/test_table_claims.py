@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine, update
 
 from reliable_mq import Message
-from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_table
 from reliable_mq.outbox.protocol import Claims
 
@@ -31,10 +31,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[SQLAlchemyOutbox]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     engine = create_engine(f"sqlite:///{tmp_path}/database")
-    yield SQLAlchemyOutbox(engine, create=True, lease=LEASE)
+    yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def outbox(engine: Engine) -> SQLAlchemyOutbox:
+    return SQLAlchemyOutbox(engine, create=True, lease=LEASE)
 
 
 def store(outbox: SQLAlchemyOutbox, *bodies: str, key: str | None = None) -> None:
@@ -128,3 +133,15 @@ def test_what_a_relay_lets_go_of_is_free_at_once_and_may_have_been_published(out
     assert len(take(other, 1)) == 1
     ending.close()
     assert [(row.message.body, row.possible_duplicate) for row in take(other)] == [(b"a", True)]
+
+
+def test_a_row_that_cannot_be_taken_holds_those_behind_it_and_not_those_before_it(
+    outbox: SQLAlchemyOutbox, engine: Engine
+) -> None:
+    """In the middle of what a relay takes of a key, as one of a newer format may be."""
+    store(outbox, "0", "1", "2", key="key")
+    newer = update(outbox.table).where(outbox.table.c.body == b"1").values(format=FORMAT + 1)
+    with engine.begin() as connection:
+        connection.execute(newer)
+    claims = outbox.claims()
+    assert [row.message.body for row in take(claims)] == [b"0"]

@@ -1,0 +1,79 @@
+"""What the thread that writes to an outbox does when the outbox fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from reliable_mq import Message, OutboxError
+from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.outbox import SQLiteOutbox, writer
+from reliable_mq.outbox.writer import OutboxWriter
+
+DONE = Settlement(OutboxRow(1, Message(b""), "", "q", True, None, 0, False), Fate.CONFIRMED)
+NEW = NewRow(Message(b"new"), "", "q", True, None)
+
+
+class Failing(SQLiteOutbox):
+    """An outbox whose writes fail at first; it notes what it was asked to write."""
+
+    def __init__(self, path: Any, failures: int) -> None:
+        super().__init__(path)
+        self.failures = failures
+        self.asked: list[tuple[int, int]] = []  # rows and fates
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        self.asked.append((len(rows), len(settlements)))
+        if self.failures:
+            self.failures -= 1
+            raise OutboxError("the disk is full")
+
+
+class Told:
+    """A writer, and what it answers."""
+
+    def __init__(self, outbox: SQLiteOutbox) -> None:
+        self.stored: Queue[tuple[list[str], OutboxError | None]] = Queue()
+        self.settled: Queue[list[Settlement]] = Queue()
+        self.writer: OutboxWriter[str] = OutboxWriter(
+            outbox,
+            name="writer",
+            on_stored=lambda owners, error: self.stored.put((owners, error)),
+            on_settled=self.settled.put,
+        )
+
+
+@pytest.fixture
+def outbox(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
+    monkeypatch.setattr(writer, "_RETRY_AFTER", 0.01)
+    made = Failing(tmp_path / "outbox", failures=2)
+    yield made
+    made.close()
+
+
+def test_a_fate_that_could_not_be_carried_out_is_tried_again_until_it_is(outbox: Failing) -> None:
+    """A row that stays would be published for a second time."""
+    told = Told(outbox)
+    told.writer.settle([DONE])
+    told.writer.start()
+    assert told.settled.get(timeout=20) == [DONE]
+    told.writer.stop()
+    assert told.writer.join(20)
+    assert outbox.asked == [(0, 1)] * 3
+
+
+def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing) -> None:
+    """Its caller has been told; the fates that were to be written with it are."""
+    told = Told(outbox)
+    told.writer.store("mine", NEW)
+    told.writer.settle([DONE])
+    told.writer.start()
+    owners, error = told.stored.get(timeout=20)
+    assert (owners, str(error)) == (["mine"], "the disk is full")
+    assert told.settled.get(timeout=20) == [DONE]
+    told.writer.stop()
+    assert told.writer.join(20)
+    assert outbox.asked == [(1, 1), (0, 1), (0, 1)]
