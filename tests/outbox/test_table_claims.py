@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, update
 
 from reliable_mq import Message
 from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
-from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_table
+from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims, sqlalchemy_table
 from reliable_mq.outbox.protocol import Claims
 
 LEASE = 10.0
@@ -37,8 +37,11 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine.dispose()
 
 
-@pytest.fixture
-def outbox(engine: Engine) -> SQLAlchemyOutbox:
+@pytest.fixture(params=["one writer at a time", "rows locked one by one"])
+def outbox(request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> SQLAlchemyOutbox:
+    """Of either way to take rows; here, a lock is no more than a word."""
+    if request.param == "rows locked one by one":
+        monkeypatch.setattr(sqlalchemy_claims, "skips_locked", lambda _connection: True)
     return SQLAlchemyOutbox(engine, create=True, lease=LEASE)
 
 
