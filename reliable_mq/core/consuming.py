@@ -413,7 +413,7 @@ class ConsumingSession:
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
-        forgiven = quarantine.forgiven if quarantine is not None and quarantine.has(delivery) else None
+        forgiven = quarantine.received() if quarantine is not None and quarantine.has(delivery) else None
         finding = self._admission.look(delivery, forgiven=forgiven)
         failures = delivery.failures
         if finding.refusal is not None:

@@ -49,7 +49,8 @@ class Quarantine:
         work: its deliveries that are to be handed out; one at a time.
         active: whether it was subscribed to, on this channel.
         losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
-        forgiven: channels that this process has lost, and lives, unless it was for what came from quarantine.
+        forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
+            that.
     """
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
@@ -60,6 +61,7 @@ class Quarantine:
         self.active = False
         self._due: float | None = None
         self._here = False  # there is a channel
+        self._received = False  # and something has come from quarantine on that
         self._open = False  # and it is not subscribed to on that
 
     @staticmethod
@@ -86,8 +88,8 @@ class Quarantine:
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """It is gone; ``timed_out``: what the consumer timeout has taken back then, where that was the reason."""
         self.losses += self._here and timed_out is None
-        self.forgiven += self._here and not any(map(self.has, timed_out or ()))
-        self.active = self._open = self._here = False
+        self.forgiven += self._received and not any(map(self.has, timed_out or ()))
+        self.active = self._open = self._here = self._received = False
         self._due = None
 
     def subscribe(self, now: float) -> bool:
@@ -107,6 +109,11 @@ class Quarantine:
     def has(self, delivery: Delivery) -> bool:
         """Whether it came from quarantine."""
         return delivery.consumer_tag == self.consumer_tag
+
+    def received(self) -> int:
+        """A delivery came from it: answer how many of its returns are no failed attempts."""
+        self._received = True
+        return self.forgiven
 
     def suspects(self, delivery: Delivery) -> bool:
         """Whether a delivery from the queue is to be moved."""

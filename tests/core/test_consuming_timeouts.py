@@ -282,6 +282,24 @@ def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
     assert (one.attempt, second.attempt) == (2, 2)
 
 
+def test_in_quarantine_the_timeouts_of_a_message_without_an_id_are_its_returns() -> None:
+    """Those before it came there, and those of its own, are not forgiven: there is nothing else that counts them."""
+    session = make(max_attempts=2, quarantine=True)
+    deliver(session, [delivery(message_id=None)])
+    struck(session)
+    assert deliver(session, [back(2, message_id=None)]) == []
+    moved = only_republish(session)
+    session.published(moved, None, 0.0)
+    session.delivered([isolated(moved, 2, message_id=None)], 0.0)
+    for generation, returned in ((2, 1), (3, 2)):
+        assert len(session.take_isolated()) == 1
+        struck(session, generation, strike=Strike(consumer_tag=ISOLATED))
+        session.delivered([isolated(moved, 1, returned=returned, message_id=None)], 0.0)
+        session.tick(100.0)
+    assert session.take_isolated() == []
+    assert only_republish(session).purpose is Purpose.DEAD_LETTER
+
+
 def test_what_is_in_quarantine_is_not_to_blame_for_a_timeout_elsewhere() -> None:
     session = make(max_attempts=5, quarantine=True)
     assert deliver(session, [back(2)]) == []

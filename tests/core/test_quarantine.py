@@ -25,13 +25,15 @@ def back(count: int, tag: int = 1, **others: Any) -> Delivery:
     return delivery(tag, redelivered=True, headers={"x-delivery-count": count}, **others)
 
 
-def isolated(republish: Republish, tag: int = 1, *, returned: int = 0) -> Delivery:
+def isolated(republish: Republish, tag: int = 1, *, returned: int = 0, message_id: str | None = "m1") -> Delivery:
     """What comes out of quarantine."""
     item = waited(republish.properties)
     table = dict(item.headers)
     if returned:
         table["x-delivery-count"] = returned
-    made = delivery(tag, redelivered=bool(returned), headers=table, routing_key="orders.quarantine")
+    made = delivery(
+        tag, redelivered=bool(returned), headers=table, routing_key="orders.quarantine", message_id=message_id
+    )
     made.consumer_tag = ISOLATED
     return made
 
@@ -168,6 +170,7 @@ def test_there_each_return_is_a_failed_attempt(returned: int, attempt: int | Non
 def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven() -> None:
     session = subscribed()
     republish = suspect(session)
+    session.delivered([isolated(republish, 2)], 0.0)
     session.lost(1)
     session.opened(2, CHANNEL)
     item = isolated(republish, 1, returned=1)
