@@ -184,7 +184,7 @@ class HandlerTasks:
                     continue
                 results = await handle(items.popleft(), task, groups)
                 if results:
-                    report(results, idle=not items)
+                    report(results)
                 if task.cancelling():
                     return
                 if time.perf_counter() - resumed > _SLICE:
@@ -214,7 +214,7 @@ class HandlerTasks:
         except KeyboardInterrupt as error:
             return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
         except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
-            self._sink.report(all_failed(_deliveries(item), error), idle=True)
+            self._sink.report(all_failed(_deliveries(item), error))
             raise
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
             return all_failed(_deliveries(item), error)
@@ -236,7 +236,7 @@ class HandlerTasks:
         try:
             results = await self._carry_out(task, steps, groups, cancelled)
         except GeneratorExit as error:
-            self._sink.report(all_failed(deliveries, error), idle=True)
+            self._sink.report(all_failed(deliveries, error))
             raise
         except Exception as error:
             logger.exception("handling %s ended with %s", deliveries, type(error).__name__)

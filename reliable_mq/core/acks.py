@@ -110,9 +110,12 @@ class AckBatcher:
         return None if self._finished_at is None else self._finished_at + self._ack_interval
 
     @property
-    def ack_every(self) -> int:
-        """Finished contiguous deliveries that are acked together."""
-        return self._ack_every
+    def due_after(self) -> int:
+        """How many more deliveries must finish, at least, for a frame to be due by their number; 1 where one is."""
+        left = self._ack_every - self._prefix
+        if self._half:
+            left = min(left, self._half - self._prefix - len(self._beyond))
+        return max(left, 1)
 
     @property
     def lowest(self) -> int:

@@ -400,9 +400,9 @@ class ConsumingSession:
         return self._ways.held
 
     @property
-    def ack_every(self) -> int:
-        """Finished deliveries that are acked together."""
-        return self._acks.ack_every
+    def acks_due_after(self) -> int:
+        """How many more deliveries must be handled, at least, before there is something to ack by their number."""
+        return self._acks.due_after
 
     @property
     def outstanding(self) -> int:

@@ -91,6 +91,23 @@ def test_half_of_the_prefetch_acks_the_prefix_first_and_keeps_what_is_beyond() -
     assert acks.deadline == 60.0
 
 
+def test_how_many_more_must_finish_before_a_frame_is_due() -> None:
+    """By the count of the contiguous ones, or by half of the prefetch, whichever is first; never less than one."""
+    acks = batcher(ack_every=4, ack_interval=60.0, prefetch=20, delivered=20)
+    assert acks.due_after == 4
+    acks.finished(GENERATION, [1, 3], 0.0)
+    assert acks.due_after == 3
+    acks.finished(GENERATION, range(6, 13), 0.0)
+    assert acks.due_after == 1
+    assert acks.due(0.0) == []
+    acks.finished(GENERATION, [2, 4], 0.0)
+    assert acks.due_after == 1
+    assert acks.due(0.0) == [(4, True)]
+    unlimited = batcher(ack_every=3, ack_interval=60.0, prefetch=0, delivered=20)
+    unlimited.finished(GENERATION, [1, *range(3, 20)], 0.0)
+    assert unlimited.due_after == 2
+
+
 def test_a_prefetch_of_one_acks_each() -> None:
     acks = batcher(ack_every=1, ack_interval=60.0, prefetch=1, delivered=1)
     acks.finished(GENERATION, [1], 0.0)
@@ -115,7 +132,7 @@ def test_changing_the_prefetch_changes_when_it_is_half_used() -> None:
 def test_without_a_number_of_its_own_it_acks_at_half_of_the_prefetch(prefetch: int, ack_every: int) -> None:
     acks = AckBatcher(ack_interval=1.0, prefetch=300)
     acks.set_prefetch(prefetch)
-    assert acks.ack_every == ack_every
+    assert acks.due_after == ack_every
 
 
 def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:

@@ -198,7 +198,8 @@ class BasePullSubscription(BaseSubscription):
         if result is None:
             self.hand_back([delivery])
         else:
-            self.report([result], idle=True)  # counted as stale where it is
+            self.report([result])  # counted as stale where it is
+            self._wake()
         if delivery.source is not self.session.source:
             raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
 

@@ -56,7 +56,6 @@ __all__ = ["BaseSubscription", "Connection", "Event", "Outlet", "Republisher"]
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
-_LOOKED_AT_TOGETHER = 32  # results, at most
 _PAUSE = 0.1  # seconds that a stop waits for quick handlers before it hands back the rest
 _LINGER = 0.3  # seconds before the channel is closed, where there were many acks
 _BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0  # many: a channel passes on 32 of them to a quorum queue before it waits
@@ -178,6 +177,7 @@ class BaseSubscription:
         self.ended = self._new_event()
         self._options = options
         self._consumer_tag = options.name
+        self._isolated_tag = options.isolated_tag
         self._prefetch = options.prefetch  # that the broker was told
         self._version: tuple[int, ...] = ()  # of the broker
         self._phase = _Phase.RUNNING
@@ -197,7 +197,7 @@ class BaseSubscription:
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
         self._look_every = max(options.ack_interval, _SHORTEST_LOOK)
-        self._look_after = self._results_looked_at_together()
+        self._look_after = 1  # results; fewer of them wait for the next look
         self._io = self._new_connection(
             name=options.name, settings=settings, setup=self._set_up, client=self, recovery=recovery
         )
@@ -228,12 +228,21 @@ class BaseSubscription:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
 
-    def report(self, results: Sequence[Result], *, idle: bool) -> None:
-        """These were handed out, and this is what became of them."""
+    def report(self, results: Sequence[Result]) -> None:
+        """These were handed out, and this is what became of them.
+
+        Few that went well are left for the next look: there is nothing to ack yet, and a wake-up costs as much as
+        handling several.
+        """
         if not self._results:
             self._reported_at = time.monotonic()
         self._results.extend(results)
-        if idle or len(self._results) >= self._look_after or not isinstance(results[0], Delivery):
+        if (
+            len(self._results) >= self._look_after
+            or not isinstance(results[0], Delivery)
+            or results[0].consumer_tag == self._isolated_tag  # the next one in quarantine waits for its ack
+            or self._phase is not _Phase.RUNNING
+        ):
             self._wake()
 
     def hand_back(self, deliveries: Iterable[Delivery]) -> None:
@@ -313,7 +322,7 @@ class BaseSubscription:
 
     def cancelled(self, consumer_tag: str) -> None:
         """The broker ended the subscription: the queue is gone, or its leader, or a delivery was unacked too long."""
-        ours = consumer_tag in {self._consumer_tag, self._options.isolated_tag}
+        ours = consumer_tag in {self._consumer_tag, self._isolated_tag}
         if not ours or self._phase is not _Phase.RUNNING:
             return
         logger.warning(
@@ -436,6 +445,9 @@ class BaseSubscription:
             self._io.write(output)
 
     def _schedule(self, now: float) -> None:
+        self._look_after = 1 if self._options.ack_interval < _SHORTEST_LOOK else self.session.acks_due_after
+        if len(self._results) >= self._look_after:  # reported meanwhile, when more were wanted
+            self._wake()
         at = self.session.deadline
         if self._look_after > 1 and self.session.running:
             look = now + self._look_every
@@ -483,13 +495,8 @@ class BaseSubscription:
         if self._phase is _Phase.RESUBSCRIBING:
             self._io.reopen_channel()
 
-    def _results_looked_at_together(self) -> int:
-        quick = self._options.ack_interval < _SHORTEST_LOOK
-        return 1 if quick else min(self.session.ack_every, _LOOKED_AT_TOGETHER)
-
     def _change_prefetch(self) -> None:
         self.session.set_prefetch(self._options.prefetch)
-        self._look_after = self._results_looked_at_together()
         if self._subscribed:  # else `ready` sees what the broker was told last
             self._prefetch = self._options.prefetch
             before, self._consumer_tag = self._consumer_tag, _next_tag(self._consumer_tag)
@@ -511,7 +518,7 @@ class BaseSubscription:
             return
         if self._subscribed:
             self._phase = _Phase.CANCELLING
-            tags = [self._consumer_tag, *([self._options.isolated_tag] if self._isolated else [])]
+            tags = [self._consumer_tag, *([self._isolated_tag] if self._isolated else [])]
             self._io.run(_cancel(tags), self._unsubscribed)
         else:
             self._phase = _Phase.STOPPING

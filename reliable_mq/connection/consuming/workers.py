@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class ResultSink(Protocol):
     """Where workers report. Any thread."""
 
-    def report(self, results: Sequence[Result], *, idle: bool) -> None:
-        """These are the results; ``idle`` where nothing more is waiting to be handled."""
+    def report(self, results: Sequence[Result]) -> None:
+        """These are the results."""
 
     def hand_back(self, deliveries: Sequence[Delivery]) -> None:
         """No handler has begun with these, and none will."""
@@ -197,7 +197,7 @@ class _Worker:
                 if not self._waiting.wait():
                     return
                 continue
-            sink.report(self._handle(item), idle=not items)
+            sink.report(self._handle(item))
 
     def _handle(self, item: Work) -> Sequence[Result]:
         """Call the handler without a store: what `handling` does step by step, at once."""
