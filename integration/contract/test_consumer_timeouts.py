@@ -35,9 +35,10 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
     broker: Broker = any_vhost.broker
     policy = {"pattern": ".*", "definition": {"consumer-timeout": int(TIMEOUT * 1000)}, "apply-to": "queues"}
     broker.management.call("PUT", "policies", any_vhost.name, "impatient", body=policy)
+    usual = broker.evaluate("application:get_env(rabbit, channel_tick_interval, 60000)")  # no channel opens without one
     broker.evaluate("application:set_env(rabbit, channel_tick_interval, 250)")
     yield any_vhost
-    broker.evaluate("application:unset_env(rabbit, channel_tick_interval)")
+    broker.evaluate(f"application:set_env(rabbit, channel_tick_interval, {usual})")
 
 
 @pytest.mark.both_faces

@@ -44,13 +44,17 @@ START_DEADLINE = 90.0
 
 AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS = 5672, 5671, 15672, 5552, 15692
 _PORTS = (AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS)
-# Both print the value, in quotes. Base64 has nothing that either would write differently.
+# Both print the value, in quotes; base64 has nothing that either would write differently. Where erl_call is missing, or
+# says nothing, as it does now and then, rabbitmqctl is asked.
 _EVALUATE = """
 if command -v erl_call >/dev/null; then
-    printf '%s\\n' "$1" | erl_call -sname "rabbit@$HOSTNAME" -c "$(cat /var/lib/rabbitmq/.erlang.cookie)" -e
-else
-    rabbitmqctl --quiet eval "$1"
+    cookie=$(cat /var/lib/rabbitmq/.erlang.cookie)
+    answer=$(printf '%s\\n' "$1" | erl_call -sname "rabbit@$HOSTNAME" -c "$cookie" -e)
 fi
+case "$answer" in
+    "{ok, "*) printf '%s\\n' "$answer" ;;
+    *) rabbitmqctl --quiet eval "$1" ;;
+esac
 """
 _ENCODED = """
 base64:encode_to_string(begin
