@@ -153,9 +153,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         if not await self._wait_settled_before(float("inf"), limit):
             self._end()
         await self._io.close(CLOSE_GRACE)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.cancel()
 
     def abort(self) -> None:
         """Give up what is unsettled, and disconnect without waiting for it."""

@@ -24,6 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+from reliable_mq.connection.alarm import Alarm
 from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
@@ -123,8 +124,7 @@ class BasePublishingLane(Generic[P]):
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
         self._generation = 0
-        self._timer: TimerHandle | None = None
-        self._timer_at = 0.0
+        self._alarm = Alarm(self._pump)
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
         _lanes.add(self)
@@ -333,7 +333,7 @@ class BasePublishingLane(Generic[P]):
             while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)
         self._settle()
-        self._schedule(now)
+        self._alarm.set(session.next_wakeup(), now, self._io.call_later)
 
     def _settle(self) -> None:
         session = self.session
@@ -374,19 +374,6 @@ class BasePublishingLane(Generic[P]):
         self._accept_inbox()
         self.session.abandon_all()
         self._settle()
-
-    def _schedule(self, now: float) -> None:
-        at = self.session.next_wakeup()
-        if at is None or (self._timer is not None and self._timer_at <= at):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self._io.call_later(max(at - now, 0.0), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
 
 
 # A forked child has copies of the lanes, whose loops and sockets are the parent's.

@@ -30,6 +30,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from reliable_mq.connection.alarm import Alarm
 from reliable_mq.core.ages import Strike, strike_of
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.notices import NoticeKind
@@ -187,8 +188,7 @@ class BaseSubscription:
         self._handed_back: deque[Delivery] = deque()
         self._woken = False
         self._connection_lost = False
-        self._timer: TimerHandle | None = None
-        self._timer_at = 0.0
+        self._alarm = Alarm(self._pump)
         self._burst_at = 0.0
         self._burst = 0  # bytes sent since then
         self._pause: TimerHandle | None = None  # of SETTLING, or of LINGERING
@@ -454,16 +454,7 @@ class BaseSubscription:
             at = look if at is None else min(at, look)
         if at is not None and self._phase in _SILENT:
             at = max(at, now + _SHORTEST_LOOK)
-        if at is None or (self._timer is not None and self._timer_at <= at):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self._io.call_later(max(at - now, 0.0), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
+        self._alarm.set(at, now, self._io.call_later)
 
     def _withdraw(self) -> None:
         """Take back what nobody has begun with, unless it would never come again."""
