@@ -92,6 +92,7 @@ class OutboxRow(NamedTuple):
         exchange, routing_key, mandatory, ordering_key: see `NewRow`.
         attempts: how often a relay has had it and could not get it confirmed.
         possible_duplicate: whether it may have been published before.
+        claim: by which it was taken, where relays share an outbox: its fate is carried out while that holds.
     """
 
     id: int
@@ -102,6 +103,7 @@ class OutboxRow(NamedTuple):
     ordering_key: str | None
     attempts: int
     possible_duplicate: bool
+    claim: str | None = None
 
 
 class UnreadableRow(Exception):
@@ -133,13 +135,20 @@ def values_of(row: NewRow) -> tuple[Any, ...]:
     )
 
 
-def row_from(id: int, values: Sequence[Any], *, in_doubt: bool = False) -> OutboxRow:  # noqa: A002
+def row_from(
+    id: int,  # noqa: A002
+    values: Sequence[Any],
+    *,
+    in_doubt: bool = False,
+    claim: str | None = None,
+) -> OutboxRow:
     """Make a row again.
 
     Args:
         id: its place in the order.
         values: of `COLUMNS`.
         in_doubt: that it may have been published before is known from elsewhere.
+        claim: by which it was taken.
 
     Raises:
         UnreadableRow: it is of a newer format, or no row that was ever written here.
@@ -172,6 +181,7 @@ def row_from(id: int, values: Sequence[Any], *, in_doubt: bool = False) -> Outbo
         key,
         int(attempts),
         in_doubt or bool(duplicate),
+        claim,
     )
 
 

@@ -54,6 +54,9 @@ class Claims(Protocol):
     Each raises `OutboxError` where the outbox cannot answer; the same call may be made again.
     """
 
+    keep_every: float
+    """Seconds after which ``keep`` is to be called again."""
+
     def take(self, limit: int) -> Taken:
         """Take up to ``limit`` rows that no other relay has and that are due, in order. Fewer says nothing."""
         ...
@@ -67,7 +70,7 @@ class Claims(Protocol):
         ...
 
     def keep(self) -> None:
-        """See to it that no other relay gets what this one has. Called every few seconds."""
+        """See to it that no other relay gets what this one has. Called every ``keep_every`` seconds."""
         ...
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_AT_A_TIME: Final = 500
-_KEEP_EVERY: Final = 5.0  # seconds
 _COUNT_EVERY: Final = 1.0  # seconds; where counting takes long, so much longer that it takes a twentieth of the time
 _COUNT_SHARE: Final = 20
 _ERRORS_SAID_EVERY: Final = 30.0  # seconds
@@ -205,7 +204,7 @@ class OutboxRelay:
         stopping = self._stop_by is not None
         now = time.monotonic()
         if now >= self._keep_at:
-            self._keep_at = now + _KEEP_EVERY
+            self._keep_at = now + claims.keep_every
             claims.keep()
         if now >= self._count_at:
             self._count()

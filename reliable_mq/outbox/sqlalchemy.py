@@ -224,7 +224,9 @@ class SQLAlchemyOutbox:
                 connection.execute(delete(self.table).where(columns.id.in_(some)))
             clock = database_time(connection) if others else 0.0
             for one in others:
-                connection.execute(update(self.table).where(columns.id == one.row.id).values(**self._fate(one, clock)))
+                # A relay that was stopped for longer than its lease has no say in what another took over.
+                still = and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
+                connection.execute(update(self.table).where(still).values(**self._fate(one, clock)))
             committing = True
 
         try:

@@ -10,11 +10,14 @@ Invariants:
   can have a row of the key at the same time, whoever committed what meanwhile. A row that was the first in any
   snapshot is the first for as long as it is there, so it may be looked for before it is locked;
 - a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there;
-- every claim has a name of its own, so that what a transaction has claimed is told from all that this relay had before.
+- every claim has a name of its own, so that what a transaction has claimed is told from all that this relay had before,
+  and a fate that comes too late from what another relay has claimed since;
+- a relay never takes what it has: where its leases may have ended, as after an outage of the database, it renews first.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +37,7 @@ __all__ = ["SQLAlchemyClaims"]
 
 _BEHIND: Final = 200  # rows looked at behind the first ones of their keys
 _IDS_AT_A_TIME: Final = 200  # in one statement; some databases bind few
+_KEEP_EVERY: Final = 5.0  # seconds
 
 
 class SQLAlchemyClaims:
@@ -47,22 +51,29 @@ class SQLAlchemyClaims:
 
     def __init__(self, table: Table, run: Callable[[Callable[[Connection], Any], str], Any], lease: float) -> None:
         self.owner = uuid.uuid4().hex
+        self.keep_every = min(_KEEP_EVERY, lease / 4)
         self._table = table
         self._run = run
         self._lease = lease
         self._claims = 0  # made so far
+        self._renewed_at = 0.0
         self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
 
     def take(self, limit: int) -> Taken:
         """Take rows that are due and that nobody has, in order."""
-        rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit), "taking rows")
+        began = time.monotonic()
+        renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
+        rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, renews), "taking rows")
+        if renews or not self._taken:
+            self._renewed_at = began
         taken = Taken([], [])
+        claim = self._claim_name
         for found in rows:
             number, was_claimed, *values = list(found)[: 2 + len(COLUMNS)]
             try:
-                row = row_from(number, values, in_doubt=bool(was_claimed))
+                row = row_from(number, values, in_doubt=bool(was_claimed), claim=claim)
             except UnreadableRow as error:
-                row = OutboxRow(number, Message(b""), "", "", True, None, 0, False)
+                row = OutboxRow(number, Message(b""), "", "", True, None, 0, False, claim)
                 taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
             else:
                 taken.rows.append(row)
@@ -82,7 +93,9 @@ class SQLAlchemyClaims:
     def keep(self) -> None:
         """Renew the leases."""
         if self._taken:
+            began = time.monotonic()
             self._run(self._renew, "renewing leases")
+            self._renewed_at = began
 
     def close(self) -> None:
         """Hand back what is left. It may have been published."""
@@ -92,9 +105,11 @@ class SQLAlchemyClaims:
 
     # In a transaction
 
-    def _claim(self, connection: Connection, limit: int) -> list[Row[Any]]:
+    def _claim(self, connection: Connection, limit: int, renews: bool) -> list[Row[Any]]:
+        if renews:
+            self._renew(connection)
         self._claims += 1
-        name = f"{self.owner}.{self._claims}"
+        name = self._claim_name
         now = database_time(connection)
         until = now + self._lease
         if skips_locked(connection):
@@ -176,6 +191,10 @@ class SQLAlchemyClaims:
     def _release(self, connection: Connection) -> None:
         free = {"possible_duplicate": 1, "claimed_by": None, "claimed_until": 0}
         connection.execute(update(self._table).where(self._ours()).values(**free))
+
+    @property
+    def _claim_name(self) -> str:
+        return f"{self.owner}.{self._claims}"
 
     def _ours(self) -> ColumnElement[bool]:
         return self._table.c.claimed_by.startswith(f"{self.owner}.")

@@ -75,6 +75,8 @@ class SQLiteClaims:
         timeout: seconds to wait for a process that writes.
     """
 
+    keep_every = float("inf")
+
     def __init__(self, path: Path, timeout: float) -> None:
         self._path = path
         self._timeout = timeout

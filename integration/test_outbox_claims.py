@@ -1,0 +1,57 @@
+"""Relays of one table on real servers, which lock rows, and pass over what is locked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from sqlalchemy import create_engine, delete
+
+from integration.support.seeds import soaking
+from tests.outbox.claims_contract import ClaimsContract, TableOutbox
+from tests.outbox.test_outboxes import STEPS, Clock, Model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from integration.support.databases import Database
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[TableOutbox]:
+    """In an empty database."""
+    engine = create_engine(database(request.param).fresh())
+    with TableOutbox(engine) as made:
+        yield made
+    engine.dispose()
+
+
+class TestClaims(ClaimsContract):
+    pass
+
+
+class Served(Model):
+    """Time passes in the table: the clock is the server's."""
+
+    table: TableOutbox
+
+    def wait(self, seconds: float) -> None:
+        self.table.age(seconds)
+
+
+def test_whatever_happens_every_row_is_published_in_the_order_of_its_key(table: TableOutbox) -> None:
+    """Relays die, rows are delayed, set aside, put back and purged; at the end everything else was confirmed."""
+
+    @settings(max_examples=200 if soaking() else 10, deadline=None)
+    @given(steps=STEPS)
+    def go_through(steps: list[Any]) -> None:
+        with table.engine.begin() as connection:
+            connection.execute(delete(table.outbox.table))
+        model = Served(table.outbox, Clock())
+        model.table = table
+        for step, argument in steps:
+            getattr(model, step)(argument)
+        model.finish()
+
+    go_through()

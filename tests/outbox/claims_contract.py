@@ -1,0 +1,196 @@
+"""Relays of one table: what each holds, for how long, and what is said of it when it changes hands. On any database."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+from sqlalchemy import update
+
+from reliable_mq import Message
+from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from sqlalchemy import Engine
+
+    from reliable_mq.outbox.protocol import Claims
+
+LEASE = 100.0
+
+
+class TableOutbox:
+    """An outbox in a new table, whose time passes by command."""
+
+    def __init__(self, engine: Engine, *, lease: float = LEASE) -> None:
+        self.engine = engine
+        self.outbox = SQLAlchemyOutbox(engine, create=True, lease=lease)
+        self.outbox.open()
+        self._passed = 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._passed)
+        self._clock = patch.object(sqlalchemy_claims, "time", clock)
+
+    def __enter__(self) -> Self:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._clock.stop()
+
+    def age(self, seconds: float) -> None:
+        """Let as many seconds pass: what is to happen comes that much nearer."""
+        self._passed += seconds
+        columns = self.outbox.table.c
+        earlier = {name: columns[name] - seconds for name in ("claimed_until", "available_at", "stored_at")}
+        with self.engine.begin() as connection:
+            connection.execute(update(self.outbox.table).values(earlier))
+
+
+def store(outbox: SQLAlchemyOutbox, *bodies: str, key: str | None = None) -> None:
+    outbox.write([NewRow(Message(body.encode()), "", "q", True, key) for body in bodies], [])
+
+
+def take(claims: Claims, limit: int = 10) -> list[OutboxRow]:
+    taken = claims.take(limit)
+    assert not taken.damaged
+    return taken.rows
+
+
+class ClaimsContract:
+    """Tests of a ``table``, which is a fixture of the module that inherits them."""
+
+    def test_what_is_taken_again_before_its_hand_back_is_told_stays_ours(self, table: TableOutbox) -> None:
+        """A row that is free in the table may be taken at once; the news about its former fate concern that alone."""
+        store(table.outbox, "a")
+        relay, other = table.outbox.claims(), table.outbox.claims()
+        [first] = take(relay)
+        back = [Settlement(first, Fate.BACK)]
+        table.outbox.write([], back)
+        [second] = take(relay)
+        assert second.message.body == b"a"
+        relay.written(back)
+        table.age(LEASE - 1)
+        relay.keep()
+        table.age(LEASE - 1)
+        assert take(other) == []
+        table.age(2)
+        assert len(take(other)) == 1
+
+    def test_a_relay_renews_what_it_has_and_not_what_another_took_over(self, table: TableOutbox) -> None:
+        """A lease that ended is not renewed by who had it, nor does that take anything from the new holder."""
+        store(table.outbox, "a", "b")
+        slow, quick = table.outbox.claims(), table.outbox.claims()
+        assert len(take(slow, 1)) == 1
+        table.age(LEASE + 1)
+        assert [row.message.body for row in take(quick)] == [b"a", b"b"]
+        table.age(LEASE - 1)
+        slow.keep()
+        slow.close()
+        assert take(table.outbox.claims()) == []
+        table.age(2)
+        assert len(take(table.outbox.claims())) == 2
+
+    def test_what_may_have_been_published_stays_so_when_it_is_handed_back(self, table: TableOutbox) -> None:
+        """Also where the relay that handed it back has not touched it."""
+        store(table.outbox, "a")
+        dead, second, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
+        assert [row.possible_duplicate for row in take(dead)] == [False]
+        table.age(LEASE + 1)
+        [row] = take(second)
+        assert row.possible_duplicate
+        table.outbox.write([], [Settlement(row, Fate.BACK)])
+        [row] = take(third)
+        assert row.possible_duplicate
+
+    def test_what_is_handed_back_untouched_is_no_possible_duplicate(self, table: TableOutbox) -> None:
+        """Nobody has published it."""
+        store(table.outbox, "a")
+        claims = table.outbox.claims()
+        [row] = take(claims)
+        table.outbox.write([], [Settlement(row, Fate.BACK)])
+        claims.written([Settlement(row, Fate.BACK)])
+        [row] = take(claims)
+        assert not row.possible_duplicate
+
+    def test_a_key_is_one_relays_at_a_time(self, table: TableOutbox) -> None:
+        """Whoever has its first row has the others; what was stored meanwhile waits for that."""
+        store(table.outbox, "0", "1", key="key")
+        store(table.outbox, "free")
+        one, other = table.outbox.claims(), table.outbox.claims()
+        rows = take(one, 1)
+        assert [row.message.body for row in rows] == [b"0", b"1"]
+        store(table.outbox, "2", key="key")
+        assert [row.message.body for row in take(other)] == [b"free"]
+        table.outbox.write([], [Settlement(rows[0], Fate.CONFIRMED)])
+        assert take(other) == []
+        table.outbox.write([], [Settlement(rows[1], Fate.CONFIRMED)])
+        assert [row.message.body for row in take(other)] == [b"2"]
+
+    def test_what_a_relay_lets_go_of_is_free_at_once_and_may_have_been_published(self, table: TableOutbox) -> None:
+        """Nobody waits for the lease of a relay that ended in good order; what another has stays with it."""
+        store(table.outbox, "a", "b")
+        ending, other = table.outbox.claims(), table.outbox.claims()
+        assert len(take(ending, 1)) == 1
+        assert len(take(other, 1)) == 1
+        ending.close()
+        assert [(row.message.body, row.possible_duplicate) for row in take(other)] == [(b"a", True)]
+
+    def test_a_row_that_cannot_be_taken_holds_those_behind_it_and_not_those_before_it(self, table: TableOutbox) -> None:
+        """In the middle of what a relay takes of a key, as one of a newer format may be."""
+        store(table.outbox, "0", "1", "2", key="key")
+        newer = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(format=FORMAT + 1)
+        with table.engine.begin() as connection:
+            connection.execute(newer)
+        claims = table.outbox.claims()
+        assert [row.message.body for row in take(claims)] == [b"0"]
+
+    @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.SET_ASIDE])
+    def test_a_fate_that_comes_late_takes_nothing_from_the_relay_that_took_over(
+        self, table: TableOutbox, fate: Fate
+    ) -> None:
+        """A relay that was stopped for longer than its lease does not know that its rows are another's by now."""
+        store(table.outbox, "a", "b", key="key")
+        slow, quick, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
+        late = take(slow)
+        table.age(LEASE + 1)
+        rows = take(quick)
+        assert [row.message.body for row in rows] == [b"a", b"b"]
+        table.outbox.write([], [Settlement(row, fate, 5.0, "it was late") for row in late])
+        assert take(third) == []
+        assert table.outbox.status().rows == 2
+        table.outbox.write([], [Settlement(rows[0], Fate.CONFIRMED)])
+        assert take(third) == []
+        table.outbox.write([], [Settlement(rows[1], Fate.BACK)])
+        assert [(row.message.body, row.possible_duplicate) for row in take(third)] == [(b"b", True)]
+
+    def test_a_confirm_that_comes_late_removes_the_row(self, table: TableOutbox) -> None:
+        """The broker has it, whoever published it."""
+        store(table.outbox, "a")
+        slow, quick = table.outbox.claims(), table.outbox.claims()
+        [late] = take(slow)
+        table.age(LEASE + 1)
+        assert len(take(quick)) == 1
+        table.outbox.write([], [Settlement(late, Fate.CONFIRMED)])
+        assert table.outbox.status().rows == 0
+
+    def test_a_relay_does_not_take_what_it_has(self, table: TableOutbox) -> None:
+        """It could not renew its leases for a while, as during an outage of the database, and nobody took over."""
+        store(table.outbox, "a", "b")
+        relay, other = table.outbox.claims(), table.outbox.claims()
+        [first] = take(relay, 1)
+        table.age(LEASE + 1)
+        assert [row.message.body for row in take(relay)] == [b"b"]
+        assert take(other) == []
+        table.outbox.write([], [Settlement(first, Fate.CONFIRMED)])
+        assert table.outbox.status().rows == 1
+
+    def test_leases_are_renewed_well_before_they_end(self, table: TableOutbox) -> None:
+        """However short they are."""
+        for lease in (0.5, 30.0, 3600.0):
+            claims = SQLAlchemyOutbox(table.engine, lease=lease).claims()
+            assert claims.keep_every <= min(lease / 3, 5.0)
