@@ -6,9 +6,10 @@
     PAUSED --the pause is over--> PROBING --the one that was handed out succeeded--> RUNNING
                                           --it failed--> PAUSED, for twice as long
 
-Invariants: while paused nothing is to be handed out, while probing one at a time; what was handed out before the pause
-changes nothing; a pause is at least the switch's ``pause`` and at most its ``longest_pause``; memory is a fixed number
-of counts, however many results there are.
+Invariants: while paused nothing is to be handed out, while probing one at a time, and one beside it that may hang; what
+was handed out before the pause changes nothing; a pause is at least the switch's ``pause`` and at most its
+``longest_pause``, and ends whether or not there is anything to probe with; memory is a fixed number of counts, however
+many results there are.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Breaker:
         switch: when.
     """
 
-    __slots__ = ("_parts", "_pause", "_probe", "_state", "_switch", "_until")
+    __slots__ = ("_beside", "_parts", "_pause", "_probe", "_state", "_switch", "_until")
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
@@ -54,6 +55,7 @@ class Breaker:
         self._pause = switch.pause
         self._until = 0.0
         self._probe = False  # one is handed out
+        self._beside = False  # one is that no probe is to wait for
 
     @property
     def paused(self) -> bool:
@@ -65,28 +67,31 @@ class Breaker:
         """When to ask again what may be handed out; None where that depends on results alone."""
         return self._until if self._state is _State.PAUSED else None
 
-    def allows(self, now: float) -> int | None:
-        """How many may be handed out; None for any number."""
-        if self._state is _State.RUNNING:
-            return None
+    def due(self, now: float) -> None:
+        """Time passed."""
         if self._state is _State.PAUSED and now >= self._until:
-            self._state, self._probe = _State.PROBING, False
-        return int(self._state is _State.PROBING and not self._probe)
+            self._state, self._probe, self._beside = _State.PROBING, False, False
 
-    def handed_out(self) -> None:
-        """One was, as a probe."""
-        self._probe = True
+    @property
+    def allows(self) -> int | None:
+        """How many may be handed out; None for any number."""
+        return None if self._state is _State.RUNNING else int(self._state is _State.PROBING and not self._probe)
+
+    def handed_out(self, *, beside: bool = False) -> None:
+        """One was, as a probe; ``beside``: one that may hang, and that another probe does not wait for."""
+        self._probe |= not beside
+        self._beside |= beside
 
     def withdrawn(self) -> None:
         """The probe was taken back, or its channel is lost: there may be another."""
-        self._probe = False
+        self._probe = self._beside = False
 
     def settled(self, handled: int, failed: int, now: float) -> Change | None:
         """So many handlings succeeded and failed; answer what that has changed."""
         if self._state is _State.PAUSED:
             return None
         if self._state is _State.PROBING:
-            if not self._probe:
+            if not (self._probe or self._beside):
                 return None
             if failed:
                 self._pause = min(self._pause * 2, self._switch.longest_pause)

@@ -292,12 +292,12 @@ class ConsumingSession:
         self.statistics.cancelled += 1
         if self._ways.state is State.CONSUMING:
             self._ways.state = State.DRAINING
-        self._ways.hand_back(self._take_everything())
+        self._end_subscription()
 
     def stop(self) -> None:
         """As `drain`, for good."""
         self._ways.state = State.STOPPING
-        self._ways.hand_back(self._take_everything())
+        self._end_subscription()
 
     def set_prefetch(self, prefetch: int) -> None:
         """The prefetch is ``prefetch`` from now on.
@@ -453,6 +453,12 @@ class ConsumingSession:
             f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
         )
         self._ways.note(NoticeKind.OVERDUE, None, text)
+
+    def _end_subscription(self) -> None:
+        if self._quarantine is not None:
+            self._quarantine.ended()
+        self._to_isolate = False
+        self._ways.hand_back(self._take_everything())
 
     def _take_everything(self) -> list[Delivery]:
         """Empty every place where a delivery waits to be handed out, or to be dead-lettered again."""

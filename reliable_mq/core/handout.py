@@ -1,7 +1,7 @@
 """What a consuming session hands out next: one by one, in batches, or from quarantine, as the kill switch lets it.
 
 Invariants: a delivery waits in one place at a time, in the order in which it came; while the kill switch holds back,
-nothing is taken from quarantine, and of the rest one at a time, as a probe.
+one at a time is taken, as a probe: from quarantine only where nothing else waits, since that one may hang.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ class HandOut:
         breaker: the kill switch; None where there is none.
     """
 
-    __slots__ = ("_batcher", "_breaker", "_now", "_quarantine", "_work")
+    __slots__ = ("_batcher", "_breaker", "_quarantine", "_work")
 
     def __init__(self, batcher: Batcher | None, quarantine: Quarantine | None, breaker: Breaker | None) -> None:
         self._batcher = batcher
         self._quarantine = quarantine
         self._breaker = breaker
         self._work: list[Delivery] = []
-        self._now = 0.0
 
     def add(self, deliveries: list[Delivery], now: float) -> None:
         """These came in, from the queue itself."""
@@ -67,9 +66,10 @@ class HandOut:
 
     def due(self, now: float) -> None:
         """Time passed."""
-        self._now = now
         if self._batcher is not None:
             self._batcher.due(now)
+        if self._breaker is not None:
+            self._breaker.due(now)
 
     def take_work(self) -> list[Delivery]:
         """Take what is for a plain handler."""
@@ -85,9 +85,14 @@ class HandOut:
 
     def take_isolated(self) -> list[Delivery]:
         """Take what came from quarantine."""
-        if self._quarantine is None or (self._breaker is not None and self._breaker.paused):
+        quarantine, breaker = self._quarantine, self._breaker
+        if quarantine is None or not quarantine.work:
             return []
-        isolated, self._quarantine.work = self._quarantine.work, []
+        if breaker is not None and breaker.paused:
+            if not breaker.allows or self._work or (self._batcher is not None and self._batcher.ready):
+                return []
+            breaker.handed_out(beside=True)
+        isolated, quarantine.work = quarantine.work, []
         return isolated
 
     def clear(self) -> list[Delivery]:
@@ -125,7 +130,7 @@ class HandOut:
 
     def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
         """Divide it into what may be handed out now, and the rest."""
-        allowed = None if self._breaker is None or not work else self._breaker.allows(self._now)
+        allowed = None if self._breaker is None or not work else self._breaker.allows
         if self._breaker is None or allowed is None:
             return work, []
         if allowed:

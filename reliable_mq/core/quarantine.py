@@ -92,6 +92,10 @@ class Quarantine:
         self.active = self._open = self._here = self._received = False
         self._due = None
 
+    def ended(self) -> None:
+        """The subscription to the queue has ended: there is to be none to quarantine on this channel."""
+        self._open, self._due = False, None
+
     def subscribe(self, now: float) -> bool:
         """Whether it is time to subscribe; true once per channel."""
         if self._open and self._due is None:

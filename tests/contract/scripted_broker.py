@@ -291,6 +291,8 @@ class Connection(threading.Thread):
                 channel.prefetch = value.prefetch_count
                 channel.send(commands.Basic.QosOk())
             case commands.Basic.Consume():
+                if value.consumer_tag in self.broker.gates:
+                    assert self.broker.gates[value.consumer_tag].wait(_PATIENCE)
                 channel.send(commands.Basic.ConsumeOk(value.consumer_tag))
                 channel.consumers[value.consumer_tag] = value.queue
             case commands.Basic.Cancel():
@@ -337,6 +339,7 @@ class ScriptedBroker:
         refusals: code and text of the exception that a method of that name ends its channel or connection with.
         greeting: sent to a new client in place of what AMQP has.
         silent: whatever a client sends is read and not answered.
+        gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
         seen: the names of all methods read, in order.
         published, settlements: what was read.
@@ -350,6 +353,7 @@ class ScriptedBroker:
         self.refusals: dict[str, tuple[int, str]] = {}
         self.greeting: bytes | None = None
         self.silent = False
+        self.gates: dict[str, threading.Event] = {}
         self.frame_max = 131072
         self.heartbeat = 60
         self.seen: list[str] = []

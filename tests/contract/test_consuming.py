@@ -12,7 +12,7 @@ import pytest
 
 from integration.support.consuming import Gate, Handler
 from integration.support.waiting import wait_until
-from reliable_mq import Ack, DeadLetter, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
+from reliable_mq import Ack, DeadLetter, KillSwitch, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
 from reliable_mq.core import headers
 from tests.core.deliveries import BROKEN_TABLE, properties
 
@@ -301,6 +301,39 @@ def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
         broker.consuming.deliver(b"b")
         handler.wait_done(2)
     assert len(broker.connections) == 1
+
+
+def test_a_kill_switch_that_has_nothing_to_probe_with_leaves_the_processor_alone(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """What has failed is dead-lettered, nothing else came: it waits for that, and does not look at the clock."""
+    broker.script = confirming
+    switch = KillSwitch(share=0.5, minimum=2, pause=0.1)
+    with new_consumer(Handler(then=Fails(DeadLetter("no"))), ORDERS, kill_switch=switch, ack_interval=0.02) as consumer:
+        channel = broker.consuming
+        for body in (b"a", b"b"):
+            channel.deliver(body)
+        wait_acked(broker, 1, 2)
+        assert consumer.statistics.pauses == 1
+        began = time.process_time()
+        threading.Event().wait(0.6)  # the pause is over soon; what is measured is the rest
+        assert time.process_time() - began < 0.3
+
+
+def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """Else what is in quarantine would come and go back until the stop is over, and each time be a failed attempt."""
+    go_on = broker.gates["orders#quarantine"] = threading.Event()
+    consumer = new_consumer(Handler(), ORDERS, name="orders")
+    with consumer:
+        channel = broker.consuming
+        broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
+        consumer.stop()
+        wait_until(lambda: not consumer.connected, timeout=10, what="stopping")
+        go_on.set()
+        broker.wait(lambda: broker.seen.count("Basic.Cancel") == 2, "the end of both")
+    assert not channel.consumers
 
 
 def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:

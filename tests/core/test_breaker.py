@@ -14,6 +14,11 @@ from reliable_mq.core.breaker import Breaker, Change
 SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
 
 
+def allowed(breaker: Breaker, now: float) -> int | None:
+    breaker.due(now)
+    return breaker.allows
+
+
 def tripped() -> Breaker:
     breaker = Breaker(SWITCH)
     assert breaker.settled(0, 4, 0.0) is Change.PAUSED
@@ -23,11 +28,11 @@ def tripped() -> Breaker:
 def test_it_trips_on_a_share_of_enough_handlings() -> None:
     breaker = Breaker(SWITCH)
     assert breaker.settled(0, 3, 0.0) is None
-    assert breaker.allows(0.0) is None
+    assert allowed(breaker, 0.0) is None
     assert not breaker.paused
     assert breaker.settled(3, 0, 1.0) is Change.PAUSED
     assert breaker.paused
-    assert breaker.allows(2.9) == 0
+    assert allowed(breaker, 2.9) == 0
     assert (breaker.deadline, breaker.pause) == (3.0, 2.0)
 
 
@@ -45,33 +50,33 @@ def test_what_has_left_the_window_does_not_count() -> None:
 def test_what_was_handed_out_before_the_pause_changes_nothing() -> None:
     breaker = tripped()
     assert breaker.settled(50, 50, 1.0) is None
-    assert breaker.allows(1.9) == 0
-    assert breaker.allows(2.0) == 1
+    assert allowed(breaker, 1.9) == 0
+    assert allowed(breaker, 2.0) == 1
     assert breaker.settled(1, 0, 2.0) is None, "it was no probe"
     assert breaker.paused
 
 
 def test_one_that_succeeds_ends_it() -> None:
     breaker = tripped()
-    assert breaker.allows(2.0) == 1
+    assert allowed(breaker, 2.0) == 1
     breaker.handed_out()
-    assert breaker.allows(2.1) == 0
+    assert allowed(breaker, 2.1) == 0
     assert breaker.deadline is None
     assert breaker.settled(1, 0, 2.5) is Change.RESUMED
-    assert breaker.allows(2.5) is None
+    assert allowed(breaker, 2.5) is None
 
 
 def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     breaker = tripped()
     now, pauses = 2.0, []
     for _ in range(3):
-        assert breaker.allows(now) == 1
+        assert allowed(breaker, now) == 1
         breaker.handed_out()
         assert breaker.settled(0, 1, now) is Change.PAUSED
         pauses.append(breaker.pause)
         now += breaker.pause
     assert pauses == [4.0, 5.0, 5.0]
-    assert breaker.allows(now) == 1
+    assert allowed(breaker, now) == 1
     breaker.handed_out()
     breaker.settled(1, 0, now)
     assert breaker.settled(0, 4, now) is Change.PAUSED
@@ -80,10 +85,31 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
 
 def test_a_probe_that_is_taken_back_makes_room_for_another() -> None:
     breaker = tripped()
-    assert breaker.allows(2.0) == 1
+    assert allowed(breaker, 2.0) == 1
     breaker.handed_out()
     breaker.withdrawn()
-    assert breaker.allows(2.0) == 1
+    assert allowed(breaker, 2.0) == 1
+
+
+def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
+    """Nobody is to look at the clock again and again until there is."""
+    breaker = tripped()
+    breaker.due(2.0)
+    assert breaker.deadline is None
+    assert breaker.paused
+    assert breaker.allows == 1
+
+
+@pytest.mark.parametrize(("failed", "change"), [(0, Change.RESUMED), (1, Change.PAUSED)])
+def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Change) -> None:
+    breaker = tripped()
+    breaker.due(2.0)
+    breaker.handed_out(beside=True)
+    assert breaker.allows == 1
+    assert breaker.settled(1 - failed, failed, 2.5) is change
+    if failed:
+        assert allowed(breaker, 2.5 + breaker.pause) == 1
+        assert breaker.settled(1, 0, 7.0) is None, "that one was before"
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
@@ -91,12 +117,14 @@ def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tupl
     breaker, now = Breaker(SWITCH), 0.0
     for handled, failed, wait in results:
         now += wait
-        if breaker.allows(now) == 1:
+        if allowed(breaker, now) == 1:
             breaker.handed_out()
         breaker.settled(handled, failed, now)
         assert len(breaker._parts) <= 11
+        breaker.due(now)
         deadline = breaker.deadline
-        assert deadline is None or now <= deadline <= now + SWITCH.longest_pause or breaker.allows(now) == 1
+        assert deadline is None or now < deadline <= now + SWITCH.longest_pause
+        assert deadline is not None or breaker.allows != 0 or breaker._probe
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq import PublishReturned, RetryPolicy
+from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
+from reliable_mq.core.breaker import Breaker
 from reliable_mq.core.consuming import ConsumingSession, State
 from reliable_mq.core.deadletters import DeadLetters, Purpose, Republish, Target
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Failed, Outcome, Result, What
 from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.quarantine import Quarantine
 from tests.core.deliveries import delivery, failure
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -112,6 +114,7 @@ class Consuming(RuleBasedStateMachine):
 
     batch = False
     queues = False
+    switch: KillSwitch | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +128,9 @@ class Consuming(RuleBasedStateMachine):
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             batcher=Batcher(3, 2.0) if self.batch else None,
             ladder=Ladder("orders", policy) if self.queues else None,
+            breaker=None if self.switch is None else Breaker(self.switch),
+            quarantine=None if self.switch is None else Quarantine(Quarantine.of(Queue("orders")), "c#quarantine"),
+            consumer_timeout=None if self.switch is None else 40.0,
         )
         self.broker = Broker()
         self.now = 0.0
@@ -148,6 +154,11 @@ class Consuming(RuleBasedStateMachine):
     def turn(self) -> None:
         """One turn of the shell's loop: what it does after every event."""
         self.session.tick(self.now)
+        if self.session.take_pause():
+            withdrawn = [item for group in self.work for item in group]
+            self.work.clear()
+            self.session.postponed(withdrawn, self.now)
+        self.session.take_subscription()
         self.work.extend(self.session.take_batches())
         self.work.extend([item] for item in self.session.take_work())
         for queue in self.session.take_declarations():
@@ -404,6 +415,12 @@ class ConsumingBatches(Consuming):
     batch = True
 
 
+class ConsumingWithAKillSwitch(Consuming):
+    """The same with a kill switch, a consumer timeout that is warned of, and a quarantine that gets nothing."""
+
+    switch = KillSwitch(share=0.5, window=10, minimum=2, pause=5, longest_pause=20)
+
+
 class ConsumingWithDelayQueues(Consuming):
     """The same with delay queues: what fails is a message of its own until it is handed out again."""
 
@@ -414,5 +431,7 @@ TestConsuming = Consuming.TestCase
 TestConsuming.settings = settings(max_examples=150, stateful_step_count=50)
 TestConsumingWithDelayQueues = ConsumingWithDelayQueues.TestCase
 TestConsumingWithDelayQueues.settings = settings(max_examples=60, stateful_step_count=50)
+TestConsumingWithAKillSwitch = ConsumingWithAKillSwitch.TestCase
+TestConsumingWithAKillSwitch.settings = settings(max_examples=80, stateful_step_count=50)
 TestConsumingBatches = ConsumingBatches.TestCase
 TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50)

@@ -6,8 +6,8 @@ from reliable_mq import KillSwitch
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.handling import Failed, Outcome, What
 from reliable_mq.core.notices import NoticeKind
-from tests.core.deliveries import failure
-from tests.core.sessions import deliver, items, kinds, make
+from tests.core.deliveries import OURS, delivery, failure
+from tests.core.sessions import ISOLATED, deliver, items, kinds, make
 
 SWITCH = KillSwitch(share=0.5, window=10, minimum=2, pause=5)
 
@@ -119,4 +119,37 @@ def test_few_failures_pause_nothing() -> None:
     [item] = deliver(session, items(1))
     session.finished([item], 0.0)
     assert not session.take_pause()
+    assert not session.paused
+
+
+def test_once_the_pause_is_over_nothing_is_looked_at_until_there_is_something_to_probe_with() -> None:
+    """Else the shell would look at the clock all the time: what failed waits elsewhere, or is dead-lettered."""
+    session = make(kill_switch=SWITCH)
+    session.finished([Failed(item, failure(verdict="no")) for item in deliver(session, items(2))], 0.0)
+    for republish in session.take_republishes():
+        session.published(republish, None, 0.0)
+    session.take_output(0.0)
+    assert session.deadline == 5.0
+    session.tick(5.0)
+    assert session.take_work() == []
+    assert session.deadline is None
+    assert len(deliver(session, items(2, first=3), 60.0)) == 1, "the probe"
+
+
+def test_what_is_in_quarantine_is_the_probe_where_nothing_else_is() -> None:
+    """It would wait for ever; and where it hangs, the next one that comes is another probe."""
+    session = make(kill_switch=SWITCH, quarantine=True)
+    session.finished([Failed(item, failure(delay=100)) for item in deliver(session, items(2))], 0.0)
+    isolated = delivery(3, message_id="m3", headers=OURS)
+    isolated.consumer_tag = ISOLATED
+    [plain, other] = items(2, first=4)
+    session.delivered([isolated], 0.0)
+    session.tick(4.9)
+    assert session.take_isolated() == []
+    session.tick(5.0)
+    assert session.take_work() == []
+    assert session.take_isolated() == [isolated]
+    assert deliver(session, [plain, other], 5.0) == [plain]
+    assert session.take_isolated() == []
+    session.finished([plain], 6.0)
     assert not session.paused

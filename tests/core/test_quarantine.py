@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,9 @@ from reliable_mq.core.quarantine import AFTER, Quarantine, returns
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
 from tests.core.test_transit import waited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="orders.quarantine")
 
@@ -121,6 +124,22 @@ def test_a_session_that_stops_does_not_subscribe() -> None:
     session.stop()
     session.tick(AFTER)
     assert not session.take_subscription()
+
+
+@pytest.mark.parametrize("end", [ConsumingSession.stop, ConsumingSession.drain])
+def test_a_session_that_ends_does_not_look_at_the_clock_for_its_sake(end: Callable[[ConsumingSession], None]) -> None:
+    """What runs may take long; a deadline that is over would keep the shell busy until then."""
+    session = make(quarantine=True)
+    deliver(session, [delivery()])
+    session.tick(0.0)
+    assert session.deadline == AFTER
+    end(session)
+    session.tick(2 * AFTER)
+    assert session.deadline is None
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    session.tick(3 * AFTER)
+    assert (session.deadline is None) == (end is ConsumingSession.stop)
 
 
 def subscribed(**options: Any) -> ConsumingSession:

@@ -509,8 +509,7 @@ class BaseSubscription:
             return
         if self._subscribed:
             self._phase = _Phase.CANCELLING
-            tags = [self._consumer_tag, *([self._isolated_tag] if self._isolated else [])]
-            self._io.run(_cancel(tags), self._unsubscribed)
+            self._io.run(self._unsubscribe(), self._unsubscribed)
         else:
             self._phase = _Phase.STOPPING
         self.connected = False
@@ -520,6 +519,11 @@ class BaseSubscription:
         self._be_patient_no_more()
         self._patience = self._io.call_later(self._options.stop_timeout, self._give_up_waiting)
         self._pump()
+
+    def _unsubscribe(self) -> StepGenerator:
+        yield Cancel(self._consumer_tag)
+        if self._isolated:  # by now: that may have been under way when the stop began
+            yield Cancel(self._isolated_tag)
 
     def _unsubscribed(self, _outcome: object) -> None:
         if self._phase is _Phase.CANCELLING:
@@ -572,11 +576,6 @@ _SILENT = frozenset({_Phase.CANCELLING, _Phase.SETTLING})
 
 def _nothing() -> SetupGenerator:
     yield from ()
-
-
-def _cancel(consumer_tags: Iterable[str]) -> StepGenerator:
-    for consumer_tag in consumer_tags:
-        yield Cancel(consumer_tag)
 
 
 def _next_tag(consumer_tag: str) -> str:
