@@ -67,9 +67,9 @@ class AsyncConsumer:
     handler chooses by raising ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or the process
     dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
-    A coroutine function runs in a task, a plain function in a thread. A handler that is cancelled has not failed: its
-    delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too; from half
-    a heartbeat on, the log says so.
+    A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
+    its delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too; from
+    half a heartbeat on, the log says so.
 
     Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do; from then on the consumer
     reconnects by itself, until it is stopped. It runs once.

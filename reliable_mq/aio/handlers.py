@@ -5,7 +5,8 @@ Tasks are started when there is work for them.
 
 Invariants: a delivery is taken by one task, and has exactly one result or is handed back; what no handler has begun
 with can be withdrawn; an exception, whatever it is, ends no other delivery; deliveries are begun in the order in which
-they were put; a handler that is cancelled has not failed; handlers that never wait for anything leave the loop to
+they were put; a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a
+message that always makes it do so would come again for ever); handlers that never wait for anything leave the loop to
 others after `_SLICE` seconds; after `stop` no task is left, unless a handler does not let itself be cancelled.
 """
 
@@ -203,13 +204,15 @@ class HandlerTasks:
                 self._idle.remove(idle)
             raise
 
-    async def _handle(self, item: Work, _task: asyncio.Task[None], _groups: Groups) -> Sequence[Result]:
+    async def _handle(self, item: Work, task: asyncio.Task[None], _groups: Groups) -> Sequence[Result]:
         """Call the handler without a store: what `handling` does step by step, at once."""
         started = time.perf_counter()
         try:
             answer = await self._handler(item)
             found = verdicts(answer, len(item)) if self._batch and isinstance(item, list) else None
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            if not task.cancelling():  # it was what the handler awaited
+                return all_failed(_deliveries(item), error)
             return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
             return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
@@ -266,8 +269,13 @@ class HandlerTasks:
                         raise NotBegun  # noqa: TRY301
                     else:
                         answer = await self._call(step.argument)
-                except asyncio.CancelledError:
+                except asyncio.CancelledError as error:
                     if isinstance(step, Call):
+                        if not (
+                            task.cancelling() or isinstance(error, _Interrupted)
+                        ):  # it was what the handler awaited
+                            step = steps.throw(error)
+                            continue
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotBegun())
                 except BaseException as error:  # noqa: BLE001  # the generator decides what it means
@@ -283,7 +291,7 @@ class HandlerTasks:
         try:
             return await self._handler(argument)
         except KeyboardInterrupt as error:
-            raise asyncio.CancelledError(self._interrupted(error)) from error
+            raise _Interrupted(self._interrupted(error)) from error
         finally:
             self.handler_seconds.observe(time.perf_counter() - started)
 
@@ -291,6 +299,10 @@ class HandlerTasks:
         """Hand on to the program what interrupted it here: it is not for the handler."""
         self._loop.call_soon(_raise, error)
         return _CANCELLED
+
+
+class _Interrupted(asyncio.CancelledError):
+    """A handler that ended with ``KeyboardInterrupt``, which was for the program."""
 
 
 def _deliveries(item: Work) -> list[Delivery]:
