@@ -260,6 +260,8 @@ class ConsumingSession:
         elif timeout:
             found = [one for one in self._ages.unacked(timeout, now) if tag is None or not self._isolated(one)]
         found = self._ways.in_hand(found)
+        if quarantine is not None:
+            quarantine.struck |= bool(found)
         for delivery in found:
             alone = (
                 not self._grouped

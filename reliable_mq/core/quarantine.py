@@ -1,12 +1,15 @@
 """The quarantine of a queue: where messages are handled one at a time that may be what kills or hangs their consumer.
 
 A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
-(``x-delivery-count``, and ``x-acquired-count`` from 4.3 on); what has come back twice without a verdict is suspect,
-more often where this process has lost channels itself and lives, unless that was over the consumer timeout. A suspect
-is moved, confirmed, to a queue of its own beside the first, which is consumed with a prefetch of 1: there, a return is
-the message's own fault, and counts as a failed attempt. So a killer is handed out twice from its queue and
-``max_attempts`` times from quarantine, and then dead-lettered; its neighbours are handed out twice beside it, then by
-themselves.
+(``x-delivery-count``); what has come back twice without a verdict is suspect, more often where this process has lost
+channels itself and lives, unless that was over the consumer timeout. A suspect is moved, confirmed, to a queue of its
+own beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as
+a failed attempt. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and then
+dead-lettered; its neighbours are handed out twice beside it, then by themselves.
+
+From 4.3 on, what a consumer hands back as it stops is counted in ``x-acquired-count`` alone, with every return; so is
+what the consumer timeout takes back. Only a process that has seen that suspects for it as soon; for others it takes
+more than a few restarts. Up to 4.2 there is one count of all returns, and two restarts are as good as two crashes.
 
 Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
 them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
@@ -31,6 +34,8 @@ __all__ = ["QUARANTINE_SUFFIX", "Quarantine", "failures_by_broker", "returns"]
 
 #: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
 SUSPECT_FROM: Final = 2
+#: The same, of returns that may have been in good order.
+SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
 _COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 QUARANTINE_SUFFIX: Final = ".quarantine"
@@ -51,6 +56,7 @@ class Quarantine:
         losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
         forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
             that.
+        struck: whether it has seen the consumer timeout take something back.
     """
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
@@ -58,7 +64,7 @@ class Quarantine:
         self.consumer_tag = consumer_tag
         self.work: list[Delivery] = []
         self.losses = self.forgiven = 0
-        self.active = False
+        self.active = self.struck = False
         self._due: float | None = None
         self._here = False  # there is a channel
         self._received = False  # and something has come from quarantine on that
@@ -121,7 +127,11 @@ class Quarantine:
 
     def suspects(self, delivery: Delivery) -> bool:
         """Whether a delivery from the queue is to be moved."""
-        return delivery.redelivered and returns(delivery) >= SUSPECT_FROM + self.losses
+        if not delivery.redelivered:
+            return False
+        if _crashes(delivery) >= SUSPECT_FROM + self.losses:
+            return True
+        return returns(delivery) >= (SUSPECT_FROM if self.struck else SUSPECT_FROM_ANY) + self.losses
 
 
 def returns(delivery: Delivery) -> int:
@@ -138,10 +148,21 @@ def failures_by_broker(delivery: Delivery) -> int:
     return min(_counts(delivery))
 
 
-def _counts(delivery: Delivery) -> list[int]:
+def _crashes(delivery: Delivery) -> int:
+    """How often it came back since its consumer was lost, or rejected it; up to 4.2, how often at all."""
+    failed, acquired = _counts(delivery)
+    return min(failed, acquired) if acquired else failed
+
+
+def _counts(delivery: Delivery) -> tuple[int, int]:
+    """Read what the broker counts."""
     view = Properties(delivery.properties)
     try:
-        found = [view.headers_beginning(name).get(name) for name in _COUNTS]
+        failed, acquired = (_whole(view.headers_beginning(name).get(name)) for name in _COUNTS)
     except CodecError:
-        found = []
-    return [count if isinstance(count, int) and not isinstance(count, bool) else 0 for count in found] or [0]
+        return 0, 0
+    return failed, acquired
+
+
+def _whole(count: object) -> int:
+    return count if isinstance(count, int) and not isinstance(count, bool) else 0

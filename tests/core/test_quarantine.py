@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reliable_mq import ConfigurationError, PublishBlocked, PublishNacked, PublishRefused, PublishReturned, Queue
+from reliable_mq.core.ages import Strike
 from reliable_mq.core.codec import encode_ack
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.deadletters import Purpose, Republish
@@ -73,6 +74,40 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
         session.published(republish, None, 9.0)
         assert session.take_output(20.0) == encode_ack(CHANNEL, 1, multiple=False)
         assert session.statistics.isolated == 1
+
+
+def returned(failed: int, acquired: int) -> Delivery:
+    """A delivery that RabbitMQ 4.3 took back ``acquired`` times, ``failed`` of them since its consumer was lost."""
+    counts = {"x-delivery-count": failed, "x-acquired-count": acquired}
+    return delivery(redelivered=True, headers={name: count for name, count in counts.items() if count})
+
+
+@pytest.mark.parametrize(
+    ("failed", "acquired", "moved"),
+    [(0, 2, False), (0, 9, False), (0, 10, True), (1, 9, False), (2, 2, True), (2, 9, True)],
+)
+def test_what_was_handed_back_in_good_order_is_suspect_much_later(failed: int, acquired: int, moved: bool) -> None:
+    """As far as the broker tells it from crashes: a few restarts of its consumer are no reason."""
+    assert bool(deliver(make(quarantine=True), [returned(failed, acquired)])) != moved
+
+
+def test_a_process_that_has_seen_the_consumer_timeout_suspects_whatever_came_back_twice() -> None:
+    """That is counted as what is handed back is."""
+    session = make(quarantine=True, consumer_timeout=10.0)
+    deliver(session, [delivery(message_id=None)])
+    session.timed_out(Strike(), 11.0, 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert deliver(session, [returned(0, 2)]) == []
+
+
+def test_a_cancel_for_another_reason_changes_nothing() -> None:
+    session = make(quarantine=True, consumer_timeout=10.0)
+    deliver(session, [delivery()])
+    session.timed_out(Strike(consumer_tag="c"), 1.0, 0.0)
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    assert deliver(session, [returned(0, 2)])
 
 
 def test_a_count_that_a_client_sent_moves_nothing() -> None:
