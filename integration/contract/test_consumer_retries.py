@@ -56,7 +56,7 @@ class Attempts:
 
     def __init__(self, failures: int = 100, error: Exception | None = None) -> None:
         self.seen: list[tuple[float, bytes, int, bool, str, str, bytes]] = []
-        self._failures = failures
+        self.fails = failures
         self._error = error or ValueError("not yet")
 
     def __call__(self, delivery: Delivery) -> None:
@@ -71,7 +71,7 @@ class Attempts:
                 delivery.properties,
             )
         )
-        if delivery.attempt <= self._failures:
+        if delivery.attempt <= self.fails:
             raise self._error
 
     @property
@@ -157,6 +157,26 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
         assert asked <= gap < asked + 1.0, handler.gaps
     print(f"{backend}: asked for 0.2 and 0.4 s, measured", [round(gap, 3) for gap in handler.gaps])
     assert {name: count for name, count in any_vhost.live_counts().items() if count} == {"copy": 1}
+
+
+@pytest.mark.both_faces
+@BACKENDS
+def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: VirtualHost, backend: str) -> None:
+    """Published again with its user_id, it would close the channel: 406, it is not the connection's user."""
+    any_vhost.add_user("worker")
+    handler = Attempts(failures=1)
+    queue, retry = backend_of(backend, max_attempts=2)
+    with Consumer(any_vhost.url.replace("guest:guest", "worker:worker"), queue, handler, retry=retry) as consumer:
+        send(any_vhost, "orders", [Message(b"good", user_id="guest")])
+        wait_until(lambda: consumer.statistics.handled == 1, timeout=15, what="handled")
+        handler.fails = 2
+        send(any_vhost, "orders", [Message(b"poison", user_id="guest")])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=15, what="dead-lettered")
+        assert (consumer.statistics.republish_failed, consumer.reconnects) == (0, 0)
+    assert handler.attempts == [1, 2, 1, 2]
+    assert {split_properties(one[6])["user_id"] for one in handler.seen} == {short("guest")}
+    [dead] = dead_letters(any_vhost, "orders.dead", 1)
+    assert dead["properties"]["headers"][headers.ORIGINAL_USER_ID] == "guest"
 
 
 @pytest.mark.both_faces

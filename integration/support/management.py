@@ -114,6 +114,12 @@ class VirtualHost:
         api.call("PUT", "vhosts", self.name, body={})
         api.call("PUT", "permissions", self.name, "guest", body={"configure": ".*", "write": ".*", "read": ".*"})
 
+    def add_user(self, name: str) -> None:
+        """Add a user who may do everything in it, with the name as password. Users are the broker's, and stay."""
+        api = self.broker.management
+        api.call("PUT", "users", name, body={"password": name, "tags": ""})
+        api.call("PUT", "permissions", self.name, name, body={"configure": ".*", "write": ".*", "read": ".*"})
+
     def delete(self) -> None:
         """Delete it, with everything in it and every connection to it."""
         self.broker.management.call("DELETE", "vhosts", self.name)
