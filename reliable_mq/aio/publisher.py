@@ -134,7 +134,7 @@ class AsyncPublisher:
         self._openers = 0  # tasks that wait for the first verdict
         self._over = False  # what failed has been reported
         self._storing: AsyncStoringLane | None = None  # the way into the outbox
-        self._storing_opens: asyncio.Task[AsyncStoringLane] | None = None
+        self._storing_opens: AsyncStoringLane | None = None  # the same, also before it is open
         if outbox is not None and not isinstance(outbox, Outbox):
             raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
         self._outbox = outbox
@@ -272,12 +272,13 @@ class AsyncPublisher:
                 outbox.
 
         Raises:
-            TimeoutError: some are still outstanding. They are still being published.
+            TimeoutError: some are still outstanding, and still being published; or the outbox does not say.
             OutboxError: the outbox cannot be read.
         """
         if self._outbox is not None:
-            storing = await self._store_lane(self._outbox)
-            left = await storing.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout))
+            limit = None if timeout is None else seconds("timeout", timeout)
+            storing = await self._store_lane(self._outbox, limit)
+            left = await storing.flush(_FOR_EVER if limit is None else limit)
             if left:
                 text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
                 raise TimeoutError(text) from storing.relay.error
@@ -319,6 +320,8 @@ class AsyncPublisher:
         if self._storing is not None and not self._over:
             await self._close_storing(self._storing, limit)
             limit = 0.0  # what the relay has not got confirmed is still in the outbox
+        elif self._storing_opens is not None:
+            self._storing_opens.abort()
         self._closed = True
         lane = self._opening
         if lane is not None and not self._over:
@@ -343,7 +346,7 @@ class AsyncPublisher:
         """
         try:
             if self._outbox is not None:
-                await self._store_lane(self._outbox)
+                await self._store_lane(self._outbox, None)
             else:
                 self._lane or await self._open(_FOR_EVER)
         except asyncio.CancelledError:
@@ -427,27 +430,23 @@ class AsyncPublisher:
 
     # With an outbox
 
-    async def _store_lane(self, outbox: Outbox) -> AsyncStoringLane:
-        """Open the outbox and start the relay, where that is not done."""
+    async def _store_lane(self, outbox: Outbox, limit: float | None) -> AsyncStoringLane:
+        """Open the outbox, and start the relay, where that is not done.
+
+        In no more than ``limit`` seconds; None for as long as a message may take.
+        """
         if os.getpid() != self._made_in:
             raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
         if self._storing is not None:
             return self._storing
         if self._closed:
             raise UsageError("this publisher is closed; nothing was stored")
-        if self._storing_opens is None:
-            self._storing_opens = asyncio.get_running_loop().create_task(self._start_storing(outbox))
-        opens = self._storing_opens
-        try:
-            return await asyncio.shield(opens)
-        finally:
-            if opens.done() and self._storing_opens is opens:
-                self._storing_opens = None
-
-    async def _start_storing(self, outbox: Outbox) -> AsyncStoringLane:
-        carrier = AsyncRowCarrier(asyncio.get_running_loop(), self._connect_relay, self._relay)
-        storing = AsyncStoringLane(outbox, carrier, self._options, measured=self._registration is not None)
-        await storing.start()
+        storing = self._storing_opens
+        if storing is None or storing.loop is not asyncio.get_running_loop():
+            carrier = AsyncRowCarrier(asyncio.get_running_loop(), self._connect_relay, self._relay)
+            measured = self._registration is not None
+            storing = self._storing_opens = AsyncStoringLane(outbox, carrier, self._options, measured=measured)
+        await storing.start(self._options.delivery_timeout if limit is None else limit)
         self._storing = storing
         return storing
 
@@ -460,7 +459,7 @@ class AsyncPublisher:
         limit: float | None,
         outbox: Outbox,
     ) -> AsyncStoredConfirmation:
-        storing, options, lane = self._storing or await self._store_lane(outbox), self._options, self._lane
+        storing, options, lane = self._storing or await self._store_lane(outbox, limit), self._options, self._lane
         frame_max = options.settings.frame_max if lane is None else lane.frame_max
         size = options.check(message, exchange, routing_key, frame_max)
         key = outbox.ordering_key(message, exchange, routing_key)

@@ -3,39 +3,33 @@
 Storing and relaying run on threads of their own (`reliable_mq.outbox.writer`, `reliable_mq.outbox.relay`); the event
 loop never waits for a disk or a database.
 
-Invariants: every confirmation that ``submit`` returned is settled, on the event loop, by the writer or by who awaits it
-beyond its deadline; who waits for room is served in order.
+Invariants: those of `reliable_mq.outbox.storing`; confirmations are settled on the event loop; who waits for room is
+served in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
-from weakref import WeakSet
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
-from reliable_mq.core.outbox import NewRow
-from reliable_mq.core.outbox_statistics import OutboxStatistics
+from reliable_mq.aio.threads import Threads
 from reliable_mq.core.stored import StoredPublication
-from reliable_mq.core.window import PublishWindow
 from reliable_mq.errors import OutboxError, UsageError
-from reliable_mq.outbox.relay import OutboxRelay
-from reliable_mq.outbox.writer import OutboxWriter
+from reliable_mq.outbox.storing import ANSWER_AT_LEAST, CLOSE_GRACE, LOOK_INTO_OUTBOX, BaseStoringLane, not_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from reliable_mq.aio.carrier import AsyncRowCarrier
-    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.core.outbox import NewRow, Settlement
     from reliable_mq.core.publication import Receipt
     from reliable_mq.core.publisher_options import PublisherOptions
-    from reliable_mq.errors import ReliableMQError
     from reliable_mq.outbox.protocol import Outbox
 
 __all__ = ["AsyncStoredConfirmation", "AsyncStoringLane"]
@@ -44,10 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the publisher is left
-_FAILURES_SAID_EVERY: Final = 10.0  # seconds
-_LOOK_INTO_OUTBOX: Final = (0.01, 0.25)  # seconds between two looks into the outbox, the first and the longest
-_GRACE: Final = 2.0  # seconds for threads to end, beyond the caller's own timeout
+_QUESTIONS: Final = 8  # that may hang, each on a thread; further ones fail at once
 
 
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
@@ -69,63 +60,46 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
         return (yield from super().__await__())
 
 
-class AsyncStoringLane:
-    """See the module. For one event loop.
-
-    Args:
-        outbox: where to store.
-        carrier: publishes the rows of the relay.
-        options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
-        measured: whether to count what is in the outbox now and then, for metrics.
+class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
+    """See the module; the arguments are those of the base. For one event loop.
 
     Attributes:
         loop: the event loop.
-        fatal: None; nothing ends an outbox for good.
-        forked: whether this is a copy in a forked child.
-        relay: the relay.
     """
 
     def __init__(self, outbox: Outbox, carrier: AsyncRowCarrier, options: PublisherOptions, *, measured: bool) -> None:
+        super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
-        self.fatal: ReliableMQError | None = None
-        self.forked = False
-        self.outbox = outbox
         self._carrier = carrier
-        self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
-        self._store_timeout = options.delivery_timeout
         self._room: deque[tuple[AsyncStoredConfirmation, asyncio.Future[bool]]] = deque()
-        self._closed = False
-        self._failures: deque[AsyncStoredConfirmation] = deque(maxlen=_FAILURES_KEPT)
-        self._unseen = 0
-        self._said_at = float("-inf")
-        statistics = OutboxStatistics()
-        self._writer: OutboxWriter[AsyncStoredConfirmation] = OutboxWriter(
-            outbox,
-            name=f"{options.name}-outbox",
-            on_stored=self._stored,
-            on_settled=self._settled,
-            statistics=statistics,
-        )
-        self.relay = OutboxRelay(
-            outbox,
-            carrier,
-            settle=self._writer.settle,
-            limit=options.max_outstanding,
-            name=f"{options.name}-relay",
-            statistics=statistics,
-            measured=measured,
-        )
-        _lanes.add(self)
+        self._opens: asyncio.Task[None] | None = None
+        self._starting = 0  # tasks that wait for it
+        self._threads = Threads(f"{options.name}-outbox-question", _QUESTIONS)
 
     # For callers
 
-    async def start(self) -> None:
-        """Open the outbox, and start storing and relaying.
+    async def start(self, limit: float) -> None:
+        """Open the outbox, and start storing and relaying; by several tasks, or again where it has failed.
 
         Raises:
-            OutboxError: the outbox cannot be opened.
+            OutboxError: the outbox cannot be opened, or does not answer within ``limit`` seconds.
+            UsageError: closed.
         """
-        await asyncio.to_thread(self._start)
+        if self._opens is None:
+            self._opens = self.loop.create_task(self._open())
+        opens = self._opens
+        self._starting += 1
+        try:
+            async with asyncio.timeout(limit if limit < float("inf") else None):
+                await asyncio.shield(opens)
+        except TimeoutError as error:
+            raise not_open(self.outbox, limit) from error
+        finally:
+            self._starting -= 1
+            if not self._starting and not self.begun:  # nobody waits any more
+                self._opens = None
+                opens.cancel()
+                await asyncio.wait([opens])
 
     async def submit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
         """Store a message; waits for room, up to the publish's own deadline.
@@ -146,12 +120,16 @@ class AsyncStoringLane:
         """Wait until every message in the outbox is published, or will not be by itself.
 
         Returns how many are left after ``limit`` seconds.
+
+        Raises:
+            OutboxError: the outbox cannot say what is in it.
+            TimeoutError: it does not answer.
         """
         self.check_usable()
         deadline = time.monotonic() + limit
         if not await self._wait_stored(limit):
             return max(self._window.count, 1)
-        _, last = await asyncio.to_thread(self.outbox.backlog)
+        _, last = await self._ask(self.outbox.backlog, deadline)
         return await self._wait_relayed(last, deadline, lambda: True)
 
     async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
@@ -166,17 +144,21 @@ class AsyncStoringLane:
         try:
             if await self._wait_stored(limit):
                 left = await self._wait_relayed(None, deadline, worth_waiting)
-        except OutboxError:
+        except (OutboxError, TimeoutError):
             logger.exception("closing the publisher of %r", self.outbox)
         # What is on its way to a broker that is not there stays where it is.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
-        await asyncio.to_thread(self.relay.join, max(deadline - time.monotonic(), 0.0) + _GRACE)
+        await asyncio.to_thread(self.relay.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._carrier.cancel()
         self._writer.stop()
-        await asyncio.to_thread(self._writer.join, max(deadline - time.monotonic(), 0.0) + _GRACE)
-        if left:
-            logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
-        await asyncio.to_thread(self.outbox.close)
+        await asyncio.to_thread(self._writer.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        self._say_left(left)
+        try:
+            await self._ask(self.outbox.close, deadline)
+        except (OutboxError, TimeoutError):
+            logger.exception("closing %r", self.outbox)
+        finally:
+            self._threads.stop()
 
     def abort(self) -> None:
         """End without waiting. What is stored stays."""
@@ -184,55 +166,17 @@ class AsyncStoringLane:
         self.relay.stop(0.0)
         self._carrier.cancel()
         self._writer.stop()
-
-    def take_failures(self) -> tuple[list[AsyncStoredConfirmation], int]:
-        """The failed confirmations that nobody has looked at (the last hundred), and how many there are in all."""
-        unseen = [failed for failed in self._failures if not failed.seen]
-        count, self._unseen = self._unseen, 0
-        self._failures.clear()
-        return unseen, count
-
-    def give_up(self, confirmation: AsyncStoredConfirmation) -> None:
-        """Its deadline has passed, and the writer has not answered."""
-        if confirmation.outcome is None:
-            error = OutboxError(
-                f"{confirmation} was not stored in time, and may be stored yet: writing to {self.outbox!r} hangs",
-                message_id=confirmation.message_id,
-            )
-            error.may_have_arrived = True
-            confirmation.stored(error)
-            confirmation.settled()
-
-    def timeout_of(self, confirmation: AsyncStoredConfirmation) -> float:
-        """Seconds that a message may take to be stored."""
-        return self._store_timeout if confirmation.timeout is None else confirmation.timeout
-
-    @property
-    def outstanding(self) -> int:
-        """Messages submitted and not stored."""
-        return self._window.count
+        self._threads.stop()
 
     # For confirmations
 
     def check_usable(self) -> None:
         """Raise UsageError on another event loop than the publisher's, or in a forked child."""
-        if self.forked:
-            raise UsageError(
-                "this publisher was made before fork(): its threads are the parent's; make one in the child"
-            )
+        self._check_not_forked()
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
 
-    def failure_seen(self) -> None:
-        """Somebody looked at a failure."""
-        self._unseen -= 1
-
-    # On other threads
-
-    def _start(self) -> None:
-        self.outbox.open()
-        self.relay.start()
-        self._writer.start()
+    # On the writer's thread
 
     def _stored(self, confirmations: list[AsyncStoredConfirmation], error: OutboxError | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -245,30 +189,14 @@ class AsyncStoringLane:
 
     # On the event loop
 
-    def _settle(self, confirmations: list[AsyncStoredConfirmation], error: OutboxError | None) -> None:
-        size = 0
-        for confirmation in confirmations:
-            size += confirmation.size
-            if confirmation.outcome is not None:  # given up by who waited for it
-                continue
-            if error is None:
-                confirmation.stored(None)
-            else:
-                confirmation.stored(error.of(str(confirmation), confirmation.message_id))
-                if not confirmation.seen:
-                    self._failures.append(confirmation)
-                    self._unseen += 1
-            confirmation.settled()
-        self._window.release(len(confirmations), size)
-        self._admit_waiting()
-        now = time.monotonic()
-        if error is not None and now - self._said_at >= _FAILURES_SAID_EVERY:
-            self._said_at = now
-            logger.error("%d messages were not stored: %s", len(confirmations), error)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("this publisher is closed; nothing was stored")
+    async def _open(self) -> None:
+        try:
+            await self._ask(self.outbox.open, float("inf"))
+        except BaseException:
+            self._threads.stop()
+            raise
+        self._check_open()
+        self._begin()
 
     async def _wait_for_room(self, confirmation: AsyncStoredConfirmation) -> None:
         admitted: asyncio.Future[bool] = self.loop.create_future()
@@ -279,18 +207,15 @@ class AsyncStoringLane:
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled() and admitted.result():
                 self._window.release(1, confirmation.size)
-                self._admit_waiting()
+                self._tell_room()
             raise
         finally:
             late.cancel()
         if not taken:
             self._check_open()
-            raise OutboxError(
-                f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
-                message_id=confirmation.message_id,
-            )
+            raise self._no_room(confirmation)
 
-    def _admit_waiting(self) -> None:
+    def _tell_room(self) -> None:
         while self._room:
             confirmation, admitted = self._room[0]
             if not admitted.done():
@@ -304,6 +229,21 @@ class AsyncStoringLane:
         self._closed = True
         while self._room:
             _resolve(self._room.popleft()[1], False)
+
+    async def _ask(self, question: Callable[[], T], deadline: float) -> T:
+        """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
+        if self._threads.busy >= _QUESTIONS:
+            raise TimeoutError(f"{self.outbox!r} does not answer: {_QUESTIONS} questions are without an answer")
+        try:
+            async with asyncio.timeout(limit if limit < float("inf") else None):
+                return await self._threads.call(question)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 
     async def _wait_stored(self, limit: float) -> bool:
         """Wait until everything submitted before has its answer."""
@@ -325,9 +265,9 @@ class AsyncStoringLane:
 
     async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
         """Wait until nothing is left up to the row ``last``; return what is left at the end."""
-        pause, longest = _LOOK_INTO_OUTBOX
+        pause, longest = LOOK_INTO_OUTBOX
         while True:
-            left, _ = await asyncio.to_thread(self.outbox.backlog, last)
+            left, _ = await self._ask(partial(self.outbox.backlog, last), deadline)
             remaining = deadline - time.monotonic()
             if not left or remaining <= 0 or not worth_waiting():
                 return left
@@ -338,15 +278,3 @@ class AsyncStoringLane:
 def _resolve(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
-
-
-# A forked child has copies of the lanes and none of their threads.
-_lanes: WeakSet[AsyncStoringLane] = WeakSet()
-
-
-def _forget_in_child() -> None:
-    for lane in _lanes:
-        lane.forked = True
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

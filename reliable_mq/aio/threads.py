@@ -40,6 +40,11 @@ class Threads:
         self._calls.put(partial(self._call, fn, future))
         return future
 
+    @property
+    def busy(self) -> int:
+        """Calls that have not returned, those that nobody waits for any more included."""
+        return self._busy
+
     def stop(self) -> None:
         """End the threads, each when it has nothing more to do. Does not wait."""
         for _ in range(self._started):

@@ -20,7 +20,7 @@ class StoredPublication(Publication):
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # a slot of the classes of either face, which derive from two classes
+    if TYPE_CHECKING:  # of the classes of either face, which derive from two classes
 
         @property
         def error(self) -> PublishError | None:
@@ -28,6 +28,9 @@ class StoredPublication(Publication):
 
         @error.setter
         def error(self, error: PublishError | None) -> None: ...
+
+        def settled(self) -> None:
+            """Tell who watches: the face's own."""
 
     def stored(self, error: PublishError | None) -> None:
         """It is durable, or was not stored; where the error says that it may have arrived, that is not known."""

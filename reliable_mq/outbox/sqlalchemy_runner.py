@@ -2,11 +2,14 @@
 
 Work is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop of its own thread, with
 connections of its own: a pool belongs to the event loop that it was made on, and the user's must never wait for us.
+Whoever waits for a database that hangs is let go by ``close``; loop and connections end when it answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = ["AsyncRunner", "Runner", "SyncRunner"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,24 +68,33 @@ class AsyncRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._engine: AsyncEngine | None = None
+        self._running: set[concurrent.futures.Future[Any]] = set()
 
     def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
         with self._lock:
             loop, engine = self._started()
-        result: T = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation), loop).result()
+            running = self._running
+            call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation), loop)
+            running.add(call)
+        try:
+            result: T = call.result()
+        except concurrent.futures.CancelledError as error:
+            raise OSError("the outbox was closed before there was an answer") from error
+        finally:
+            running.discard(call)
         return result
 
     def close(self) -> None:
-        """Close the connections, and end the thread."""
+        """Close the connections, and end the thread; waits for that for some seconds, and lets go of who waits."""
         with self._lock:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None
+            running, self._running = self._running, set()
+        for call in list(running):
+            call.cancel()
         if loop is not None and thread is not None and engine is not None:
-            try:
-                asyncio.run_coroutine_threadsafe(engine.dispose(), loop).result(_GRACE)
-            finally:
-                loop.call_soon_threadsafe(loop.stop)
-                thread.join(_GRACE)
+            asyncio.run_coroutine_threadsafe(_end(engine), loop)
+            thread.join(_GRACE)
 
     def _started(self) -> tuple[asyncio.AbstractEventLoop, AsyncEngine]:
         if self._loop is None or self._engine is None:
@@ -100,6 +114,19 @@ class AsyncRunner:
                 connection = await connection.execution_options(isolation_level=isolation)  # noqa: PLW2901  # the same
             async with connection.begin():
                 return await connection.run_sync(work)
+
+
+async def _end(engine: AsyncEngine) -> None:
+    """When everything under way has ended, close the connections, and stop the loop."""
+    try:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+        await engine.dispose()
+    except Exception:
+        logger.exception("closing the connections of an outbox")
+    finally:
+        asyncio.get_running_loop().stop()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -16,12 +16,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from reliable_mq.core.outbox import NewRow, Settlement
-from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.errors import OutboxError, ReliableMQError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reliable_mq.core.outbox_statistics import OutboxStatistics
     from reliable_mq.outbox.protocol import Outbox
 
 __all__ = ["OutboxWriter"]
@@ -61,10 +61,10 @@ class OutboxWriter(Generic[T]):
         name: str,
         on_stored: Callable[[list[T], OutboxError | None], None],
         on_settled: Callable[[list[Settlement]], None],
-        statistics: OutboxStatistics | None = None,
+        statistics: OutboxStatistics,
     ) -> None:
         self._outbox = outbox
-        self._statistics = statistics or OutboxStatistics()
+        self._statistics = statistics
         self._on_stored = on_stored
         self._on_settled = on_settled
         self._queue: SimpleQueue[_Message[T] | list[Settlement] | Callable[[], object] | None] = SimpleQueue()

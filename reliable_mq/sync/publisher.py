@@ -142,6 +142,7 @@ class Publisher:
         self._made_in = os.getpid()
         self._lock = threading.RLock()  # for the seven below; held for moments only
         self._storing: StoringLane | None = None  # the way into the outbox
+        self._storing_opens: StoringLane | None = None  # the same, also before it is open
         self._starting = False  # the owner of the lock is starting a lane
         self._opening: PublishingLane | None = None  # which becomes _lane, too, with its first verdict
         self._openers = 0  # callers that wait for it
@@ -253,12 +254,13 @@ class Publisher:
                 outbox.
 
         Raises:
-            TimeoutError: some are still outstanding. They are still being published.
+            TimeoutError: some are still outstanding, and still being published; or the outbox does not say.
             OutboxError: the outbox cannot be read.
         """
         if self._outbox is not None:
-            storing = self._store_lane(self._outbox)
-            left = storing.flush(_FOR_EVER if timeout is None else seconds("timeout", timeout))
+            limit = None if timeout is None else seconds("timeout", timeout)
+            storing = self._store_lane(self._outbox, limit)
+            left = storing.flush(_FOR_EVER if limit is None else limit)
             if left:
                 text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
                 raise TimeoutError(text) from storing.relay.error
@@ -330,7 +332,7 @@ class Publisher:
         """
         try:
             if self._outbox is not None:
-                self._store_lane(self._outbox)
+                self._store_lane(self._outbox, None)
             else:
                 self._lane or self._open(_FOR_EVER)
         except (KeyboardInterrupt, SystemExit):
@@ -399,22 +401,23 @@ class Publisher:
 
     # With an outbox
 
-    def _store_lane(self, outbox: Outbox) -> StoringLane:
-        """Open the outbox and start the relay, where that is not done."""
+    def _store_lane(self, outbox: Outbox, timeout: float | None) -> StoringLane:
+        """Open the outbox, and start the relay, where that is not done.
+
+        In no more than ``timeout`` seconds; None for as long as a message may take.
+        """
         if os.getpid() != self._made_in:
             raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
         with self._lock:
             if self._storing is None:
                 if self._closed:
                     raise UsageError("this publisher is closed; nothing was stored")
-                storing = StoringLane(
-                    outbox,
-                    RowCarrier(self._connect_relay, self._relay),
-                    self._options,
-                    measured=self._registration is not None,
-                )
-                storing.start()
-                self._storing = storing
+                if self._storing_opens is None:
+                    carrier = RowCarrier(self._connect_relay, self._relay)
+                    measured = self._registration is not None
+                    self._storing_opens = StoringLane(outbox, carrier, self._options, measured=measured)
+                self._storing_opens.start(self._options.delivery_timeout if timeout is None else timeout)
+                self._storing = self._storing_opens
                 _open_publishers.add(self)
             return self._storing
 
@@ -427,7 +430,7 @@ class Publisher:
         limit: float | None,
         outbox: Outbox,
     ) -> StoredConfirmation:
-        storing, options, lane = self._storing or self._store_lane(outbox), self._options, self._lane
+        storing, options, lane = self._storing or self._store_lane(outbox, limit), self._options, self._lane
         frame_max = options.settings.frame_max if lane is None else lane.frame_max
         size = options.check(message, exchange, routing_key, frame_max)
         key = outbox.ordering_key(message, exchange, routing_key)

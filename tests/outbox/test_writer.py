@@ -10,6 +10,7 @@ import pytest
 
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.outbox import SQLiteOutbox, writer
 from reliable_mq.outbox.writer import OutboxWriter
 
@@ -43,6 +44,7 @@ class Told:
             name="writer",
             on_stored=lambda owners, error: self.stored.put((owners, error)),
             on_settled=self.settled.put,
+            statistics=OutboxStatistics(),
         )
 
 

@@ -1,0 +1,82 @@
+"""An outbox whose database is frozen: it accepts connections, keeps those that it has, and answers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from integration.support.blocking import BlockingPublisher
+from integration.support.queues import bodies
+from reliable_mq import Message, OutboxError, Publisher, Queue
+from reliable_mq.outbox import SQLAlchemyOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from integration.support.databases import Database
+    from integration.support.management import VirtualHost
+
+pytestmark = pytest.mark.usefixtures("baseline")
+
+ORDERS = Queue("orders", type="classic", dead_letter=None)
+DEADLINE = 1.0
+GRACE = 10.0  # seconds beyond a deadline: each thread that hangs is given two
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < DEADLINE + GRACE
+
+
+@pytest.fixture(params=["sync", "async"])
+def new_publisher(
+    request: pytest.FixtureRequest, database: Callable[[str], Database]
+) -> Iterator[Callable[[str], Any]]:
+    """Makes a publisher with an outbox in a database, of either face, with an engine of its kind."""
+    if request.param == "async":
+        engine = create_async_engine(database("postgresql").fresh())
+        yield lambda url: BlockingPublisher(url, outbox=SQLAlchemyOutbox(engine, create=True), topology=[ORDERS])
+        asyncio.run(engine.dispose())
+    else:
+        plain = create_engine(database("postgresql").fresh())
+        yield lambda url: Publisher(url, outbox=SQLAlchemyOutbox(plain, create=True), topology=[ORDERS])
+        plain.dispose()
+
+
+def test_f42_while_the_database_of_an_outbox_hangs_every_call_ends_in_time(
+    vhost: VirtualHost, database: Callable[[str], Database], new_publisher: Callable[[str], Any]
+) -> None:
+    """Publishing, flushing, closing and opening; what was accepted is published when it answers again."""
+    server = database("postgresql")
+    publisher, another = new_publisher(vhost.url), new_publisher(vhost.url)
+    publisher.publish(Message(b"before"), routing_key="orders")
+    publisher.flush(20)
+    server.pause()
+    with in_time(), pytest.raises(TimeoutError, match="does not answer"):
+        publisher.flush(DEADLINE)
+    with in_time(), pytest.raises(OutboxError, match="hangs") as not_stored:
+        publisher.publish(Message(b"in doubt"), routing_key="orders", timeout=DEADLINE)
+    assert not_stored.value.may_have_arrived
+    with in_time(), pytest.raises(TimeoutError):
+        publisher.flush(DEADLINE)
+    with in_time():
+        publisher.close(DEADLINE)
+    for _ in range(2):
+        with in_time(), pytest.raises(OutboxError, match="does not answer"):
+            another.publish(Message(b"never"), routing_key="orders", timeout=DEADLINE)
+    with in_time(), pytest.raises(OutboxError, match="does not answer"):
+        another.flush(DEADLINE)
+    server.unpause()
+    another.publish(Message(b"after"), routing_key="orders", timeout=20)
+    another.flush(20)
+    another.close()
+    found = [body for _, body in bodies(vhost, "orders")]
+    assert [body for body in found if body != b"in doubt"] == [b"before", b"after"]

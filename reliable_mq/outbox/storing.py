@@ -1,0 +1,241 @@
+"""The way into an outbox: what a publisher with one does in place of publishing, and the relay beside it.
+
+The same on both faces: callers leave a message with the writer, whose thread stores it; the relay's thread takes rows
+out again and publishes them through the publisher's own lane. A face adds how its callers wait, and how it asks the
+outbox, which may hang.
+
+Invariants: every confirmation that ``submit`` returned is settled, by the writer or by who waits for it beyond its
+deadline; no user code runs on the writer's or the relay's thread; every wait of a caller ends, also where the outbox
+does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from weakref import WeakSet
+
+from reliable_mq.core.outbox_statistics import OutboxStatistics
+from reliable_mq.core.stored import StoredPublication
+from reliable_mq.core.window import PublishWindow
+from reliable_mq.errors import OutboxError, UsageError
+from reliable_mq.outbox.relay import OutboxRelay
+from reliable_mq.outbox.writer import OutboxWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.core.publisher_options import PublisherOptions
+    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.outbox.protocol import Outbox
+    from reliable_mq.outbox.relay import Carrier
+
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "LOOK_INTO_OUTBOX", "BaseStoringLane", "not_open"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_GRACE: Final = 2.0
+"""Seconds for threads to end, beyond the caller's own timeout."""
+
+ANSWER_AT_LEAST: Final = 0.5
+"""Seconds that the outbox is given to answer, whatever is left of the caller's timeout."""
+
+LOOK_INTO_OUTBOX: Final = (0.01, 0.25)
+"""Seconds between two looks into the outbox, the first and the longest."""
+
+_FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the publisher is left
+_FAILURES_SAID_EVERY: Final = 10.0  # seconds
+
+
+C = TypeVar("C", bound=StoredPublication)
+
+
+class BaseStoringLane(Generic[C]):
+    """See the module.
+
+    Args:
+        outbox: where to store.
+        carrier: publishes the rows of the relay.
+        options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
+        measured: whether to count what is in the outbox now and then, for metrics.
+        guard: guards the window, failures, and the watchers of all confirmations; they may be on other threads.
+
+    Attributes:
+        fatal: None; nothing ends an outbox for good.
+        forked: whether this is a copy in a forked child.
+        begun: whether the outbox was opened.
+        relay: the relay.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        carrier: Carrier,
+        options: PublisherOptions,
+        *,
+        measured: bool,
+        guard: AbstractContextManager[object],
+    ) -> None:
+        self.fatal: ReliableMQError | None = None
+        self.forked = False
+        self.begun = False
+        self.outbox = outbox
+        self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
+        self._store_timeout = options.delivery_timeout
+        self._guard = guard
+        self._closed = False
+        self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
+        self._unseen = 0
+        self._said_at = float("-inf")
+        statistics = OutboxStatistics()
+        self._writer: OutboxWriter[C] = OutboxWriter(
+            outbox,
+            name=f"{options.name}-outbox",
+            on_stored=self._stored,
+            on_settled=self._settled,
+            statistics=statistics,
+        )
+        self.relay = OutboxRelay(
+            outbox,
+            carrier,
+            settle=self._writer.settle,
+            limit=options.max_outstanding,
+            name=f"{options.name}-relay",
+            statistics=statistics,
+            measured=measured,
+        )
+        _lanes.add(self)
+
+    # What a face adds
+
+    def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
+        """Have `_settle` called. On the writer's thread."""
+        raise NotImplementedError
+
+    def _settled(self, settlements: list[Settlement]) -> None:
+        """Tell the relay, and who waits for that. On the writer's thread."""
+        raise NotImplementedError
+
+    def _tell_room(self) -> None:
+        """Tell who waits for room, or for what was submitted before. Called under the guard."""
+        raise NotImplementedError
+
+    # For callers
+
+    def take_failures(self) -> tuple[list[C], int]:
+        """The failed confirmations that nobody has looked at (the last hundred), and how many there are in all."""
+        with self._guard:
+            unseen = [failed for failed in self._failures if not failed.seen]
+            count, self._unseen = self._unseen, 0
+            self._failures.clear()
+        return unseen, count
+
+    def give_up(self, confirmation: C) -> None:
+        """Its deadline has passed, and the writer has not answered."""
+        error = OutboxError(
+            f"{confirmation} was not stored in time, and may be stored yet: writing to {self.outbox!r} hangs",
+            message_id=confirmation.message.message_id,
+        )
+        error.may_have_arrived = True
+        with self._guard:
+            if confirmation.outcome is None:
+                self._fail(confirmation, error)
+                confirmation.settled()
+
+    def timeout_of(self, confirmation: C) -> float:
+        """Seconds that a message may take to be stored."""
+        return self._store_timeout if confirmation.timeout is None else confirmation.timeout
+
+    def failure_seen(self) -> None:
+        """Somebody looked at a failure; the caller holds the guard."""
+        self._unseen -= 1
+
+    def forget(self) -> None:
+        """This is a copy in a forked child."""
+        self.forked = True
+
+    @property
+    def outstanding(self) -> int:
+        """Messages submitted and not stored."""
+        return max(self._window.count, 0)
+
+    # For the faces
+
+    def _begin(self) -> None:
+        """The outbox is open: store and relay."""
+        self.relay.start()
+        self._writer.start()
+        self.begun = True
+
+    def _check_not_forked(self) -> None:
+        if self.forked:
+            raise UsageError(
+                "this publisher was made before fork(): its threads are the parent's; make one in the child"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this publisher is closed; nothing was stored")
+
+    def _no_room(self, confirmation: C) -> OutboxError:
+        return OutboxError(
+            f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
+            message_id=confirmation.message.message_id,
+        )
+
+    def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
+        """The writer has answered for these."""
+        with self._guard:
+            size = 0
+            for confirmation in confirmations:
+                size += confirmation.size
+                if confirmation.outcome is not None:  # given up by who waited for it
+                    continue
+                if error is None:
+                    confirmation.stored(None)
+                else:
+                    self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
+                if error is not None or confirmation.watchers is not None:
+                    confirmation.settled()
+            self._window.release(len(confirmations), size)
+            self._tell_room()
+        if error is not None:
+            self._say(len(confirmations), error)
+
+    def _fail(self, confirmation: C, error: OutboxError) -> None:
+        confirmation.stored(error)
+        if not confirmation.seen:
+            self._failures.append(confirmation)
+            self._unseen += 1
+
+    def _say(self, count: int, error: OutboxError) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= _FAILURES_SAID_EVERY:
+            self._said_at = now
+            logger.error("%d messages were not stored: %s", count, error)
+
+    def _say_left(self, left: int) -> None:
+        if left:
+            logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
+
+
+def not_open(outbox: Outbox, limit: float) -> OutboxError:
+    """Make the error for an outbox that does not answer when it is opened."""
+    return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
+
+
+# A forked child has copies of the lanes and none of their threads.
+_lanes: WeakSet[BaseStoringLane[Any]] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for lane in _lanes:
+        lane.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
