@@ -35,6 +35,7 @@ from aiormq.connection import TransportFactory
 from reliable_mq.connection.background import in_background
 from reliable_mq.connection.driver_logs import demoted_driver_logs
 from reliable_mq.connection.failures import broker_unavailable, is_certificate_problem, system_problem
+from reliable_mq.connection.pace import ReadPace
 from reliable_mq.core import methods
 from reliable_mq.core.codec import CodecError, InboundReader
 from reliable_mq.core.delivery import Delivery
@@ -61,6 +62,7 @@ logger = logging.getLogger(__name__)
 _ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
 _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer: below the latter, ``link_drained``
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
+_SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which waits for a millisecond
 _TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
 _PROTOCOL_HEADER = b"AMQP"
 
@@ -92,6 +94,7 @@ class Link:
         self._context = secrets.context
         self._events = events
         self._reader = InboundReader(self._on_foreign_frame, Delivery)
+        self._pace = ReadPace()
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
         self._opened = False
@@ -141,7 +144,7 @@ class Link:
             self._last_number = self._last_number % self._tune.channel_max + 1
             if self._last_number not in self._channels:
                 break
-        channel = DataChannel(self._last_number, self.write, self._reader, events)
+        channel = DataChannel(self._last_number, self.write, self._reader, self._pace, events)
         self._channels[channel.number] = channel
         channel.attach(sink)
         self.write(methods.encode_channel_open(channel.number))
@@ -308,10 +311,22 @@ class Link:
             if self._opened:
                 self._tell_that_the_peer_lives()
                 self._events.link_read(self)
+                gap = self._pace.gap_after(len(data))
+                if gap > _SHORTEST_GAP:
+                    self._pause_reading(gap)
         except CodecError as error:
             self.abort(str(error))
         except Exception as error:  # noqa: BLE001  # of the client, or of the frame that it was for
             self._loop.on_error(error)
+
+    def _pause_reading(self, seconds: float) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._loop.asyncio.call_later(seconds, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _tell_that_the_peer_lives(self) -> None:
         now = time.monotonic()
@@ -360,11 +375,17 @@ class DataChannel:
     """A channel with its synchronous methods; its content goes to a sink. Made by `Link.open_channel`."""
 
     def __init__(
-        self, number: int, write: Callable[[bytes], None], reader: InboundReader, events: ChannelEvents
+        self,
+        number: int,
+        write: Callable[[bytes], None],
+        reader: InboundReader,
+        pace: ReadPace,
+        events: ChannelEvents,
     ) -> None:
         self.number = number
         self._write = write
         self._reader = reader
+        self._pace = pace
         self._events = events
         self._open = False
         self._closing = False
@@ -393,6 +414,7 @@ class DataChannel:
             raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
         self._awaited = answer, done
         self._write(frame)
+        self._pace.follow(step)
 
     def close(self) -> None:
         """Begin the closing handshake."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from pika.credentials import ExternalCredentials, PlainCredentials
 from reliable_mq.connection.background import Cancellable, in_background
 from reliable_mq.connection.driver_logs import demoted_driver_logs
 from reliable_mq.connection.failures import broker_unavailable, is_certificate_problem, system_problem
+from reliable_mq.connection.pace import ReadPace
 from reliable_mq.core import setup as steps
 from reliable_mq.core.codec import CodecError, InboundReader
 from reliable_mq.core.delivery import Delivery
@@ -223,6 +225,7 @@ class DataChannel:
     def __init__(self, connection: _Connection, sink: ChannelSink, events: ChannelEvents) -> None:
         self._events = events
         self._reader = connection.reader
+        self._pace = connection.pace
         self._channel = connection.channel(on_open_callback=self._on_open)
         self.number: int = self._channel.channel_number
         self._channel.add_on_close_callback(self._on_closed)
@@ -246,6 +249,7 @@ class DataChannel:
         """
         try:
             self._perform(step, done)
+            self._pace.follow(step)
         except (pika.exceptions.AMQPChannelError, pika.exceptions.AMQPConnectionError) as error:
             raise BrokerUnavailable(f"channel {self.number} is not open") from error
         except (pika.exceptions.AMQPError, TypeError, ValueError, OverflowError) as error:
@@ -458,10 +462,12 @@ class _Connection(SelectConnection):  # type: ignore[misc]
         on_drained: Callable[[], None],
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
+        self.pace = ReadPace()
         self.closed_with: tuple[int, str] | None = None
         self.was_open = False
         self.broken_by: BaseException | None = None
         self._report_error = loop.on_error
+        self._read_from = 0.0  # when to read again
         self._aborted = False
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
@@ -509,12 +515,26 @@ class _Connection(SelectConnection):  # type: ignore[misc]
         transport._MAX_RECV_BYTES = _RECEIVE_BYTES  # noqa: SLF001
         if self._plaintext:  # TLS hands out a record at a time, so there it takes several
             transport._MAX_CONSUME_BYTES = 1  # noqa: SLF001  # one read per turn, not a second one that would block
+        transport._consume = partial(self._consume, transport._consume)  # noqa: SLF001
         transport._produce = partial(self._produce, transport, transport._produce)  # noqa: SLF001
         super()._proto_connection_made(transport)
 
     def _proto_connection_lost(self, error: BaseException | None) -> None:
         self.broken_by = error  # pika makes a text of it
         super()._proto_connection_lost(error)
+
+    def _consume(self, consume: Callable[[], None]) -> None:
+        """The transport's: receive what is there, and what comes until it is time."""
+        if self._read_from:
+            early = self._read_from - time.monotonic()
+            if early > 0:
+                time.sleep(early)
+        before = self.bytes_received
+        consume()
+        size = self.bytes_received - before
+        if size:  # TLS looks twice
+            gap = self.pace.gap_after(size)
+            self._read_from = time.monotonic() + gap if gap else 0.0
 
     def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
         """The transport's: send what is buffered; it raises where the socket does not take all."""

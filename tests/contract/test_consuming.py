@@ -13,6 +13,7 @@ import pytest
 from integration.support.consuming import Gate, Handler
 from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, KillSwitch, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
+from reliable_mq.connection.consuming.subscription import BaseSubscription
 from reliable_mq.core import headers
 from tests.core.deliveries import BROKEN_TABLE, properties
 
@@ -57,6 +58,32 @@ class Fails:
         self.times -= 1
         if self.times >= 0:
             raise self.error
+
+
+def test_small_reads_that_follow_closely_are_put_together(
+    broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handing few deliveries at a time to other threads costs more than handling them."""
+    reads = []
+
+    def counted(subscription: BaseSubscription) -> None:
+        reads.append(time.monotonic())
+        read_finished(subscription)
+
+    read_finished = BaseSubscription.read_finished
+    monkeypatch.setattr(BaseSubscription, "read_finished", counted)
+    handler = Handler()
+    with new_consumer(handler, prefetch=300):
+        channel = broker.consuming
+        channel.deliver(b"one that follows nothing")
+        handler.wait_done(1)
+        reads.clear()
+        started = time.monotonic()
+        for number in range(100):
+            channel.deliver(b"%d" % number)
+            time.sleep(2e-4)  # as a broker that delivers one at a time
+        handler.wait_done(101)
+        assert len(reads) <= (time.monotonic() - started) / 7.5e-4 + 2
 
 
 # -- acks --------------------------------------------------------------------------------------------------------------

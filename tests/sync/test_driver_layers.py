@@ -23,6 +23,7 @@ LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
     (Connection, "_on_connection_close_from_broker", ("self", "method_frame")),
     (BaseConnection, "_proto_connection_made", ("self", "transport")),
     (BaseConnection, "_proto_connection_lost", ("self", "error")),
+    (io_services_utils._AsyncTransportBase, "_consume", ("self",)),
     (io_services_utils._AsyncTransportBase, "_produce", ("self",)),
     (io_services_utils._AsyncTransportBase, "get_write_buffer_size", ("self",)),
     (io_services_utils._AsyncPlaintextTransport, "write", ("self", "data")),
@@ -66,6 +67,9 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
     )
     for kind in (io_services_utils._AsyncPlaintextTransport, io_services_utils._AsyncSSLTransport):
         assert "self._produce" in source(kind), f"{moved}{kind.__name__} does not send through self._produce"
+    plaintext, tls = io_services_utils._AsyncPlaintextTransport, io_services_utils._AsyncSSLTransport
+    assert "self._consume()" in source(plaintext._on_socket_readable), f"{moved}how plaintext is read"
+    assert "self._ssl_readable_action = self._consume" in source(tls._consume), f"{moved}how TLS is read"
     assert "self._on_data_available(data)" in source(BaseConnection._proto_data_received), f"{moved}input"
     assert "self._transport" in source(BaseConnection._adapter_emit_data), f"{moved}output"
     assert "self._connection.bytes_received" in source(
