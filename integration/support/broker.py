@@ -46,6 +46,7 @@ AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS = 5672, 5671, 15672, 5552, 15692
 _PORTS = (AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS)
 # Both print the value, in quotes; base64 has nothing that either would write differently. Where erl_call is missing, or
 # says nothing, as it does now and then, rabbitmqctl is asked.
+_ASKED = 5  # times, where nothing at all is answered
 _EVALUATE = """
 if command -v erl_call >/dev/null; then
     cookie=$(cat /var/lib/rabbitmq/.erlang.cookie)
@@ -280,16 +281,21 @@ class Broker:
         """Evaluate an Erlang expression in the broker's node and return the value, as Erlang writes it.
 
         A binary or a string comes as its text. ``erl_call`` takes a tenth of the time of ``rabbitmqctl eval``, most of
-        a second of CPU, which is for images without it.
+        a second of CPU, which is for images without it. The expression must bear to be evaluated again: docker loses
+        the output of a short command now and then.
 
         Raises:
             RuntimeError: it failed; what was said is in the message.
         """
-        output = self._exec("sh", "-c", _EVALUATE, "sh", _ENCODED.format(expression=expression))
-        encoded = _QUOTED.search(output)
-        if encoded is None:
-            raise RuntimeError(f"{expression}: {output}")
-        return base64.b64decode(encoded[1]).decode()
+        output = ""
+        for _ in range(_ASKED):
+            output = self._exec("sh", "-c", _EVALUATE, "sh", _ENCODED.format(expression=expression))
+            encoded = _QUOTED.search(output)
+            if encoded is not None:
+                return base64.b64decode(encoded[1]).decode()
+            if output.strip():
+                break
+        raise RuntimeError(f"{expression}: {output or 'no output'}")
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
