@@ -4,8 +4,9 @@ The reader decides on ranges of offsets, in a process of its own beside the driv
 parallel. Nothing is ever acked away: what a query has read is in its checkpoint alone.
 
 Invariants: nothing is connected before Spark asks for something, and a reader that was not used can be pickled; a range
-that was planned once is the same at every attempt; the first batch of a query is empty and pins where it begins; the
-end of a batch is one more than an offset that was seen, or a cut before one.
+that was planned once is the same at every attempt; a batch begins where the one before it has ended: where a query, or
+a stream that it has not read, begins elsewhere, an empty batch pins that first; the end of a batch is one more than an
+offset that was seen, or a cut before one.
 """
 
 from __future__ import annotations
@@ -96,14 +97,16 @@ class StreamSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             ends = self._planner.ends(sure=False) if self._target is None else None
             end = dict(self._target or {}) if ends is None else {name: end.position for name, end in ends.items()}
-            begin = self._planner.reconciled(begin, end, shorter=self._target is None)
+            known, begin = begin, self._planner.reconciled(begin, end)
         except BrokerUnavailable as error:
             if error.permanent:
                 raise
             logger.warning("no new messages for now: %s", error)
             return start
-        end = {name: max(position, begin[name]) for name, position in end.items()}
-        planned = limited(
+        # The batch begins where `start` says: what begins elsewhere has nothing in it, and is read by the next one.
+        pinned = {name: position for name, position in begin.items() if known.get(name) != position}
+        end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
+        planned = pinned | limited(
             begin,
             end,
             messages=limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_messages,
@@ -237,7 +240,7 @@ class _Planner:
                 )
         return wanted
 
-    def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int], *, shorter: bool) -> dict[str, int]:
+    def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
         """Give the beginning of the next batch for the streams that there are now.
 
         A stream that is new is read from its first message. One that is gone, or that ends before where the query has
@@ -248,7 +251,7 @@ class _Planner:
         for name, position in end.items():
             if name not in begin:
                 result[name] = first_offset(self._connected(), name, _SURE) or 0
-            elif shorter and 0 < position < begin[name]:
+            elif 0 < position < begin[name]:
                 lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and ends at {position - 1} now")
                 result[name] = 0
             else:
