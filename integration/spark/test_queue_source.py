@@ -266,7 +266,10 @@ def test_a_wrong_option_is_an_error_that_names_it(
 
 
 def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
-    """Batch reads of a queue, trigger(once), overwriting: each error says what to do instead."""
+    """Batch reads of a queue, trigger(once), overwriting, "complete", progress that is tracked asynchronously.
+
+    Each error says what to do instead.
+    """
     publish(vhost, ORDERS, numbered(5))
     batch = spark.read.format("rabbitmq").options(url=vhost.url, queue="orders")
     with pytest.raises(PySparkException, match=r"Use spark.readStream with trigger\(availableNow=True\)"):
@@ -276,6 +279,15 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
     rows = spark.range(1).selectExpr("cast(id as string) as body")
     with pytest.raises(PySparkException, match="use mode"):
         rows.write.format("rabbitmq").options(url=vhost.url, routingKey="orders").mode("overwrite").save()
+    to_orders = {"url": vhost.url, "routingKey": "orders"}
+    counted = read(spark, vhost.url).groupBy("queue").count().selectExpr("cast(count as string) as body")
+    complete = counted.writeStream.format("rabbitmq").outputMode("complete").options(**to_orders)
+    with pytest.raises(PySparkException, match="use outputMode"):
+        complete.option("checkpointLocation", f"{checkpoint}-complete").start().awaitTermination(240)
+    tracked = read(spark, vhost.url).select("body").writeStream.format("rabbitmq").options(**to_orders)
+    tracked = tracked.option("asyncProgressTrackingEnabled", "true")
+    with pytest.raises(PySparkException, match="does not support async progress tracking"):  # says Spark itself
+        tracked.option("checkpointLocation", f"{checkpoint}-async").start().awaitTermination(240)
     vhost.wait_for_messages("orders", 5)
 
 

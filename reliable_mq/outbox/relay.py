@@ -3,9 +3,10 @@
 What to publish and what becomes of each row is decided by `reliable_mq.core.outbox.RelaySession`; how a row gets onto a
 connection is the business of the face (`Carrier`).
 
-Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding; an error that says nothing
-about a row makes the relay pause, with growing pauses, and never ends it; at the end rows without an outcome are handed
-back.
+Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and ``max_bytes`` of their
+bodies, or one row: the carrier has room for them, and the relay never waits where it could not renew its claims; an
+error that says nothing about a row makes the relay pause, with growing pauses, and never ends it; at the end rows
+without an outcome are handed back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.errors import ReliableMQError
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Sequence
 
     from reliable_mq.core.outbox import OutboxRow
@@ -65,6 +67,7 @@ class OutboxRelay:
         carrier: to publish them with.
         settle: carries out fates, without blocking; ``settled`` is called when they are.
         limit: rows that may be outstanding at a time.
+        max_bytes: of their bodies, likewise.
         name: of the thread.
         statistics: where to count what became of rows.
         measured: whether to count what is in the outbox now and then, for ``status``.
@@ -80,6 +83,7 @@ class OutboxRelay:
         *,
         settle: Callable[[list[Settlement]], None],
         limit: int,
+        max_bytes: int,
         name: str,
         statistics: OutboxStatistics | None = None,
         measured: bool = False,
@@ -90,12 +94,15 @@ class OutboxRelay:
         self._carrier = carrier
         self._settle = settle
         self._limit = limit
+        self._max_bytes = max_bytes
         self._session = RelaySession()
         self._claims: Claims | None = None
         self._wake = threading.Event()
         self._lock = threading.Lock()  # for _written
         self._written: list[Settlement] = []
         self._outstanding = 0  # rows at the carrier
+        self._outstanding_bytes = 0
+        self._full = False  # more is ready than there are bytes for
         self._unwritten = 0  # fates on their way
         self._stop_by: float | None = None
         self._pauses = 0
@@ -197,6 +204,7 @@ class OutboxRelay:
         settled = self._carrier.take_settled()
         self._outstanding -= len(settled)
         for row, error in settled:
+            self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
         if settled:
             self._see_trouble()
@@ -215,10 +223,7 @@ class OutboxRelay:
             taken = self._take(claims, now)
             self._decide(claims)
         if session.ready and not stopping and now >= self._paused_until:
-            rows = list(session.ready)
-            session.ready.clear()
-            self._outstanding += len(rows)
-            self._carrier.send(rows)
+            self._send(session.ready)
         return bool(written or settled or taken)
 
     def _take(self, claims: Claims, now: float) -> int:
@@ -226,7 +231,7 @@ class OutboxRelay:
         room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
         # A few rows at a time would cost a look at the outbox each.
         least = max(min(_ROWS_AT_A_TIME, self._limit // 2), 1)
-        if room < least or now < self._look_at:
+        if room < least or now < self._look_at or self._full:
             return 0
         self._look_at = now + self._outbox.poll_interval  # unless somebody wakes us meanwhile
         taken = claims.take(min(room, _ROWS_AT_A_TIME))
@@ -237,6 +242,20 @@ class OutboxRelay:
         session.taken(taken.rows)
         session.settlements.extend(taken.damaged)
         return len(taken.rows)
+
+    def _send(self, ready: deque[OutboxRow]) -> None:
+        rows: list[OutboxRow] = []
+        size = self._outstanding_bytes
+        while ready:
+            size += len(ready[0].message.body)
+            if size > self._max_bytes and (rows or self._outstanding):
+                break
+            rows.append(ready.popleft())
+            self._outstanding_bytes = size
+        self._full = bool(ready)
+        if rows:
+            self._outstanding += len(rows)
+            self._carrier.send(rows)
 
     def _decide(self, claims: Claims) -> None:
         settlements = self._session.settlements

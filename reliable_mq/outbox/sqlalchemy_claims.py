@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["SQLAlchemyClaims"]
 
 _BEHIND: Final = 200  # rows looked at behind the first ones of their keys
+_ROWS_AT_FIRST: Final = 32  # taken at a time while their size is not known
+_BYTES_AT_A_TIME: Final = 8 * 1024 * 1024  # about
+_WEIGHT: Final = 0.2  # of what was taken last in the average
 _IDS_AT_A_TIME: Final = 200  # in one statement; some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
@@ -57,10 +60,12 @@ class SQLAlchemyClaims:
         self._lease = lease
         self._claims = 0  # made so far
         self._renewed_at = 0.0
+        self._average: float | None = None  # bytes of a row
         self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
 
     def take(self, limit: int) -> Taken:
         """Take rows that are due and that nobody has, in order."""
+        limit = min(limit, self._affordable)
         began = time.monotonic()
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
         rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, renews), "taking rows")
@@ -78,6 +83,8 @@ class SQLAlchemyClaims:
             else:
                 taken.rows.append(row)
             self._taken[number] = row
+        if taken.rows:
+            self._weigh(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
         return taken
 
     def decided(self, settlements: Sequence[Settlement]) -> None:
@@ -163,7 +170,8 @@ class SQLAlchemyClaims:
         for start in range(0, len(keys), _IDS_AT_A_TIME):
             some = keys[start : start + _IDS_AT_A_TIME]
             rows = self._select().add_columns(self._due(now).label("due")).where(columns.ordering_key.in_(some))
-            for row in connection.execute(rows.order_by(columns.id).limit(_BEHIND + len(some))):
+            limit = min(_BEHIND, self._affordable) + len(some)
+            for row in connection.execute(rows.order_by(columns.id).limit(limit)):
                 if row.id in first or row.ordering_key in ended:
                     continue
                 if row.due:
@@ -191,6 +199,17 @@ class SQLAlchemyClaims:
     def _release(self, connection: Connection) -> None:
         free = {"possible_duplicate": 1, "claimed_by": None, "claimed_until": 0}
         connection.execute(update(self._table).where(self._ours()).values(**free))
+
+    @property
+    def _affordable(self) -> int:
+        """Rows that memory is spent on at a time."""
+        return _ROWS_AT_FIRST if self._average is None else max(int(_BYTES_AT_A_TIME / (self._average + 1)), 1)
+
+    def _weigh(self, average: float) -> None:
+        if self._average is None or average > self._average:
+            self._average = average
+        else:
+            self._average += _WEIGHT * (average - self._average)
 
     @property
     def _claim_name(self) -> str:

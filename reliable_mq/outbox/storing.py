@@ -105,6 +105,7 @@ class BaseStoringLane(Generic[C]):
             carrier,
             settle=self._writer.settle,
             limit=options.max_outstanding,
+            max_bytes=options.window.max_bytes,
             name=f"{options.name}-relay",
             statistics=statistics,
             measured=measured,

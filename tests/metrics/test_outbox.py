@@ -104,7 +104,7 @@ def test_a_relay_counts_now_and_then_and_says_nothing_that_it_does_not_know(
     monkeypatch.setattr(relay_module, "_COUNT_SHARE", 0)
     outbox = Moody(tmp_path / "outbox", poll_interval=0.01)
     outbox.write([NewRow(Message(b""), "", "q", True, None)] * 2, [])
-    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, name="relay", measured=True)
+    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True)
     assert relay.status is None
     relay.start()
     try:
@@ -127,7 +127,7 @@ def test_a_relay_counts_now_and_then_and_says_nothing_that_it_does_not_know(
 def test_a_relay_that_nobody_measures_counts_nothing(tmp_path: Path) -> None:
     """A process without a registry pays nothing."""
     outbox = Moody(tmp_path / "outbox")
-    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, name="relay")
+    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
     relay.start()
     relay.stop(0)
     assert relay.join(20)

@@ -194,3 +194,14 @@ class ClaimsContract:
         for lease in (0.5, 30.0, 3600.0):
             claims = SQLAlchemyOutbox(table.engine, lease=lease).claims()
             assert claims.keep_every <= min(lease / 3, 5.0)
+
+    def test_large_messages_are_taken_a_few_at_a_time(self, table: TableOutbox) -> None:
+        """A relay has some megabytes in memory, whatever waits; small ones are taken by the hundred."""
+        store(table.outbox, *["x" * 2**18] * 8 * 12)
+        claims = table.outbox.claims()
+        sizes = [len(take(claims, 500)) for _ in range(3)]
+        assert sizes == [32, 31, 31]
+        small = table.outbox.claims()
+        store(table.outbox, *["x"] * 200)
+        while len(take(small, 500)) < 100:
+            assert table.outbox.backlog()[0] == 8 * 12 + 200

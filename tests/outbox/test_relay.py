@@ -74,7 +74,7 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     outbox.write(rows("a", "b"), [])
     carrier = FirstIsReturned(outbox)
     decided: list[Settlement] = []  # and never written
-    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, name="relay")
+    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start()
     try:
         assert carrier.looked_again.wait(20)
@@ -98,10 +98,62 @@ def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: 
     outbox.write(rows("a", "b"), [])
     carrier = Silent(outbox)
     decided: list[Settlement] = []
-    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, name="relay")
+    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start()
     assert carrier.looked_again.wait(20)
     relay.stop(0.5)
     assert relay.join(20)
     assert carrier.sent == [b"a"]
     assert [(one.row.message.body, one.fate.name) for one in decided] == [(b"b", "BACK")]
+
+
+class Slow:
+    """A carrier that has the messages of its first rows confirmed one by one, when it is asked for what is settled."""
+
+    def __init__(self) -> None:
+        self.outstanding: list[OutboxRow] = []
+        self.most: list[list[int]] = []
+        self.confirmed: list[bytes] = []
+
+    def connect(self) -> None:
+        """It is."""
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        self.outstanding += rows
+        self.most.append([len(row.message.body) for row in self.outstanding])
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        if not self.outstanding:
+            return []
+        row = self.outstanding.pop(0)
+        self.confirmed.append(row.message.body[:1])
+        return [(row, None)]
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        wake()
+
+
+def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: Outbox) -> None:
+    """A relay that waited for room could not renew its claims; a message that is larger goes by itself."""
+    sizes = [100, 100, 100, 1000, 100, 100, 100, 100]
+    outbox.write(
+        [NewRow(Message(b"%d" % n + b"x" * (size - 1)), "", "q", True, None) for n, size in enumerate(sizes)], []
+    )
+    carrier = Slow()
+    done = threading.Semaphore(0)
+
+    def settle(settlements: list[Settlement]) -> None:
+        outbox.write([], settlements)
+        relay.settled(settlements)
+        done.release(len(settlements))
+
+    relay = OutboxRelay(outbox, carrier, settle=settle, limit=10, max_bytes=250, name="relay")
+    relay.start()
+    try:
+        assert all(done.acquire(timeout=20) for _ in sizes)
+    finally:
+        relay.stop(1)
+        assert relay.join(20)
+    assert carrier.confirmed == [b"%d" % n for n in range(len(sizes))]
+    assert all(sum(each) <= 250 or len(each) == 1 for each in carrier.most), carrier.most
+    assert max(map(sum, carrier.most)) == 1000
