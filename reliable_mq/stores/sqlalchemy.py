@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
 from reliable_mq.durations import Duration
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.deadline import Calls, Lifeline
 from reliable_mq.stores.questions import DAY, claims_in_order, held_by, stored_key, taken_in_order, unique
 from reliable_mq.stores.sql.questions import (
@@ -99,11 +99,11 @@ class SQLAlchemyStore(Questions):
         holders = self.doubts.holders(stored.values())
         try:
             found = self._ask(self.claiming(holders, lease))
+            if self.is_time_to_purge:
+                self._purge_some()
         except BaseException:
             self.doubts.unanswered(holders)
             raise
-        if self.is_time_to_purge:
-            self._ask(self.purging)
         return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
@@ -170,6 +170,12 @@ class SQLAlchemyStore(Questions):
         """End the threads. Another question starts some again. The engine is yours."""
         if self._calls is not None:
             self._calls.close()
+
+    def _purge_some(self) -> None:
+        try:
+            self._ask(self.purging)
+        except IdempotencyStoreError as error:
+            self.not_purged(error)
 
     def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
         try:

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from reliable_mq.durations import Duration
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.questions import (
     DAY,
     claims_in_order,
@@ -84,11 +84,11 @@ class AsyncSQLAlchemyStore(Questions):
         holders = self.doubts.holders(stored.values())
         try:
             found = await self._ask(self.claiming(holders, lease))
+            if self.is_time_to_purge:
+                await self._purge_some()
         except BaseException:
             self.doubts.unanswered(holders)
             raise
-        if self.is_time_to_purge:
-            await self._ask(self.purging)
         return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
@@ -134,6 +134,12 @@ class AsyncSQLAlchemyStore(Questions):
         """See `SQLAlchemyStore.inbox`."""
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await _carry_out_async(self.completed(self.holds_of(deliveries)), connection)
+
+    async def _purge_some(self) -> None:
+        try:
+            await self._ask(self.purging)
+        except IdempotencyStoreError as error:
+            self.not_purged(error)
 
     async def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
         """Ask; a driver that takes its time to be cancelled is left to itself."""

@@ -102,7 +102,7 @@ class SQLiteStore:
 
         try:
             return self._run(steps, durable=False)
-        except IdempotencyStoreError:
+        except BaseException:
             self._doubts.unanswered(holders)
             raise
 

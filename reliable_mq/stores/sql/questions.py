@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
 
 __all__ = ["AGAIN_AT_MOST", "PURGED_TOGETHER", "Questions", "execution_options", "statement", "try_again"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DIALECTS: Final[dict[str, type[Dialect]]] = {
@@ -97,6 +100,10 @@ class Questions:
             return False
         self._purge_at = time.monotonic() + _PURGE_EVERY
         return True
+
+    def not_purged(self, error: IdempotencyStoreError) -> None:
+        """What is over stays for now: the claims that were made are none the worse for that."""
+        logger.warning("rows that are over were not deleted, which is tried again: %s", error)
 
     def failed(self, error: BaseException) -> IdempotencyStoreError:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
