@@ -59,9 +59,12 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 	$(BIN)/python -m integration.bench.stores
 	$(BIN)/python -m integration.bench.poison
 
-# Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run.
+# Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run. A part of it:
+# make soak TESTS=integration/spark/test_queue_kills.py JOBS=2 DIST=load
+TESTS ?= integration
+DIST ?= loadfile
 soak: venv images java databases  ## the fault matrix on both broker lines with many seeds
-	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) integration -n $(JOBS) --dist loadfile $(ARGS)
+	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) $(TESTS) -n $(JOBS) --dist $(DIST) $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can
 	$(BIN)/ruff check --fix .
