@@ -34,11 +34,13 @@ class Finding(NamedTuple):
         refusal: why it is to be dead-lettered unseen; None where it is not.
         path: the delay queues that it has still to go through before its next attempt.
         suspect: whether it was in quarantine before.
+        lost: how many attempts have failed since it was published last, with the loss of their consumer.
     """
 
     refusal: str | None
     path: tuple[int, ...] = ()
     suspect: bool = False
+    lost: int = 0
 
 
 class Admission:
@@ -111,13 +113,14 @@ class Admission:
             if counted:
                 failures = delivery.failures = delivery.failures or Failures()
                 failures.count = max(failures.count, counted)
+        lost = 0
         if forgiven is not None and delivery.redelivered:
-            lost = returns(delivery) - forgiven
-            if lost > 0:
+            lost = max(returns(delivery) - forgiven, 0)
+            if lost:
                 failures = delivery.failures = delivery.failures or Failures()
                 failures.count += lost
-                failures.lost = lost
-        return Finding(self._given_up(delivery), *transit)
+                failures.lost += lost
+        return Finding(self._given_up(delivery), *transit)._replace(lost=lost)
 
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered or delivery.failures is not None:

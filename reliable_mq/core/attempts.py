@@ -82,6 +82,7 @@ def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
     retry = table.get(headers.RETRY)
     said = retry if isinstance(retry, Mapping) else {}
     failures = Failures(attempt - 1, _time(said.get("first-failure")))
+    failures.lost = min(max(_whole(said.get("lost")), 0), failures.count)
     kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
     if isinstance(kind, str) and isinstance(text, str) and at is not None:
         failures.last = Failure(printable(kind), printable(text), at)
@@ -120,6 +121,7 @@ class FailureBook:
             return claimed
         if claimed is not None:
             known.count = max(known.count, claimed.count)
+            known.lost = max(known.lost, claimed.lost)
         return known
 
     def remember(self, delivery: Delivery, failures: Failures) -> None:

@@ -10,6 +10,7 @@ The way of a delivery::
     delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
     delivered --there are delay queues that it has still to go through--> retry
     delivered --it has come back too often without a verdict--> quarantine
+    delivered --it has come back to quarantine--> retry, or where there are no delay queues: held
     delivered --its next attempt is not due yet--> held
     delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
     running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
@@ -327,7 +328,13 @@ class ConsumingSession:
         return batches
 
     def take_isolated(self) -> list[Delivery | list[Delivery]]:
-        """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler."""
+        """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler.
+
+        To be handed out after the output was written, and nothing while something is moved there: it may be the message
+        that comes from there, which is to kill no process before its original is acked, or there are two of it.
+        """
+        if self._ways.out.isolating(self._ways.source):
+            return []
         isolated = self._hand.take_isolated()
         self._running += len(isolated)
         return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
@@ -423,6 +430,8 @@ class ConsumingSession:
         elif finding.path:
             if not self._ways.out.forward(delivery, finding.path, suspect=finding.suspect):
                 self._ways.hold(delivery, now + sum(finding.path) / 1000)
+        elif finding.lost:
+            self._results.returned(delivery, now)
         elif self._isolate(delivery, finding):
             pass
         elif failures is not None and (failures.due > now or failures.alone):

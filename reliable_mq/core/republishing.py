@@ -138,6 +138,10 @@ class Republishing:
             if republish.delivery.source is source:
                 yield republish.delivery.delivery_tag
 
+    def isolating(self, source: Source | None) -> bool:
+        """Whether something of this channel is being moved to quarantine, and its original is not acked yet."""
+        return any(one.purpose is Purpose.QUARANTINE and one.delivery.source is source for one in self._taken)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is being published, or is to be."""

@@ -172,6 +172,19 @@ class Results:
         for republish in self._ways.out.declared(queue.name, ok=error is None):
             self._hold_instead(republish.delivery, now)
 
+    def returned(self, delivery: Delivery, now: float) -> None:
+        """It is back in quarantine without a verdict: an attempt has failed, and the next one follows after a delay.
+
+        At once, it would kill one consumer of its queue after the other, until none is left for its neighbours.
+        """
+        failures = delivery.failures = delivery.failures or Failures()
+        delay = self._retry.delay(failures.count, self._random) or 0.0
+        self._statistics.retried += 1
+        failures.due = now + delay
+        self._ways.note(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
+        if not self._ways.out.delay(delivery, delay, suspect=True):
+            self._ways.hold(delivery, failures.due)
+
     def due(self, item: Delivery | Republish) -> Delivery | None:
         """Its time has come: answer what is to be handed out, if that is what it waited for."""
         if isinstance(item, Republish):

@@ -83,6 +83,8 @@ def pack(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False)
             if value is not None:
                 table[name] = _text(value)
         if failures is not None:
+            if failures.lost:
+                table["lost"] = failures.lost
             if failures.first_at is not None:
                 table["first-failure"] = datetime.fromtimestamp(failures.first_at, UTC)
             if failures.last is not None:

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import ConfigurationError, PublishBlocked, PublishNacked, PublishRefused, PublishReturned, Queue
+from reliable_mq import (
+    ConfigurationError,
+    PublishBlocked,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    Queue,
+    RetryPolicy,
+)
 from reliable_mq.core.ages import Strike
 from reliable_mq.core.codec import encode_ack
 from reliable_mq.core.consuming import ConsumingSession
@@ -14,7 +22,7 @@ from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.notices import NoticeKind
 from reliable_mq.core.quarantine import AFTER, Quarantine, returns
-from tests.core.deliveries import BROKEN_TABLE, delivery
+from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
 from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
 from tests.core.test_transit import waited
 
@@ -45,6 +53,13 @@ def isolated(republish: Republish, tag: int = 1, *, returned: int = 0, message_i
 def suspect(session: ConsumingSession, tag: int = 1) -> Republish:
     assert deliver(session, [back(2, tag)]) == []
     return only_republish(session)
+
+
+def moved(session: ConsumingSession, tag: int = 1) -> Republish:
+    republish = suspect(session, tag)
+    session.published(republish, None, 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, tag, multiple=False)
+    return republish
 
 
 @pytest.mark.parametrize(
@@ -110,10 +125,11 @@ def test_a_cancel_for_another_reason_changes_nothing() -> None:
     assert deliver(session, [returned(0, 2)])
 
 
-def test_a_count_that_a_client_sent_moves_nothing() -> None:
+@pytest.mark.parametrize("others", [{}, OURS], ids=["foreign", "ours"])
+def test_a_count_that_a_client_sent_moves_nothing(others: dict[str, object]) -> None:
     """The broker says that it is the first delivery."""
     session = make(quarantine=True)
-    assert deliver(session, [delivery(headers={"x-delivery-count": 99})])
+    assert deliver(session, [delivery(headers={"x-delivery-count": 99, **others})])
 
 
 def test_without_a_quarantine_nothing_is_moved() -> None:
@@ -188,7 +204,7 @@ def subscribed(**options: Any) -> ConsumingSession:
 def test_what_comes_from_quarantine_is_handed_out_by_itself_and_acked_at_once() -> None:
     """The broker sends the next one only then."""
     session = subscribed()
-    republish = suspect(session)
+    republish = moved(session)
     item = isolated(republish, 2)
     assert deliver(session, [item]) == []
     assert not session.drained
@@ -198,32 +214,79 @@ def test_what_comes_from_quarantine_is_handed_out_by_itself_and_acked_at_once() 
     assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
 
 
+def test_nothing_from_there_is_handed_out_while_something_is_moved_there() -> None:
+    """It may be that: killed before the original is acked, the process would leave two of it."""
+    session = subscribed()
+    republish = suspect(session)
+    item = isolated(republish, 2)
+    session.delivered([item], 0.0)
+    assert session.take_isolated() == []
+    session.published(republish, None, 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 1, multiple=False)
+    assert session.take_isolated() == [item]
+
+
 def test_a_batch_handler_gets_it_as_a_batch_of_one() -> None:
     session = subscribed(batch=(5, 1.0))
     session.delivered([back(2)], 0.0)
-    item = isolated(only_republish(session), 2)
+    republish = only_republish(session)
+    session.published(republish, None, 0.0)
+    item = isolated(republish, 2)
     session.delivered([item], 0.0)
     assert session.take_isolated() == [[item]]
 
 
-@pytest.mark.parametrize(("returned", "attempt"), [(1, 2), (2, 3), (3, None), (7, None)])
-def test_there_each_return_is_a_failed_attempt(returned: int, attempt: int | None) -> None:
+@pytest.mark.parametrize(("times", "attempt", "delay"), [(1, 2, 1.0), (2, 3, 10.0)])
+def test_there_each_return_is_a_failed_attempt_and_the_next_follows_after_the_delay(
+    times: int, attempt: int, delay: float
+) -> None:
+    """At once, it would kill every consumer in a row."""
     session = subscribed()
-    item = isolated(suspect(session), 2, returned=returned)
+    item = isolated(moved(session), 2, returned=times)
     session.delivered([item], 0.0)
-    if attempt is None:
-        dead = only_republish(session)
-        assert dead.purpose is Purpose.DEAD_LETTER
-        assert dead.reason == f"{returned} of 3 attempts failed; {returned} of them by the loss of their consumer"
-        session.published(dead, None, 0.0)
-        assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
-    else:
-        assert [one.attempt for one in session.take_isolated() if isinstance(one, Delivery)] == [attempt]
+    session.tick(delay - 0.1)
+    assert session.take_isolated() == []
+    session.tick(delay)
+    assert [one.attempt for one in session.take_isolated() if isinstance(one, Delivery)] == [attempt]
+    assert session.statistics.retried == 1
+
+
+@pytest.mark.parametrize("times", [3, 7])
+def test_after_the_last_one_it_is_dead_lettered(times: int) -> None:
+    session = subscribed()
+    session.delivered([isolated(moved(session), 2, returned=times)], 0.0)
+    dead = only_republish(session)
+    assert dead.purpose is Purpose.DEAD_LETTER
+    assert dead.reason == f"{times} of 3 attempts failed; {times} of them by the loss of their consumer"
+    session.published(dead, None, 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
+
+
+def test_with_delay_queues_it_waits_there_and_what_is_known_of_it_travels() -> None:
+    session = subscribed(queues=True)
+    session.delivered([isolated(moved(session), 2, returned=1)], 0.0)
+    republish = only_republish(session)
+    assert (republish.routing_key, republish.purpose) == ("orders.retry.1000", Purpose.RETRY)
+    again = waited(republish.properties)
+    again.delivery_tag = 3
+    assert deliver(session, [again], 1.0) == []
+    back_again = only_republish(session)
+    assert (back_again.purpose, back_again.delivery.attempt) == (Purpose.QUARANTINE, 2)
+    session.delivered([isolated(back_again, 4, returned=2)], 1.0)
+    assert only_republish(session).reason == "3 of 3 attempts failed; 3 of them by the loss of their consumer"
+
+
+def test_a_policy_without_delays_has_none_there() -> None:
+    session = subscribed(retry=RetryPolicy(3, delays=(0,)))
+    item = isolated(moved(session), 2, returned=1)
+    session.delivered([item], 0.0)
+    session.tick(0.0)
+    assert session.take_isolated() == [item]
 
 
 def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven() -> None:
     session = subscribed()
-    republish = suspect(session)
+    republish = moved(session)
     session.delivered([isolated(republish, 2)], 0.0)
     session.lost(1)
     session.opened(2, CHANNEL)
@@ -235,7 +298,7 @@ def test_returns_by_the_loss_of_channels_that_this_process_survived_are_forgiven
 
 def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None:
     session = subscribed(queues=True)
-    item = isolated(suspect(session), 2)
+    item = isolated(moved(session), 2)
     session.delivered([item], 0.0)
     session.take_isolated()
     fail(session, item)
@@ -244,13 +307,13 @@ def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None
     again = waited(republish.properties)
     again.delivery_tag = 3
     assert deliver(session, [again], 1.0) == []
-    moved = only_republish(session)
-    assert (moved.purpose, moved.delivery.attempt) == (Purpose.QUARANTINE, 2)
+    back_again = only_republish(session)
+    assert (back_again.purpose, back_again.delivery.attempt) == (Purpose.QUARANTINE, 2)
 
 
 def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:
     session = subscribed()
-    item = isolated(suspect(session), 2)
+    item = isolated(moved(session), 2)
     session.delivered([item], 0.0)
     session.take_isolated()
     fail(session, item)
@@ -261,7 +324,7 @@ def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:
 
 def test_it_goes_back_when_the_session_stops() -> None:
     session = subscribed()
-    session.delivered([isolated(suspect(session), 2)], 0.0)
+    session.delivered([isolated(moved(session), 2)], 0.0)
     session.stop()
     assert session.take_isolated() == []
     assert session.take_output(0.0)

@@ -396,9 +396,6 @@ class BaseSubscription:
         work = session.take_work() or session.take_batches()
         if work:
             self.outlet.put(work)
-        isolated = session.take_isolated()
-        if isolated:
-            (self.isolation or self.outlet).put(isolated)
         if session.take_subscription():
             self._io.run(self._options.subscribe_to_quarantine(), self._isolating)
         for queue in session.take_declarations():
@@ -410,6 +407,9 @@ class BaseSubscription:
             self._phase = _Phase.STOPPING
         if self._phase not in _SILENT:
             self._send(now)
+        isolated = session.take_isolated()
+        if isolated:
+            (self.isolation or self.outlet).put(isolated)
         for notice in session.take_notices():
             subject = notice.delivery or f"consumer {self._options.name!r}:"
             logger.log(_LEVELS[notice.kind], "%s %s: %s", subject, notice.kind.value, notice.text)
