@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from integration.programs.killed_by_messages import LEASE
 from integration.support.consuming import Gate, Handler, dead_letters, send
 from integration.support.killed import Killed, Settings
 from integration.support.waiting import wait_until
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
 
 ORDERS = Queue("orders")
+CLAIM_WAIT = 1.0  # seconds until a consumer looks again at a message that another one had claimed
 REASON = "x-reliable-mq-dead-letter-reason"
 
 
@@ -124,10 +126,15 @@ def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: 
 
 
 def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: Checker) -> tuple[Killed, float]:
-    """Publish and handle; answers with the 99th percentile of the time until a good message was handled first."""
+    """Publish and handle; answers with the 99th percentile of the time until a good message was handled first.
+
+    The consumers are there when it begins: a second of theirs to start would be more than that percentile.
+    """
     dead = sum(body.startswith(("poison", "kill")) for body in bodies)
     declare(vhost)
     with Killed(vhost.url, log, load.settings) as program:
+        vhost.wait_for_consumers("orders", load.settings.workers)
+        vhost.wait_for_consumers("orders.quarantine", load.settings.workers)
         sent = publish_steadily(vhost, bodies, load.rate, checker)
         program.run_until_settled(vhost, dead=dead, timeout=240)
     first: dict[str, float] = {}
@@ -143,7 +150,8 @@ def check(program: Killed, bodies: list[str], load: Load, copies: Counter[str]) 
     """Look at the handler's calls, and at how many dead letters there are of each; say what they were.
 
     A message of which there are two, since its consumer was killed before it had acked what it had just published
-    again, is handed out for both.
+    again, is handed out for both. One whose handler ran beside quarantine, which killed its process, has lost no
+    attempt. There are few of either: less than two for a death.
     """
     attempts: defaultdict[str, list[int]] = defaultdict(list)
     for call in program.calls():
@@ -151,14 +159,15 @@ def check(program: Killed, bodies: list[str], load: Load, copies: Counter[str]) 
     assert set(attempts) == set(bodies), "some were never handled"
     most = load.settings.attempts
     deaths = program.died()
+    assert all(body.startswith(("poison", "kill")) for body in copies), "neighbours were given up"
     killed = {body: attempts[body] for body in bodies if body.startswith("kill")}
     assert deaths == sum(map(len, killed.values()))
     assert all(most <= len(calls) <= (most + 2) * copies[body] for body, calls in killed.items()), killed
     poison = {body: attempts[body] for body in bodies if body.startswith("poison")}
     assert all(set(calls) == set(range(1, most + 1)) for calls in poison.values()), poison
     twice = {body: calls for body, calls in poison.items() if len(calls) != most}
-    # A store remembers every attempt but those that a kill interrupted.
-    assert len(twice) <= deaths * (load.settings.workers if load.settings.store else load.settings.prefetch), twice
+    assert len(twice) <= 2 * deaths, twice
+    assert all(len(calls) - most <= (most + 1) * (copies[body] - 1) + 1 for body, calls in twice.items()), twice
     again = sum(len(attempts[body]) > 1 for body in bodies if body.startswith("good"))
     return (
         f"{deaths} deaths, {Counter(map(len, killed.values()))} calls per killer, {len(poison) - len(twice)} of "
@@ -168,7 +177,7 @@ def check(program: Killed, bodies: list[str], load: Load, copies: Counter[str]) 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("store", [pytest.param("", id="without a store"), pytest.param("done", id="with a store")])
+@pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
 def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_alone(
     vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_face: str, load: Load, store: str
@@ -176,12 +185,14 @@ def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_al
     """At a steady rate, all at once: nothing is lost, what must is dead-lettered, within bounds, and good ones flow.
 
     Their 99th percentile is within twice that of a run without any of it, by the whole load: a few seconds have no such
-    percentile, and with a store, what a killed consumer had claimed waits for the end of its lease.
+    percentile. With a store, what a killed consumer had claimed waits for the end of its lease, and then some: so much
+    more. Broker lines, faces, with a store and without are in the names of the whole ones: ``make soak JOBS=1
+    ARGS="-k 'poison_killers and whole and 4.0 and aio and idempotent'"``.
     """
     shared = str(tmp_path / store) if store else ""
     load = load._replace(settings=replace(load.settings, face=consumer_face, store=shared))
     clean = 0.0
-    if load.killers > 1 and not store:
+    if load.killers > 1:
         _, clean = run(vhost, [f"good-{number}" for number in range(load.messages)], load, tmp_path / "clean", checker)
     bodies = [f"{body}-again" for body in load.bodies(random.Random(1))]
     program, percentile = run(vhost, bodies, load, tmp_path / "calls", checker)
@@ -189,6 +200,6 @@ def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_al
     told = check(program, bodies, load, copies)
     print(f"{told}; 99th percentile {percentile * 1000:.0f} ms, without any of it {clean * 1000:.0f} ms")
     if clean:
-        assert percentile <= 2 * clean
+        assert percentile <= 2 * clean + (LEASE + CLAIM_WAIT if store else 0.0)
     checker.drain(vhost, ["orders", "orders.quarantine"], dead_letters=["orders.dead"])
     checker.close()

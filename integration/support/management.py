@@ -181,19 +181,30 @@ class VirtualHost:
         found = {base64.b64decode(name).decode(): int(count) for name, count in _COUNTED.findall(answer)}
         return {**dict.fromkeys(queues, 0), **found}
 
+    def wait_for_consumers(self, queue: str, count: int, *, timeout: float = 30) -> None:
+        """Wait until a queue has exactly `count` consumers.
+
+        Raises:
+            TimeoutError: it did not come to that within `timeout` seconds.
+        """
+        self._wait_for("consumer_count", queue, count, timeout)
+
     def wait_for_messages(self, queue: str, count: int, *, timeout: float = 30) -> None:
         """Wait until a queue holds exactly `count` messages that are ready (not those that are unacked).
 
         Raises:
             TimeoutError: it did not come to that within `timeout` seconds.
         """
+        self._wait_for("message_count", queue, count, timeout)
+
+    def _wait_for(self, what: str, queue: str, count: int, timeout: float) -> None:
         seen = -1
         with self.connect() as connection:
             channel = connection.channel()
 
             def reached() -> bool:
                 nonlocal seen
-                seen = channel.queue_declare(queue, passive=True).method.message_count
+                seen = getattr(channel.queue_declare(queue, passive=True).method, what)
                 return seen == count
 
-            wait_until(reached, timeout=timeout, what=lambda: f"{count} messages in {queue!r}, there are {seen}")
+            wait_until(reached, timeout=timeout, what=lambda: f"{what} {count} of {queue!r}, it is {seen}")
