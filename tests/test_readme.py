@@ -110,6 +110,21 @@ def test_every_row_of_the_fault_matrix_that_has_a_test_is_named() -> None:
             assert f"f{int(number):02}" in tests
 
 
+@pytest.mark.parametrize("driver", ["pika", "aio"])
+def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None:
+    """Thirteen each; the number in the name of a test is the bug's."""
+    table = section(MATRIX, "Bugs of the drivers").partition(f"\n| {driver}")[2].partition("\n\n")[0]
+    rows = {int(number): tests for number, tests in re.findall(r"^\| (\d+) \| .* \| (.*) \|$", table, re.MULTILINE)}
+    assert list(rows) == list(range(1, 14))
+    for path in (ROOT / "integration").glob(f"test_{driver}_bugs*.py"):
+        for name in names_in(path):
+            found = re.match(rf"test_{driver}_(\d\d)_", name)
+            if found is not None:
+                assert f"[{name}]({path.name})" in rows[int(found[1])]
+    for number, tests in rows.items():
+        assert f"[test_{driver}_{number:02}_" in tests
+
+
 def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
     """What a reader copies is at least Python, and names what the package has."""
     blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]

@@ -151,6 +151,7 @@ def test_f29_nesting_that_nobody_can_decode(any_vhost: VirtualHost, reads: bool)
             assert delivery.message_id == "poison"
 
 
+@pytest.mark.both_faces
 def test_f29_a_routing_key_that_is_not_utf_8(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """It arrives with surrogate escapes, and a dead letter keeps it as bytes."""
     proxy = fault_proxy(vhost.url)

@@ -354,13 +354,15 @@ def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_f18_retries_go_on_under_a_memory_alarm(private_vhost: VirtualHost, checker: Checker) -> None:
+@pytest.mark.parametrize("alarm", ["memory", "disk"])
+def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checker: Checker, alarm: str) -> None:
     """Publishing is blocked: what fails is held and tried again; what is given up is left to the broker to dead-letter.
 
     Neighbours flow meanwhile, and nothing is lost. What was on its way when the alarm
     began is waited for first, a minute.
     """
     vhost = private_vhost
+    set_alarm = vhost.broker.set_memory_alarm if alarm == "memory" else vhost.broker.set_disk_alarm
 
     def handle(delivery: Delivery) -> None:
         if delivery.body.startswith(b"poison") or (delivery.body.startswith(b"flaky") and delivery.attempt == 1):
@@ -376,7 +378,7 @@ def test_f18_retries_go_on_under_a_memory_alarm(private_vhost: VirtualHost, chec
             handler._then = lambda delivery: (gate(delivery), handle(delivery))
             send(vhost, "orders", [Message(body) for body in bodies], checker)
             wait_until(lambda: len(handler.begun) > 4, timeout=10, what="begun")
-            vhost.broker.set_memory_alarm(on=True)
+            set_alarm(True)
             gate.open()
             wait_until(lambda: len(handler.done) == 21, timeout=120, what="good and flaky ones handled under the alarm")
             wait_until(
@@ -384,7 +386,7 @@ def test_f18_retries_go_on_under_a_memory_alarm(private_vhost: VirtualHost, chec
                 timeout=120,
                 what=lambda: f"poison given up: {consumer.statistics}",
             )
-        vhost.broker.set_memory_alarm(on=False)
+        set_alarm(False)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 
