@@ -290,6 +290,19 @@ def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox
     assert outbox.status().rows == 0
 
 
+def test_a_message_that_no_row_can_hold_is_refused_alone(engine: Engine, outbox: SQLAlchemyOutbox) -> None:
+    """Before it goes into a transaction with others; no broker is needed to say so."""
+    keyed = SQLAlchemyOutbox(engine, ordering_key=lambda message, *_: message.body.decode("utf-8", "surrogateescape"))
+    with Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=keyed) as publisher:
+        stored = []
+        for body in (b"x" * 256, b"a\0b", b"\xff"):
+            stored += [publisher.submit(Message(b"1"), routing_key="orders") for _ in range(3)]
+            with pytest.raises(ConfigurationError, match="ordering_key must"):
+                publisher.submit(Message(body), routing_key="orders")
+        assert [confirmation.result(20).status for confirmation in stored] == ["stored"] * 9
+    assert outbox.status().rows == 9
+
+
 def test_while_the_database_is_away_publishing_fails_in_time_and_the_relay_recovers(
     vhost: VirtualHost, database: Callable[[str], Database]
 ) -> None:

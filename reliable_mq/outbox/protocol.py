@@ -144,11 +144,17 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
     """Ask a user's function for the ordering key of a message.
 
     Raises:
-        ConfigurationError: it answers something else than text or None.
+        ConfigurationError: it answers something else than text, which has a form in UTF-8, or None.
     """
     if function is None:
         return None
     key = function(message, exchange, routing_key)
-    if key is not None and not isinstance(key, str):
+    if key is None:
+        return None
+    if not isinstance(key, str):
         raise ConfigurationError(f"ordering_key must give text or None, not {type(key).__name__}")
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}") from error
     return key

@@ -195,8 +195,16 @@ class SQLAlchemyOutbox:
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Give the ordering key of a message that a publisher stores."""
-        return ordering_by(self._ordering_key, message, exchange, routing_key)
+        """Give the ordering key of a message that a publisher stores, which is refused here where a row cannot hold it.
+
+        In the transaction it would take others down with it.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+        """
+        key = ordering_by(self._ordering_key, message, exchange, routing_key)
+        _check_texts(message.message_id, exchange, routing_key, key)
+        return key
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
         """Store messages and carry out fates, in one transaction.
@@ -328,12 +336,7 @@ class SQLAlchemyOutbox:
 
     def _values(self, row: NewRow, now: float) -> dict[str, Any]:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
-        for name in ("message_id", "exchange", "routing_key", "ordering_key"):
-            text = values[name]
-            if text is not None and (not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS):
-                raise ConfigurationError(
-                    f"{name} must be text of at most {_NAME_CHARACTERS} characters without NUL, not {text!r}"
-                )
+        _check_texts(row.message.message_id, row.exchange, row.routing_key, row.ordering_key)
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
 
     def _fate(self, settlement: Settlement, now: float) -> dict[str, Any]:
@@ -398,6 +401,20 @@ class SQLAlchemyOutbox:
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
         except OSError as error:
             raise OutboxError(f"{what} failed in {self!r}: {error}") from error
+
+
+def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key: str | None) -> None:
+    texts = {
+        "message_id": message_id,
+        "exchange": exchange,
+        "routing_key": routing_key,
+        "ordering_key": "" if ordering_key is None else ordering_key,
+    }
+    for name, text in texts.items():
+        if not isinstance(text, str) or "\0" in text or len(text) > _NAME_CHARACTERS:
+            raise ConfigurationError(
+                f"{name} must be text of at most {_NAME_CHARACTERS} characters without NUL, not {text!r}"
+            )
 
 
 def _may_be_repeated(error: DBAPIError) -> bool:

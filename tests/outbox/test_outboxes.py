@@ -206,6 +206,9 @@ def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> N
     outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda *_: 1)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigurationError, match="int"):
         outbox.ordering_key(Message(b""), "", "q")
+    outbox = SQLiteOutbox(tmp_path / "outbox", ordering_key=lambda *_: "\udcff")
+    with pytest.raises(ConfigurationError, match="encoded"):  # or its transaction would fail, with all in it
+        outbox.ordering_key(Message(b""), "", "q")
 
 
 def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
