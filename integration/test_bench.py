@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration.bench.paths import ROOT
-from integration.bench.poison import measure, table
+from integration.bench.poison import add_to_report, measure
 from integration.support.management import VirtualHost
 from integration.support.seeds import soaking
 from reliable_mq import RetryPolicy
@@ -41,10 +41,16 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
     assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()
 
 
-def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost) -> None:
-    """Ours ends after its attempts; the loop goes on for as long as it is let."""
+def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Ours ends after its attempts; the loop goes on for as long as it is let. Both are in the report."""
     ours, loop = measure(vhost, 5, RetryPolicy(3, delays=(0.1,)), 1.0)
     assert (ours.deliveries, ours.over) == (3.0, True)
     assert loop.deliveries > 3 * ours.deliveries
     assert not loop.over
-    assert "and so on" in table([ours, loop])
+    (tmp_path / "report.md").write_text("# Benchmark\n\n## Publishers\n")
+    for _ in range(2):
+        add_to_report([ours, loop], tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# Benchmark\n\n## Publishers\n\n## Poison messages\n")
+    assert report.count("and so on |") == report.count("then over |") == 1
+    assert [cost["over"] for cost in json.loads((tmp_path / "report.json").read_text())["poison"]] == [True, False]

@@ -3,15 +3,21 @@
 The loop is what comes to mind first: a handler that fails, and ``basic.nack`` with ``requeue``. RabbitMQ 4.3 counts no
 failure then, so it goes on until somebody looks. Ours tries again after delays, and dead-letters after the last
 attempt. Counted are deliveries, and the CPU time of the broker, less that of an idle one over the same time.
+
+What was measured is added to the report of the benchmark (``report.md``, ``report.json``), in place of what an earlier
+run has added.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from integration.bench.paths import OUTPUT
+from integration.bench.report import Table
 from integration.support.broker import Broker, ensure_image
 from integration.support.management import VirtualHost
 from integration.support.waiting import wait_until
@@ -19,13 +25,15 @@ from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from reliable_mq import Delivery
 
-__all__ = ["Cost", "measure", "table"]
+__all__ = ["Cost", "add_to_report", "measure", "table"]
 
 T = TypeVar("T")
 
+TITLE = "Poison messages"
 POISON = Queue("bench.poison")
 BODY = b"x" * 1024
 
@@ -97,17 +105,29 @@ def measure(vhost: VirtualHost, count: int, policy: RetryPolicy, loop_seconds: f
     return costs
 
 
-def table(costs: list[Cost]) -> str:
+def table(costs: list[Cost]) -> Table:
     """Show them."""
-    lines = [
-        f"{'per poison message':28}{'deliveries':>12}{'broker CPU':>14}{'measured for':>14}",
-        *(
-            f"{cost.label[:27]:28}{cost.deliveries:12.1f}{cost.cpu_seconds * 1000:11.2f} ms{cost.seconds:12.1f} s"
-            f"{', then over' if cost.over else ', and so on'}"
-            for cost in costs
-        ),
-    ]
-    return "\n".join(lines)
+    rows = (
+        (
+            cost.label,
+            f"{cost.deliveries:.1f}",
+            f"{cost.cpu_seconds * 1000:.2f} ms",
+            f"{cost.seconds:.1f} s{', then over' if cost.over else ', and so on'}",
+        )
+        for cost in costs
+    )
+    return Table(TITLE, ("", "deliveries each", "broker CPU each", "measured for"), tuple(rows))
+
+
+def add_to_report(costs: list[Cost], output: Path) -> None:
+    """Add them to the report of a run, which need not be there."""
+    output.mkdir(parents=True, exist_ok=True)
+    page, data = output / "report.md", output / "report.json"
+    before = page.read_text().partition(f"\n## {TITLE}\n")[0] if page.exists() else "# Benchmark\n"
+    page.write_text(f"{before.rstrip()}\n\n{table(costs).markdown()}")
+    document = json.loads(data.read_text()) if data.exists() else {}
+    document["poison"] = [cost._asdict() for cost in costs]
+    data.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def _cpu(broker: Broker, run: Callable[[], T]) -> tuple[float, T]:
@@ -122,7 +142,9 @@ def main(count: int, seconds: int) -> None:
     with Broker("newest") as broker:
         vhost = VirtualHost(broker, "bench")
         vhost.create()
-        print(table(measure(vhost, count, RetryPolicy(5, delays=(1.0,)), seconds)))
+        costs = measure(vhost, count, RetryPolicy(5, delays=(1.0,)), seconds)
+    print(table(costs).markdown())
+    add_to_report(costs, OUTPUT)
 
 
 if __name__ == "__main__":
