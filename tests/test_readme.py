@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ def inline(*pages: Path) -> set[str]:
     return {found for text in texts for found in _INLINE.findall(text)}
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """The names that pytest collects from a file: functions, and classes that are assigned or defined."""
     names: set[str] = set()

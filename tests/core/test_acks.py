@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reliable_mq.core import acks as module
 from reliable_mq.core.acks import AckBatcher, Frames
 from reliable_mq.errors import ConfigurationError
+from tests.properties import machine
 
 GENERATION = 7
 RARELY = st.sampled_from([False] * 5 + [True])
@@ -449,4 +449,4 @@ class Acknowledging(RuleBasedStateMachine):
 
 
 TestAcknowledging = Acknowledging.TestCase
-TestAcknowledging.settings = settings(max_examples=120, stateful_step_count=50)
+TestAcknowledging.settings = machine(60, steps=50)

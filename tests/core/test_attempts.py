@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq.core import headers
 from reliable_mq.core.attempts import FailureBook, Failures, NewerFormat, failures_from_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
+from tests.properties import machine
 
 
 def test_our_header_says_which_attempt_is_next() -> None:
@@ -132,4 +132,13 @@ class Remembering(RuleBasedStateMachine):
 
 
 TestRemembering = Remembering.TestCase
-TestRemembering.settings = settings(max_examples=50, stateful_step_count=30)
+TestRemembering.settings = machine(40, steps=30)
+
+
+def test_of_more_than_the_capacity_the_one_that_failed_longest_ago_is_forgotten() -> None:
+    book = FailureBook(2)
+    for message_id in ("a", "b", "a", "c"):
+        book.remember(delivery(message_id=message_id), Failures(2))
+    assert book.recall(delivery(message_id="b")) is None
+    for message_id in ("a", "c"):
+        assert book.recall(delivery(message_id=message_id)) is not None

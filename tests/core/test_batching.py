@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -13,6 +12,7 @@ from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageEr
 from reliable_mq.core.batching import Batcher, verdicts
 from reliable_mq.core.delivery import Delivery
 from tests.core.deliveries import delivery
+from tests.properties import machine
 
 
 def test_full_batches_are_ready_at_once_and_the_rest_waits() -> None:
@@ -138,4 +138,4 @@ class Grouping(RuleBasedStateMachine):
 
 
 TestGrouping = Grouping.TestCase
-TestGrouping.settings = settings(max_examples=100, stateful_step_count=30)
+TestGrouping.settings = machine(50, steps=30)

@@ -32,6 +32,12 @@ def test_a_failed_delivery_is_rejected_back_to_the_queue_which_counts() -> None:
     assert again.attempt == 2
 
 
+def test_what_a_stopped_consumer_handed_back_has_not_failed() -> None:
+    """The broker counts it as returned, not as failed."""
+    [again] = deliver(make(broker_retries=True), [counted(0, 1)])
+    assert again.attempt == 1
+
+
 def test_the_last_attempt_is_dead_lettered_as_ever() -> None:
     """Also by another process, which knows the broker's count alone."""
     session = make(broker_retries=True)

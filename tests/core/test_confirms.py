@@ -8,12 +8,12 @@ from time import process_time
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.confirms import ConfirmTracker
 from reliable_mq.errors import UsageError
+from tests.properties import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +108,7 @@ class ConfirmMachine(RuleBasedStateMachine):
 
 
 TestConfirms = ConfirmMachine.TestCase
-TestConfirms.settings = settings(max_examples=100, stateful_step_count=40)
+TestConfirms.settings = machine(50, steps=40)
 
 
 def tracker_with(items: str, generation: int = 1) -> ConfirmTracker[str]:
@@ -188,6 +188,13 @@ def test_misuse_names_the_channels() -> None:
     tracker = tracker_with("", generation=3)
     with pytest.raises(UsageError, match="channel 3 is still open: report it lost before opening 4"):
         tracker.channel_opened(4)
+
+
+def test_without_a_channel_nothing_can_be_published() -> None:
+    tracker = tracker_with("", generation=3)
+    tracker.channel_lost()
+    with pytest.raises(UsageError, match="no channel is open"):
+        tracker.published(["a"])
 
 
 @pytest.mark.parametrize("order", ["lowest first", "highest first", "random", "multiple"])

@@ -6,7 +6,6 @@ import struct
 from collections import deque
 from random import Random
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from reliable_mq.core.handling import Failed, Outcome, Result, What
 from reliable_mq.core.ladder import Ladder
 from reliable_mq.core.quarantine import Quarantine
 from tests.core.deliveries import delivery, failure
+from tests.properties import machine
 
 FRAME = struct.Struct(">BHIHHQBB")
 CHANNEL = 5
@@ -428,10 +428,10 @@ class ConsumingWithDelayQueues(Consuming):
 
 
 TestConsuming = Consuming.TestCase
-TestConsuming.settings = settings(max_examples=150, stateful_step_count=50)
+TestConsuming.settings = machine(75, steps=50)
 TestConsumingWithDelayQueues = ConsumingWithDelayQueues.TestCase
-TestConsumingWithDelayQueues.settings = settings(max_examples=60, stateful_step_count=50)
+TestConsumingWithDelayQueues.settings = machine(40, steps=50)
 TestConsumingWithAKillSwitch = ConsumingWithAKillSwitch.TestCase
-TestConsumingWithAKillSwitch.settings = settings(max_examples=80, stateful_step_count=50)
+TestConsumingWithAKillSwitch.settings = machine(40, steps=50)
 TestConsumingBatches = ConsumingBatches.TestCase
-TestConsumingBatches.settings = settings(max_examples=80, stateful_step_count=50)
+TestConsumingBatches.settings = machine(40, steps=50)

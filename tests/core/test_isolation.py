@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import ceil, log2
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reliable_mq.core.isolation import Isolation
+from tests.properties import examples, machine
 
 
 class IsolationMachine(RuleBasedStateMachine):
@@ -82,7 +83,7 @@ class IsolationMachine(RuleBasedStateMachine):
 
 
 TestIsolation = IsolationMachine.TestCase
-TestIsolation.settings = settings(max_examples=100, stateful_step_count=30)
+TestIsolation.settings = machine(50, steps=30)
 
 
 def isolate(suspects: list[int], culprits: set[int]) -> tuple[list[int], list[int], int]:
@@ -105,7 +106,7 @@ def isolate(suspects: list[int], culprits: set[int]) -> tuple[list[int], list[in
 
 
 @given(data=st.data(), total=st.integers(1, 200))
-@settings(max_examples=100)
+@examples(50)
 def test_culprits_alone_are_convicted_and_everyone_else_is_acked_in_order(data: st.DataObject, total: int) -> None:
     """Whoever closes the channel is convicted; all others are acked, in the order of publishing, each once."""
     culprits = data.draw(st.sets(st.integers(0, total - 1), min_size=1, max_size=5))

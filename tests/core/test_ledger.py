@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq.core import ledger as module
 from reliable_mq.core.ledger import Ledger
+from tests.properties import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40)
+TestLedger.settings = machine(50, steps=40)
 
 
 def test_numbers_start_at_one_and_go_on_after_everything_was_settled() -> None:
@@ -123,6 +123,17 @@ def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
     assert len(ledger._slots) <= 2 * module._TIDY_EVERY
     ledger.extend([100_000])
     assert ledger.pop_through(100_000) == [1, 100_000]
+
+
+def test_a_list_that_is_mostly_held_is_left_as_it_is() -> None:
+    """Looking at it again and again would cost more than a few empty places."""
+    ledger: Ledger[int] = Ledger()
+    ledger.extend(range(1, module._TIDY_EVERY))
+    for number in range(1, 10):
+        ledger.pop(number)
+    ledger.extend(range(module._TIDY_EVERY, 2 * module._TIDY_EVERY + 1))
+    assert len(ledger._slots) == 2 * module._TIDY_EVERY
+    assert ledger.clear() == list(range(10, 2 * module._TIDY_EVERY + 1))
 
 
 def test_the_settled_front_is_cut_off() -> None:

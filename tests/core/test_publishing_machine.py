@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -30,6 +29,7 @@ from tests.core.published import (
     decode,
     new_session,
 )
+from tests.properties import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -507,4 +507,4 @@ class PublishingMachine(RuleBasedStateMachine):
 
 
 TestPublishing = PublishingMachine.TestCase
-TestPublishing.settings = settings(max_examples=200, stateful_step_count=40)
+TestPublishing.settings = machine(100, steps=40)

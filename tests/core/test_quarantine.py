@@ -116,6 +116,12 @@ def test_a_process_that_has_seen_the_consumer_timeout_suspects_whatever_came_bac
     assert deliver(session, [returned(0, 2)]) == []
 
 
+def test_a_count_that_a_client_sent_makes_nobody_suspect() -> None:
+    """A delivery that is no redelivery has none from the broker."""
+    forged = delivery(headers={"x-delivery-count": 9, "x-acquired-count": 9, "x-dead-lettered": "yes"})
+    assert deliver(make(quarantine=True), [forged]) == [forged]
+
+
 def test_a_cancel_for_another_reason_changes_nothing() -> None:
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery()])

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,6 +14,7 @@ from reliable_mq.core import roster as module
 from reliable_mq.core.publication import Outcome, Publication
 from reliable_mq.core.roster import Roster
 from reliable_mq.message import Message
+from tests.properties import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,7 @@ class RosterMachine(RuleBasedStateMachine):
 
 
 TestRoster = RosterMachine.TestCase
-TestRoster.settings = settings(max_examples=100, stateful_step_count=40)
+TestRoster.settings = machine(50, steps=40)
 
 
 def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() -> None:
@@ -140,6 +140,7 @@ def test_a_settled_publish_does_not_expire() -> None:
     for one in (timed, common):
         roster.enter([one])
         settle(roster, one)
+    assert roster.next_deadline is None
     assert expire(roster, 100.0) == []
     assert roster.oldest_accepted_at is None
 

@@ -43,6 +43,17 @@ def test_a_value_above_all_bounds_has_a_place() -> None:
     assert histogram.counts == [1, 2, 2]
 
 
+def test_many_observations_at_once_count_like_each_by_itself() -> None:
+    for values in ([1.5], [1.1, 1.2, 2.0], [0.5, 1.5, 99.0]):
+        each, at_once = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
+        for value in values:
+            each.observe(value)
+        at_once.observe_all(values)
+        assert (at_once.counts, at_once.total) == (each.counts, pytest.approx(each.total))
+        at_once.add(each)
+        assert (at_once.counts, at_once.total) == ([2 * one for one in each.counts], pytest.approx(2 * each.total))
+
+
 def test_histograms_under_other_bounds_are_not_added() -> None:
     """Counts under different numbers of bounds do not mix."""
     with pytest.raises(ValueError, match="zip"):

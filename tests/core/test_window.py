@@ -7,7 +7,6 @@ from time import process_time
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,6 +14,7 @@ from reliable_mq.core.publication import Publication
 from reliable_mq.core.window import IdGate, PublishWindow
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
+from tests.properties import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ class WindowMachine(RuleBasedStateMachine):
 
 
 TestWindow = WindowMachine.TestCase
-TestWindow.settings = settings(max_examples=100, stateful_step_count=30)
+TestWindow.settings = machine(50, steps=30)
 
 
 def publication(message_id: str) -> Publication:
@@ -124,7 +124,7 @@ class IdGateMachine(RuleBasedStateMachine):
 
 
 TestIdGate = IdGateMachine.TestCase
-TestIdGate.settings = settings(max_examples=100, stateful_step_count=30)
+TestIdGate.settings = machine(50, steps=30)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "10", None])
@@ -185,6 +185,15 @@ def test_the_second_publish_with_an_id_waits_for_the_first() -> None:
     assert gate.leave([third]) == []
 
 
+def test_where_the_only_one_that_waits_gives_up_nobody_is_next() -> None:
+    gate: IdGate[Publication] = IdGate()
+    first, second = publication("id"), publication("id")
+    gate.enter([first, second])
+    assert gate.withdraw(second)
+    assert not gate.withdraw(second)
+    assert gate.leave([first]) == []
+
+
 def test_one_that_gives_up_waiting_is_not_let_in() -> None:
     """One that is withdrawn while it waits is passed over; one that is inside cannot be withdrawn."""
     gate: IdGate[Publication] = IdGate()
@@ -192,6 +201,7 @@ def test_one_that_gives_up_waiting_is_not_let_in() -> None:
     gate.enter([first, second, third])
     assert gate.withdraw(second)
     assert not gate.withdraw(first)
+    assert len(gate) == 1
     assert gate.leave([first]) == [third]
 
 

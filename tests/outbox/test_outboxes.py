@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
@@ -20,6 +20,7 @@ from reliable_mq import BrokerUnavailable, ConfigurationError, Message, PublishN
 from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, Settlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_claims
 from reliable_mq.outbox.protocol import Claims
+from tests.properties import examples
 
 OUTCOMES: list[Any] = [
     None,
@@ -159,14 +160,14 @@ class Model:
         self.claims.close()
 
 
-@settings(max_examples=100)
+@examples(40)
 @given(steps=STEPS)
 def test_whatever_happens_every_row_of_a_file_is_published_in_the_order_of_its_key(steps: list[Any]) -> None:
     """Relays die, rows are delayed, set aside, put back and purged; at the end everything else was confirmed."""
     go_through(steps, lambda directory, _stack: SQLiteOutbox(directory / "outbox"))
 
 
-@settings(max_examples=25)
+@examples(12)
 @given(steps=STEPS)
 def test_whatever_happens_every_row_of_a_table_is_published_in_the_order_of_its_key(steps: list[Any]) -> None:
     """The same in a database of one's own, where a step costs ten times as much."""

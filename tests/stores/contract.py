@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, rule, run_state_machine_as_test
 
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.resetting import ResettableStore
+from tests.properties import machine
 from tests.stores.linearizability import Event, explain
 from tests.stores.subjects import LEASE, RETENTION, Subject
 
@@ -166,7 +166,7 @@ class StoreContract:
 
     def test_the_store_and_the_model_agree(self, subject: Subject, examples: int) -> None:
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: Modelled(subject), settings=settings(max_examples=examples, stateful_step_count=30)
+            lambda: Modelled(subject), settings=machine(examples, steps=30)
         )
 
 

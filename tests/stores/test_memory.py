@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus, IdempotencyStore, MemoryStore
+from tests.properties import machine
 
 NEW, IN_PROGRESS, DONE = ClaimStatus.NEW, ClaimStatus.IN_PROGRESS, ClaimStatus.DONE
 
@@ -268,4 +268,4 @@ class Storing(RuleBasedStateMachine):
 
 
 TestStoring = Storing.TestCase
-TestStoring.settings = settings(max_examples=80, stateful_step_count=40)
+TestStoring.settings = machine(40, steps=40)

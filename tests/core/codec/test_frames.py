@@ -48,6 +48,10 @@ def test_settlements_are_as_pika_writes_them(channel: int, tag: int, multiple: b
     assert encode_reject(channel, tag, requeue) == method(channel, spec.Basic.Reject(tag, requeue))
 
 
+def test_what_is_fetched_one_by_one_is_acked_by_hand() -> None:
+    assert encode_get(1, "orders") == method(1, spec.Basic.Get(queue="orders", no_ack=False))
+
+
 @given(channels, short_texts)
 def test_a_get_is_as_pika_writes_it(channel: int, queue: str) -> None:
     assert encode_get(channel, queue) == method(channel, spec.Basic.Get(queue=queue, no_ack=False))

@@ -282,6 +282,12 @@ FLOAT = raw_entry(b"f", b"f" + struct.pack(">f", 0.75))
 MILLISECONDS = raw_entry(b"ms", b"T" + struct.pack(">Q", 1_700_000_000_000))
 NESTED = raw_entry(b"deep", b"F" + table(*[raw_entry(b"a", b"A\0\0\0\2?!")]))
 NOT_UTF8 = raw_entry(b"\xff", b"S\0\0\0\1\xfe")
+
+
+def test_what_the_protocol_has_retired_can_still_be_read() -> None:
+    assert Properties(join_properties({"cluster_id": b"\1c"})).cluster_id == "c"
+
+
 UNSIGNED = raw_entry(b"u", b"u\xff\xff")
 TWICE = raw_entry(b"x", b"b\1"), raw_entry(b"x", b"b\2")
 

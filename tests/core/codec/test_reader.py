@@ -11,12 +11,13 @@ from unittest.mock import patch
 import pika
 import pika.frame
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pika import spec
 
 from reliable_mq.core.codec import CodecError, InboundReader, Properties, RawDelivery
+from tests.properties import examples, machine
 
 Event = tuple[Any, ...]
 FRAME_END = b"\xce"
@@ -530,7 +531,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
     return [stream[start:end] for start, end in pairwise(edges)]
 
 
-@settings(max_examples=150)
+@examples(75)
 @given(streams | damaged, st.lists(st.integers(0), max_size=20))
 def test_how_a_stream_is_cut_changes_nothing(stream: bytes, places: list[int]) -> None:
     """Also when channels are attached and detached in it, and when it is damaged."""
@@ -669,4 +670,4 @@ class ReaderMachine(RuleBasedStateMachine):
 
 
 TestReaderMachine = ReaderMachine.TestCase
-TestReaderMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestReaderMachine.settings = machine(50, steps=30)
