@@ -148,15 +148,32 @@ def killed_in_each_phase(
     held = {**settings, "directory": str(directory), "held": True}
     phases = rng.sample(PHASES, len(PHASES))
     with ExitStack() as stack:
-        following = stack.enter_context(Application("spark_to_files", held, directory / "log"))
+
+        def made_ready() -> Application:
+            return stack.enter_context(Application("spark_to_files", held, directory / "log"))
+
+        following = made_ready()
         for number, phase in enumerate(phases, 1):
             application = following
             condition = in_phase(phase, directory / of, skip=rng.randrange(3), rows=rng.randrange(20))
             application.go()
             if number < len(phases):
-                following = stack.enter_context(Application("spark_to_files", held, directory / "log"))
-            application.wait_until(condition, timeout=timeout, what=phase)
+                following = made_ready()
+            while not _came_to(condition, application, phase, timeout):
+                application = made_ready()
+                application.go()
             application.kill(reader_too=rng.random() < 0.5)
+
+
+def _came_to(condition: Callable[[], bool], application: Application, phase: str, timeout: float) -> bool:
+    """Whether it has; no where Spark has given up on a new Python process, which on a busy machine takes it 10 s."""
+    try:
+        application.wait_until(condition, timeout=timeout, what=phase)
+    except AssertionError:
+        if "Python worker failed to connect back" not in application.said():
+            raise
+        return False
+    return True
 
 
 def descendants(pid: int) -> list[int]:
