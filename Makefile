@@ -63,9 +63,10 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run. A part of it:
 # make soak TESTS=integration/spark/test_queue_kills.py JOBS=2 DIST=load
-TESTS ?= tests integration
+# and, with so many times the examples, what needs no broker: make soak TESTS=tests
+TESTS ?= integration
 DIST ?= loadfile
-soak: venv images java databases  ## all tests with many seeds and examples, on both broker lines
+soak: venv images java databases  ## the fault matrix on both broker lines with many seeds
 	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) $(TESTS) -n $(JOBS) --dist $(DIST) $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can
