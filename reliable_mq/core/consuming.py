@@ -333,9 +333,7 @@ class ConsumingSession:
         To be handed out after the output was written, and nothing while something is moved there: it may be the message
         that comes from there, which is to kill no process before its original is acked, or there are two of it.
         """
-        if self._ways.out.isolating(self._ways.source):
-            return []
-        isolated = self._hand.take_isolated()
+        isolated = self._hand.take_isolated(lambda: self._ways.out.isolating(self._ways.source))
         self._running += len(isolated)
         return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reliable_mq.core.batching import Batcher
     from reliable_mq.core.breaker import Breaker
     from reliable_mq.core.delivery import Delivery
@@ -83,10 +85,10 @@ class HandOut:
         batches, self._batcher.ready = self._allowed(self._batcher.ready)
         return batches
 
-    def take_isolated(self) -> list[Delivery]:
-        """Take what came from quarantine."""
+    def take_isolated(self, waits: Callable[[], bool]) -> list[Delivery]:
+        """Take what came from quarantine, unless it ``waits``."""
         quarantine, breaker = self._quarantine, self._breaker
-        if quarantine is None or not quarantine.work:
+        if quarantine is None or not quarantine.work or waits():
             return []
         if breaker is not None and breaker.paused:
             if not breaker.allows or self._work or (self._batcher is not None and self._batcher.ready):
