@@ -107,6 +107,7 @@ class Load(NamedTuple):
 
 
 SMALL = Load(600, 300, 1, Settings(attempts=2, delay=0.2, prefetch=20, work=0.002, workers=3))
+SLOWER = 150  # a second, where a file is written for each
 WHOLE = Load(20_000, 400, 10, Settings(attempts=3, delay=0.5, prefetch=20, work=0.005, workers=4))
 
 
@@ -196,6 +197,8 @@ def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_al
     """
     shared = str(tmp_path / store) if store else ""
     load = load._replace(settings=replace(load.settings, face=consumer_face, store=shared))
+    if store and load.killers > 1:
+        load = load._replace(rate=SLOWER)
     clean = 0.0
     if load.killers > 1:
         _, clean = run(vhost, [f"good-{number}" for number in range(load.messages)], load, tmp_path / "clean", checker)
