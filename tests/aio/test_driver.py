@@ -10,7 +10,7 @@ import threading
 import aiormq.exceptions as aiormq_errors
 import pytest
 
-from reliable_mq.aio.driver import _Aborted, _MechanismNotOffered, link_error
+from reliable_mq.aio.driver.errors import Aborted, MechanismNotOffered, link_error
 from reliable_mq.aio.event_loop import EventLoop
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import Endpoint
@@ -43,11 +43,11 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (TimeoutError(), False, "no answer in time", False),
         (certificate_error(), False, "does not verify: unable to get local issuer certificate", True),
         (ssl.SSLError(1, "wrong version number"), False, "TLS failed", False),
-        (_MechanismNotOffered("the broker does not offer SASL mechanism EXTERNAL"), False, "mechanism EXTERNAL", True),
+        (MechanismNotOffered("the broker does not offer SASL mechanism EXTERNAL"), False, "mechanism EXTERNAL", True),
         (aiormq_errors.ProtocolSyntaxError(), False, "another version of the protocol", False),
         (aiormq_errors.AMQPConnectionError("eof"), False, "closed before the handshake", False),
         (aiormq_errors.AMQPConnectionError("eof"), True, "connection was closed", False),
-        (_Aborted("our reason"), True, "our reason", False),
+        (Aborted("our reason"), True, "our reason", False),
         (asyncio.CancelledError(), True, "connection was closed", False),
         (ValueError("odd"), True, "connection lost: ValueError", False),
         (None, True, "connection was closed", False),

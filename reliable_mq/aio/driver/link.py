@@ -1,22 +1,4 @@
-"""aiormq, the layer below aio-pika, and the only module that imports it: a link to a broker, a data channel on it.
-
-aiormq keeps what it is good at: the AMQP handshake with SASL, heartbeats, the closing handshake. It is given a
-transport of ours, which cuts the inbound stream into frames with our `InboundReader`: what is aiormq's goes on to it,
-whole frames at a time; content, and the methods of our one channel, do not. Outbound frames go straight to the
-transport, in one piece; aiormq's own writes are whole frames, too. So none of its queues, locks, tasks and futures is
-on the way of a message. Channels are ours because those of aiormq take a task and a lock a method, cannot declare what
-its codec does not name, and may lose a close-ok, which costs the connection. What is private to aiormq in this is
-little; its version is pinned, and ``tests/aio/test_driver_layers.py`` says what is missing when it moves.
-
-Invariants:
-
-- No exception leaves a callback into the event loop: all go to ``on_error``.
-- A link reports ``link_closed`` exactly once, last, and its socket is closed then. Its one task ends soon after, and
-  `EventLoop.finish` waits for it.
-- The exceptions of aiormq stop here: they become ours. No text contains a credential.
-- What aiormq logs on our behalf is at level DEBUG.
-- A peer that sends content lives: aiormq, which sees none of it, is told so by a heartbeat.
-"""
+"""A link to a broker: a transport that cuts out content, and one task that lives as long as the connection."""
 
 from __future__ import annotations
 
@@ -25,37 +7,29 @@ import logging
 import socket
 import time
 from functools import partial
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import aiormq
-import aiormq.exceptions
-from aiormq.connection import TransportFactory
 
+from reliable_mq.aio.driver.channel import DataChannel
+from reliable_mq.aio.driver.connection import Connection, Transports
+from reliable_mq.aio.driver.errors import Aborted, link_error
 from reliable_mq.connection.background import in_background
 from reliable_mq.connection.driver_logs import demoted_driver_logs
-from reliable_mq.connection.failures import broker_unavailable, is_certificate_problem, system_problem
 from reliable_mq.connection.pace import ReadPace
 from reliable_mq.core import methods
 from reliable_mq.core.codec import CodecError, InboundReader
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.recovery import Loss
 from reliable_mq.core.setup import ServerInfo
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
-from reliable_mq.identity import client_properties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aiormq.abc import AbstractConnection
-
     from reliable_mq.aio.event_loop import EventLoop, Timer
     from reliable_mq.connection.events import ChannelEvents, LinkEvents, Secrets
     from reliable_mq.core.codec import ChannelSink
-    from reliable_mq.core.setup import Reply, Step
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
-__all__ = ["DataChannel", "Link", "link_error"]
+__all__ = ["Link"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +74,7 @@ class Link:
         self._opened = False
         self._closing = False
         self._over = False
-        self._aborted: _Aborted | None = None
+        self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
         self._told_at = 0.0  # when aiormq was last told that the peer lives
         self._channels: dict[int, DataChannel] = {}
@@ -110,7 +84,7 @@ class Link:
         self._watch: Timer | None = None
         self._server: ServerInfo | None = None
         with demoted_driver_logs(aiormq.__name__):  # and so for every task that it starts
-            self._connection = _Connection(endpoint, settings, secrets, name, _Transports(self._connect))
+            self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
             self._task = loop.asyncio.create_task(self._live(), name=f"{name} {endpoint}")
         loop.tasks.add(self._task)
         self._task.add_done_callback(loop.tasks.discard)
@@ -169,7 +143,7 @@ class Link:
         """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
         if self._over or self._aborted is not None:
             return
-        self._aborted = _Aborted(reason)
+        self._aborted = Aborted(reason)
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
@@ -219,7 +193,7 @@ class Link:
             self._watch.cancel()
         opened = self._connection.was_open
         if opened and self._connection.is_connection_was_stuck:
-            cause = _Aborted("no heartbeat: the connection is dead")
+            cause = Aborted("no heartbeat: the connection is dead")
         error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
         code, text = self._closed_with or (None, str(error))
         loss = Loss(code, text, "connection", self._closed_with is not None)
@@ -369,206 +343,6 @@ class Link:
             elif method == methods.CONNECTION_CLOSED:
                 self._closed_with = methods.decode_close(frame)
             self._pass_on(frame)
-
-
-class DataChannel:
-    """A channel with its synchronous methods; its content goes to a sink. Made by `Link.open_channel`."""
-
-    def __init__(
-        self,
-        number: int,
-        write: Callable[[bytes], None],
-        reader: InboundReader,
-        pace: ReadPace,
-        events: ChannelEvents,
-    ) -> None:
-        self.number = number
-        self._write = write
-        self._reader = reader
-        self._pace = pace
-        self._events = events
-        self._open = False
-        self._closing = False
-        self._awaited: tuple[tuple[int, int], Callable[[Reply], None]] | None = None
-
-    def attach(self, sink: ChannelSink) -> None:
-        """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
-        self._reader.attach(self.number, sink)
-
-    def silence(self) -> None:
-        """Give the channel's content to nobody from now on."""
-        self._reader.detach(self.number)
-
-    def perform(self, step: Step, done: Callable[[Reply], None]) -> None:
-        """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
-
-        Raises:
-            ConfigurationError: it cannot be encoded.
-            BrokerUnavailable: the channel is not open.
-        """
-        if not self._open or self._closing:
-            raise BrokerUnavailable(f"channel {self.number} is not open")
-        try:
-            frame, answer = methods.encode_step(self.number, step)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
-        self._awaited = answer, done
-        self._write(frame)
-        self._pace.follow(step)
-
-    def close(self) -> None:
-        """Begin the closing handshake."""
-        if not self._closing:
-            self._closing = True
-            self._awaited = None
-            self._write(methods.encode_channel_close(self.number))
-
-    def take(self, method: tuple[int, int], frame: bytes) -> bool:
-        """Take in a method that the broker sent; return whether the channel is closed by it.
-
-        Raises:
-            CodecError: it is broken.
-        """
-        if method == methods.CHANNEL_CLOSED:
-            code, text = methods.decode_close(frame)
-            self._write(methods.encode_channel_close_ok(self.number))
-            self._closed(code, text, by_broker=True)
-            return True
-        if method == methods.CHANNEL_CLOSE_OK:
-            self._closed(200, "closed by us", by_broker=False)
-            return True
-        if method == methods.CHANNEL_OPEN_OK:
-            self._open = True
-            self._events.channel_opened(self)
-        elif method == methods.CANCELLED:
-            self._events.consumer_cancelled(self, methods.decode_text(frame))
-        elif self._awaited is not None and method == self._awaited[0]:
-            (_, done), self._awaited = self._awaited, None
-            done(methods.decode_reply(frame))
-        elif not self._closing:
-            raise CodecError(f"the broker answered nothing that was asked, with method {method}")
-        return False
-
-    def _closed(self, code: int, text: str, *, by_broker: bool) -> None:
-        self._open, self._closing, self._awaited = False, True, None
-        self._reader.detach(self.number)
-        self._events.channel_closed(self, code, text, by_broker)
-
-
-def link_error(
-    cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
-) -> BrokerUnavailable:
-    """Return our error for the end of a link: the one place where aiormq's exceptions are mapped.
-
-    Args:
-        cause: what aiormq or the transport reported.
-        endpoint: named in the message.
-        closed_with: code and text of the broker's ``connection.close``, if it sent one.
-        opened: whether the handshake had been completed.
-    """
-    if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
-        cause = cause.__cause__
-    what = _what_happened(cause, opened=opened)
-    permanent = is_certificate_problem(cause) or isinstance(cause, _MechanismNotOffered)
-    return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=what, permanent=permanent)
-
-
-def _what_happened(cause: BaseException | None, *, opened: bool) -> str:
-    match cause:
-        case _MechanismNotOffered() | _Aborted():
-            return str(cause)
-        case aiormq.exceptions.ProtocolSyntaxError() | aiormq.exceptions.IncompatibleProtocolError():
-            return "the broker wants another version of the protocol"
-        case aiormq.exceptions.AMQPConnectionError() if not opened:
-            return "closed before the handshake (does the broker start or stop, or expect TLS on this port?)"
-        case None | asyncio.CancelledError() | aiormq.exceptions.AMQPConnectionError():
-            return "the connection was closed"
-        case _:
-            return system_problem(cause) or f"connection lost: {cause!r}"
-
-
-class _Aborted(Exception):
-    """We closed the socket."""
-
-
-class _MechanismNotOffered(Exception):
-    """The broker does not do SASL our way."""
-
-
-class _Sasl:
-    """What aiormq asks an authentication mechanism for."""
-
-    def __init__(self, name: str, response: str) -> None:
-        self.name = name
-        self._response = response
-
-    def value(self, _connection: AbstractConnection) -> _Sasl:
-        return self
-
-    def marshal(self) -> str:
-        return self._response
-
-
-class _Transports(TransportFactory):
-    """Gives aiormq the transport of ours."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
-
-    async def create(self, url: Any, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect; where to is known already."""
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] = await self._connect()
-        return streams
-
-
-class _Connection(aiormq.Connection):
-    """aiormq's connection: it has no URL to read credentials from, and nobody to share its tasks with."""
-
-    HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        settings: ConnectionSettings,
-        secrets: Secrets,
-        name: str,
-        transports: TransportFactory,
-    ) -> None:
-        self._endpoint = endpoint
-        self._credentials = secrets.credentials
-        self.was_open = False
-        own_name = settings.connection_name or name
-        super().__init__(
-            f"amqp://broker:{endpoint.port}/?heartbeat={settings.heartbeat}",
-            transport_factory=transports,
-            client_properties=cast("Any", client_properties(own_name, f"aiormq {version('aiormq')}")),
-        )
-        self.vhost = settings.virtual_host
-
-    async def connect(self, client_properties: Any = None) -> bool:
-        """As aiormq's."""
-        opened = bool(await super().connect(client_properties))
-        self.was_open = True
-        self._credentials = None
-        return opened
-
-    async def end(self) -> None:
-        """Close, whatever the state, and wait for every task of its own."""
-        await self.close(None)
-        own = [getattr(self, name) for name in ("_reader_task", "_writer_task") if hasattr(self, name)]
-        await asyncio.gather(*(task.task for task in own), return_exceptions=True)
-
-    def _credentials_class(self, start_frame: Any) -> Any:
-        credentials = self._credentials
-        name, response = "EXTERNAL", ""
-        if credentials is not None:
-            name, response = "PLAIN", f"\0{credentials.username}\0{credentials.password}"
-        if name not in str(start_frame.mechanisms).split():
-            raise _MechanismNotOffered(f"the broker does not offer SASL mechanism {name}")
-        return _Sasl(name, response)
-
-    def __str__(self) -> str:
-        return f"amqp://{self._endpoint}"
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
