@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from pathlib import Path
@@ -36,9 +37,10 @@ def rss() -> int:
 
 @pytest.mark.timeout(SECONDS * 1.5 + 120)
 def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of messages a second, one in a hundred failing once, and a reconnect every round leave no trace."""
+    monkeypatch.setattr(logging.getLogger("reliable_mq"), "propagate", False)  # pytest keeps what is logged
     proxy = fault_proxy(vhost.url)
     orders = Queue("orders")
     handled = 0
