@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.broken_by: BaseException | None = None
         self._report_error = loop.on_error
         self._read_from = 0.0  # when to read again
+        self._never = threading.Event()  # a sleep has an absolute end, which a faked clock may find to be no time
         self._aborted = False
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
@@ -115,7 +117,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         if self._read_from:
             early = self._read_from - time.monotonic()
             if early > 0:
-                time.sleep(early)
+                self._never.wait(early)
         before = self.bytes_received
         consume()
         size = self.bytes_received - before
