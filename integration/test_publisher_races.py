@@ -290,7 +290,8 @@ def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(vhost: Vir
 
         publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(callback)
         assert done.wait(20)
-    assert outcomes == [1, True, UsageError]
+        wait_until(lambda: len(outcomes) == 3, timeout=20, what="the end of the first callback")
+        assert outcomes == [1, True, UsageError]
 
 
 def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(vhost: VirtualHost) -> None:
