@@ -5,7 +5,7 @@ SETUP := integration/setup.sh
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ARGS ?=
-# The tests against real brokers mostly wait for them, so some run side by side: each process with brokers of its own.
+# Tests mostly wait, for a broker or a time to pass, so some run side by side: each process with brokers of its own.
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
@@ -36,12 +36,10 @@ check: venv  ## lint, format, types, import contracts
 
 test: test-unit test-integration  ## all tests: without a broker, then against real ones
 
-# The core is covered by its own tests, every branch of it; what else runs its lines does not count, nor do examples that
-# are made up by chance. Operations whose cost is measured are slowed down by being traced.
+# The core is covered by its own tests, every branch of it; what else runs its lines does not count.
 test-unit: venv  ## the tests that need no broker (under a minute)
-	$(PYTEST) tests/core -m "not hypothesis" -k "not costs_the_same and not cost_is_the_same" -n auto \
-		--cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
-	$(PYTEST) tests -n auto $(ARGS)
+	$(PYTEST) tests/core -m traced -n auto --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
+	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
 
 test-integration: venv images java databases  ## the tests against real brokers and databases
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile $(ARGS)
