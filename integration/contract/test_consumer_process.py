@@ -388,7 +388,7 @@ def test_f55_200_starts_and_stops_leave_nothing_behind(vhost: VirtualHost) -> No
         before, threads = objects(), threading.active_count()
         for _ in range(cycles):
             cycle()
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         assert objects() - before < 2 * cycles, "objects are left of each cycle"
 
 

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,7 @@ from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.setup import publisher_setup
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.io_thread import IOThread
+from tests.leftovers import nothing_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,21 +62,16 @@ def io_thread(endpoint: Endpoint, client: Client, *, connect_timeout: float = 10
     )
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_a_dead_port_is_a_failed_attempt_and_closing_leaves_nothing(dead_port: Endpoint) -> None:
-    threads, open_before = threading.active_count(), descriptors()
-    client = Client()
-    io = io_thread(dead_port, client, wait=tenacity.wait_fixed(60))
-    io.start()
-    assert client.failed_once.wait(5)
-    ((error, will_retry),) = client.failures
-    assert will_retry
-    assert str(dead_port) in str(error)
-    assert io.close(1)
-    assert (threading.active_count(), descriptors()) == (threads, open_before)
+    with nothing_left():
+        client = Client()
+        io = io_thread(dead_port, client, wait=tenacity.wait_fixed(60))
+        io.start()
+        assert client.failed_once.wait(5)
+        ((error, will_retry),) = client.failures
+        assert will_retry
+        assert str(dead_port) in str(error)
+        assert io.close(1)
 
 
 def test_a_silent_peer_is_given_the_time_to_connect_and_no_more(silent_peer: Endpoint) -> None:

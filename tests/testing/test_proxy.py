@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,6 +30,7 @@ from reliable_mq.testing import (
 )
 from reliable_mq.testing import base as base_module
 from reliable_mq.testing import link as link_module
+from tests.leftovers import nothing_left
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,10 +54,6 @@ def body(data: bytes) -> Frame:
 
 def message(data: bytes) -> list[Frame]:
     return [PUBLISH, header(len(data)), body(data)]
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class Peer:
@@ -271,22 +267,20 @@ def test_urls_that_are_refused(url: str, reason: str) -> None:
 
 def test_close_leaves_no_thread_and_no_descriptor(loopback: Loopback) -> None:
     url = f"amqp://127.0.0.1:{loopback.listener.getsockname()[1]}"
-    threads, descriptors = threading.active_count(), open_descriptors()
-    with FaultProxy(url) as proxy:
-        clients = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(3)]
-        brokers = [loopback.listener.accept()[0] for _ in range(3)]
-        proxy.wait_for(lambda: proxy.live_connections == 3)
-        clients[0].send(HEARTBEAT.raw)
-        proxy.cut(reset=False)
-        proxy.hang_connections()
-        clients.append(socket.create_connection(("127.0.0.1", proxy.port)))
-        proxy.wait_for(lambda: proxy.connections == 4)
-        proxy.delay(60)
-        proxy.black_hole()
-    for sock in clients + brokers:
-        sock.close()
-    assert threading.active_count() == threads
-    assert open_descriptors() == descriptors
+    with nothing_left():
+        with FaultProxy(url) as proxy:
+            clients = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(3)]
+            brokers = [loopback.listener.accept()[0] for _ in range(3)]
+            proxy.wait_for(lambda: proxy.live_connections == 3)
+            clients[0].send(HEARTBEAT.raw)
+            proxy.cut(reset=False)
+            proxy.hang_connections()
+            clients.append(socket.create_connection(("127.0.0.1", proxy.port)))
+            proxy.wait_for(lambda: proxy.connections == 4)
+            proxy.delay(60)
+            proxy.black_hole()
+        for sock in clients + brokers:
+            sock.close()
     assert proxy.connections == 4, "what was observed can still be asked"
     proxy.close()
     assert "closed" in repr(proxy)
@@ -308,23 +302,21 @@ def test_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: object) -> None:
         raise OSError("no more sockets")
 
-    threads, descriptors = threading.active_count(), open_descriptors()
-    proxy = FaultProxy("amqp://127.0.0.1:1")
     monkeypatch.setattr(socket.socket, "listen", fail)
-    with pytest.raises(OSError, match="no more sockets"):
-        proxy.start()
-    proxy.close()
-    assert (threading.active_count(), open_descriptors()) == (threads, descriptors)
+    with nothing_left():
+        proxy = FaultProxy("amqp://127.0.0.1:1")
+        with pytest.raises(OSError, match="no more sockets"):
+            proxy.start()
+        proxy.close()
 
 
 def test_close_while_connections_are_being_made_leaves_nothing(loopback: Loopback) -> None:
-    threads, descriptors = threading.active_count(), open_descriptors()
-    for _ in range(50):
-        with FaultProxy(f"amqp://127.0.0.1:{loopback.listener.getsockname()[1]}") as proxy:
-            clients = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(2)]
-        for client in clients:
-            client.close()
-    assert (threading.active_count(), open_descriptors()) == (threads, descriptors)
+    with nothing_left():
+        for _ in range(50):
+            with FaultProxy(f"amqp://127.0.0.1:{loopback.listener.getsockname()[1]}") as proxy:
+                clients = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(2)]
+            for client in clients:
+                client.close()
 
 
 def test_control_that_meets_a_close_is_refused(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
