@@ -271,10 +271,8 @@ class HandlerTasks:
                         answer = await self._call(step.argument)
                 except asyncio.CancelledError as error:
                     if isinstance(step, Call):
-                        if not (
-                            task.cancelling() or isinstance(error, _Interrupted)
-                        ):  # it was what the handler awaited
-                            step = steps.throw(error)
+                        if not task.cancelling() and not isinstance(error, _Interrupted):
+                            step = steps.throw(error)  # it was what the handler awaited
                             continue
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotBegun())

@@ -15,13 +15,20 @@ import time
 from collections import deque
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.threads import Threads
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.errors import OutboxError, UsageError
-from reliable_mq.outbox.storing import ANSWER_AT_LEAST, CLOSE_GRACE, LOOK_INTO_OUTBOX, BaseStoringLane, not_open
+from reliable_mq.outbox.storing import (
+    ANSWER_AT_LEAST,
+    CLOSE_GRACE,
+    LOOK_INTO_OUTBOX,
+    QUESTIONS,
+    BaseStoringLane,
+    not_open,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -37,8 +44,6 @@ __all__ = ["AsyncStoredConfirmation", "AsyncStoringLane"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_QUESTIONS: Final = 8  # that may hang, each on a thread; further ones fail at once
 
 
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
@@ -74,7 +79,7 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         self._room: deque[tuple[AsyncStoredConfirmation, asyncio.Future[bool]]] = deque()
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
-        self._threads = Threads(f"{options.name}-outbox-question", _QUESTIONS)
+        self._threads = Threads(f"{options.name}-outbox-question", QUESTIONS)
 
     # For callers
 
@@ -237,8 +242,8 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
             TimeoutError: it does not answer.
         """
         limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
-        if self._threads.busy >= _QUESTIONS:
-            raise TimeoutError(f"{self.outbox!r} does not answer: {_QUESTIONS} questions are without an answer")
+        if self._threads.busy >= QUESTIONS:
+            raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
         try:
             async with asyncio.timeout(limit if limit < float("inf") else None):
                 return await self._threads.call(question)

@@ -24,7 +24,7 @@ from reliable_mq.retry import MOST_ATTEMPTS
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["FailureBook", "Failures", "NewerFormat", "failures_from_headers"]
+__all__ = ["FailureBook", "Failures", "NewerFormat", "failures_from_headers", "whole"]
 
 
 class NewerFormat(Exception):
@@ -73,16 +73,16 @@ def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
     Raises:
         NewerFormat: they are from a newer version of this package, and cannot be understood.
     """
-    version = _whole(table.get(headers.FORMAT))
+    version = whole(table.get(headers.FORMAT))
     if version > headers.FORMAT_VERSION:
         raise NewerFormat(version)
-    attempt = _whole(table.get(headers.ATTEMPT))
+    attempt = whole(table.get(headers.ATTEMPT))
     if version < 1 or not 1 < attempt <= MOST_ATTEMPTS:
         return None
     retry = table.get(headers.RETRY)
     said = retry if isinstance(retry, Mapping) else {}
     failures = Failures(attempt - 1, _time(said.get("first-failure")))
-    failures.lost = min(max(_whole(said.get("lost")), 0), failures.count)
+    failures.lost = min(max(whole(said.get("lost")), 0), failures.count)
     kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
     if isinstance(kind, str) and isinstance(text, str) and at is not None:
         failures.last = Failure(printable(kind), printable(text), at)
@@ -93,7 +93,8 @@ def _time(value: object) -> float | None:
     return value.timestamp() if isinstance(value, datetime) else None
 
 
-def _whole(value: object) -> int:
+def whole(value: object) -> int:
+    """Read a count from a table of headers; 0 where it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq.core.attempts import whole
 from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
@@ -159,11 +160,7 @@ def _counts(delivery: Delivery) -> tuple[int, int]:
     """Read what the broker counts."""
     view = Properties(delivery.properties)
     try:
-        failed, acquired = (_whole(view.headers_beginning(name).get(name)) for name in _COUNTS)
+        failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in _COUNTS)
     except CodecError:
         return 0, 0
     return failed, acquired
-
-
-def _whole(count: object) -> int:
-    return count if isinstance(count, int) and not isinstance(count, bool) else 0

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import Outbox
     from reliable_mq.outbox.relay import Carrier
 
-__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "LOOK_INTO_OUTBOX", "BaseStoringLane", "not_open"]
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "LOOK_INTO_OUTBOX", "QUESTIONS", "BaseStoringLane", "not_open"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ CLOSE_GRACE: Final = 2.0
 
 ANSWER_AT_LEAST: Final = 0.5
 """Seconds that the outbox is given to answer, whatever is left of the caller's timeout."""
+
+QUESTIONS: Final = 8
+"""Questions to the outbox that may hang, each on a thread; further ones fail at once."""
 
 LOOK_INTO_OUTBOX: Final = (0.01, 0.25)
 """Seconds between two looks into the outbox, the first and the longest."""

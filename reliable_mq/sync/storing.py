@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.errors import OutboxError, UsageError
-from reliable_mq.outbox.storing import ANSWER_AT_LEAST, CLOSE_GRACE, LOOK_INTO_OUTBOX, BaseStoringLane, not_open
+from reliable_mq.outbox.storing import (
+    ANSWER_AT_LEAST,
+    CLOSE_GRACE,
+    LOOK_INTO_OUTBOX,
+    QUESTIONS,
+    BaseStoringLane,
+    not_open,
+)
 from reliable_mq.stores.deadline import Calls
 from reliable_mq.sync.callbacks import CallbackThread
 from reliable_mq.sync.condition import Condition
@@ -37,7 +44,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by itself
-_QUESTIONS: Final = 8  # that may hang, each on a thread; further ones fail at once
 
 
 class StoredConfirmation(StoredPublication, Confirmation):
@@ -75,7 +81,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._questions = Calls(f"{options.name}-outbox-question", _QUESTIONS)
+        self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
 
     # For callers
 
