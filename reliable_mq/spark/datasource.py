@@ -14,7 +14,7 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
 from reliable_mq.spark.options import QueueOptions, read_options, write_options
 from reliable_mq.spark.queues import QueueSource, refuse_batch
-from reliable_mq.spark.shipping import Shipped
+from reliable_mq.spark.shipping import Shipped, ShippedClass
 from reliable_mq.spark.sink import BatchSink, Sink
 from reliable_mq.spark.streams import StreamBatch, StreamSource
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RabbitMQDataSource"]
 
 
-class RabbitMQDataSource(Shipped, DataSource):
+class RabbitMQDataSource(Shipped, DataSource, metaclass=ShippedClass):
     """RabbitMQ, to read from and to write to. See `reliable_mq.spark`. The arguments' names are Spark's."""
 
     @classmethod

@@ -1,18 +1,24 @@
-"""How a reader or a writer travels to executors: so that one which cannot import it says what to do.
+"""How a source, a reader or a writer travels to other Pythons: so that one which cannot import it says what to do.
 
 Pickle names a class by its module, and where that is not installed all that a user sees is "No module named ...", deep
-in Spark's own code. So these are shipped as bytes and a function that is pickled itself, code and all: it imports, or
-explains.
+in Spark's own code. So the source's class, which goes to the workers of the driver or of a Spark Connect server, and
+what goes to executors, is shipped with a function that is pickled itself, code and all: it imports, or explains.
 
 Invariant: the function stands on nothing but the standard library.
 """
 
 from __future__ import annotations
 
+import copyreg
 import pickle
+from abc import ABCMeta
 from typing import Any
 
-__all__ = ["Shipped"]
+__all__ = ["Shipped", "ShippedClass"]
+
+
+class ShippedClass(ABCMeta):
+    """A metaclass for a class that Spark pickles."""
 
 
 class Shipped:
@@ -23,7 +29,12 @@ class Shipped:
         return _unpacked, (type(self).__module__, type(self).__qualname__, pickle.dumps(state))
 
 
-def _unpacked(module: str, name: str, state: bytes) -> object:
+def _reduce_class(cls: type) -> tuple[Any, tuple[str, str, None]]:
+    return _unpacked, (cls.__module__, cls.__qualname__, None)
+
+
+def _unpacked(module: str, name: str, state: bytes | None) -> object:
+    """Give the class, or where there is a state an object of it."""
     import importlib  # noqa: PLC0415
     import pickle  # noqa: PLC0415
     import socket  # noqa: PLC0415
@@ -34,12 +45,16 @@ def _unpacked(module: str, name: str, state: bytes) -> object:
     except ImportError as error:
         raise ImportError(
             f"format('rabbitmq') cannot run on {socket.gethostname()} with {sys.executable}: {error}. The Python of "
-            "the driver's workers and of every executor needs this package: pip install 'reliable-mq[spark]' there, or "
-            "ship an environment that has it (spark.archives); PYSPARK_PYTHON or spark.pyspark.python names the Python"
+            "the driver's workers (with Spark Connect, of the server's) and of every executor needs this package: "
+            "pip install 'reliable-mq[spark]' there, or ship an environment that has it (spark.archives); "
+            "PYSPARK_PYTHON or spark.pyspark.python names the Python"
         ) from error
+    if state is None:
+        return cls
     made = cls.__new__(cls)
     made.__dict__.update(pickle.loads(state))  # noqa: S301  # made by the driver
     return made
 
 
 _unpacked.__module__ = "__main__"  # so that cloudpickle takes it with it
+copyreg.pickle(ShippedClass, _reduce_class)

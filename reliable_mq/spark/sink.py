@@ -25,6 +25,7 @@ from reliable_mq.errors import PublishError
 from reliable_mq.spark.message_ids import MessageIds
 from reliable_mq.spark.publishers import borrowed_publisher
 from reliable_mq.spark.rows import RowPlan, UnsendableRow
+from reliable_mq.spark.shipping import Shipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ class Written(WriterCommitMessage):
     bytes: int
 
 
-class BatchSink(DataSourceArrowWriter):
+class BatchSink(Shipped, DataSourceArrowWriter):
     """``df.write.format("rabbitmq")``.
 
     Args:
@@ -91,7 +92,7 @@ class BatchSink(DataSourceArrowWriter):
         _log_abort("the batch", messages)
 
 
-class Sink(DataSourceStreamArrowWriter):
+class Sink(Shipped, DataSourceStreamArrowWriter):
     """``df.writeStream.format("rabbitmq")``. Arguments as for `BatchSink`."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ from pyspark.sql.streaming.datasource import (
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.shipping import Shipped
 from reliable_mq.spark.stream_channel import StreamChannel
 from reliable_mq.spark.stream_ends import End, end_of, first_offset, offset_at, partitions_of
 from reliable_mq.spark.stream_ranges import RangeReader
@@ -51,7 +52,7 @@ _QUICK: Final = 0.25  # the same where it will be asked again
 _NO_LIMIT: Final = 2**63 - 1
 
 
-class StreamSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader of a query in stream mode.
 
     Args:
@@ -156,7 +157,7 @@ class StreamSource(DataSourceStreamReader, SupportsTriggerAvailableNow):
             metrics.write()
 
 
-class StreamBatch(DataSourceReader):
+class StreamBatch(Shipped, DataSourceReader):
     """The reader of a batch of stream mode. Arguments as for `StreamSource`."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:

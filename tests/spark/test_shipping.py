@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from pyspark import cloudpickle
+from pyspark.sql.types import StructType
 
 from reliable_mq.spark.columns import READ_SCHEMA
 from reliable_mq.spark.datasource import RabbitMQDataSource
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OPTIONS = {"url": "amqp://user:s3cret@localhost/", "queue": "orders"}
+WHAT = ("source", "queue reader", "stream reader", "batch reader", "batch writer", "stream writer")
 _UNPICKLE = """
 import pathlib, sys
 from pyspark import cloudpickle
@@ -33,12 +35,48 @@ def test_a_data_source_and_its_reader_travel() -> None:
     assert list(vars(cloudpickle.loads(pickled))["_names"]) == READ_SCHEMA.fieldNames()
 
 
-@pytest.mark.parametrize("what", ["source", "reader"])
+def unused(what: str) -> object:
+    source = RabbitMQDataSource(OPTIONS)
+    stream = RabbitMQDataSource({"url": OPTIONS["url"], "stream": "events"})
+    sink = RabbitMQDataSource({"url": OPTIONS["url"], "routingKey": "orders"})
+    rows = StructType().add("body", "string")
+    made = {
+        "class": lambda: RabbitMQDataSource,
+        "source": lambda: source,
+        "queue reader": lambda: source.streamReader(READ_SCHEMA),
+        "stream reader": lambda: stream.streamReader(READ_SCHEMA),
+        "batch reader": lambda: stream.reader(READ_SCHEMA),
+        "batch writer": lambda: sink.writer(rows, overwrite=False),
+        "stream writer": lambda: sink.streamWriter(rows, overwrite=False),
+    }
+    return made[what]()
+
+
+def test_the_class_travels_as_itself() -> None:
+    """To the Python that makes a source of it; a subclass of a user's own, too."""
+    assert cloudpickle.loads(cloudpickle.dumps(RabbitMQDataSource)) is RabbitMQDataSource
+
+    class Own(RabbitMQDataSource):
+        pass
+
+    travelled = cloudpickle.loads(cloudpickle.dumps(Own))
+    assert issubclass(travelled, RabbitMQDataSource)
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_travels_is_the_same_there(what: str) -> None:
+    """Whatever Spark pickles, before it is used."""
+    shipped = unused(what)
+    travelled = cloudpickle.loads(cloudpickle.dumps(shipped))
+    assert type(travelled) is type(shipped)
+    assert vars(travelled).keys() == vars(shipped).keys()
+
+
+@pytest.mark.parametrize("what", ["class", *WHAT])
 def test_where_the_package_is_missing_the_error_says_what_to_do(what: str, tmp_path: Path) -> None:
     """On which host, with which Python, and how to install it."""
-    source = RabbitMQDataSource(OPTIONS)
     file = tmp_path / "pickled"
-    file.write_bytes(cloudpickle.dumps(source if what == "source" else source.streamReader(READ_SCHEMA)))
+    file.write_bytes(cloudpickle.dumps(unused(what)))
     done = subprocess.run([sys.executable, "-c", _UNPICKLE, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install 'reliable-mq[spark]' there" in done.stderr
