@@ -1,4 +1,4 @@
-"""A standalone Spark cluster on this machine, out of the pip-installed PySpark, which has no script to start one.
+"""Spark's own servers on this machine, out of the pip-installed PySpark: a standalone cluster, and Spark Connect.
 
 Invariant: everything that was started has ended when the block is left.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,43 +16,36 @@ from typing import TYPE_CHECKING, Self
 
 import pyspark
 
-from integration.support.programs import environment
+from integration.support.programs import ROOT, environment
+from integration.support.spark import SETTINGS
 from integration.support.spark_application import descendants
 from integration.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
-_SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
+_PROGRAMS = Path(pyspark.__file__).parent / "bin"
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
+_WORKER = re.compile("(Successfully registered) with master")
+_CONNECT = re.compile(r"Spark Connect server started at: (\S+)")
 _OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
-class StandaloneCluster:
-    """A master and a worker; a context manager.
+class _Servers:
+    """Processes with logs; a context manager.
 
     Args:
-        directory: takes logs, and what executors write.
-        cores: of the worker.
-
-    Attributes:
-        url: of the master; once entered.
+        directory: takes logs, and whatever they write.
     """
 
-    url: str
-
-    def __init__(self, directory: Path, cores: int = 2) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._cores = cores
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         try:
-            log = self._start("master", "org.apache.spark.deploy.master.Master", "--port", "0", "--webui-port", "0")
-            self.url = self._wait_for(log, _MASTER)
-            arguments = ["--cores", str(self._cores), "--memory", "1g", "--webui-port", "0", self.url]
-            log = self._start("worker", "org.apache.spark.deploy.worker.Worker", *arguments)
-            self._wait_for(log, re.compile("(Successfully registered) with master"))
+            self._launch()
         except BaseException:
             self._end()
             raise
@@ -62,44 +56,27 @@ class StandaloneCluster:
     ) -> None:
         self._end()
 
-    @property
-    def executors(self) -> list[int]:
-        """The processes of executors that run now."""
-        found = []
-        for process in self._processes:
-            for pid in descendants(process.pid):
-                try:
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                except OSError:
-                    continue
-                if b"CoarseGrainedExecutorBackend" in command:
-                    found.append(pid)
-        return found
+    def _launch(self) -> None:
+        """Start everything, and wait for it."""
+        raise NotImplementedError
 
-    def kill_executor(self) -> int:
-        """SIGKILL an executor, and answer which; the worker starts another."""
-        pid = wait_until(lambda: self.executors, timeout=60, what="an executor")[0]
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    def _start(self, name: str, kind: str, *arguments: str) -> Path:
+    def _start(self, name: str, *command: str, **own: str) -> Path:
+        """Start a program of PySpark's; give its log."""
         log = self._directory / f"{name}.log"
-        own = {
+        settings = {
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_LOCAL_DIRS": str(self._directory / "local"),
-            "SPARK_WORKER_DIR": str(self._directory / "work"),
-            "SPARK_DAEMON_MEMORY": "300m",
-            "SPARK_DAEMON_JAVA_OPTS": _OPTIONS,
+            **own,
         }
         with log.open("wb") as output:
             self._processes.append(
                 subprocess.Popen(
-                    [str(_SPARK_CLASS), kind, "--host", "127.0.0.1", *arguments],
+                    [str(_PROGRAMS / command[0]), *command[1:]],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**environment(), **own},
+                    env={**environment(), **settings},
                     start_new_session=True,
                 )
             )
@@ -123,3 +100,106 @@ class StandaloneCluster:
                     continue
             process.wait(30)
         self._processes.clear()
+
+
+class StandaloneCluster(_Servers):
+    """A master and a worker; a context manager.
+
+    Args:
+        directory: takes logs, and what executors write.
+        cores: of the worker.
+
+    Attributes:
+        url: of the master; once entered.
+    """
+
+    url: str
+
+    def __init__(self, directory: Path, cores: int = 2) -> None:
+        super().__init__(directory)
+        self._cores = cores
+
+    def _launch(self) -> None:
+        log = self._daemon("master", "Master", "--port", "0")
+        self.url = self._wait_for(log, _MASTER)
+        log = self._daemon("worker", "Worker", "--cores", str(self._cores), "--memory", "1g", self.url)
+        self._wait_for(log, _WORKER)
+
+    def _daemon(self, name: str, kind: str, *arguments: str) -> Path:
+        where = ("--host", "127.0.0.1", "--webui-port", "0")
+        return self._start(
+            name,
+            "spark-class",
+            f"org.apache.spark.deploy.{name}.{kind}",
+            *where,
+            *arguments,
+            SPARK_WORKER_DIR=str(self._directory / "work"),
+            SPARK_DAEMON_MEMORY="300m",
+            SPARK_DAEMON_JAVA_OPTS=_OPTIONS,
+        )
+
+    @property
+    def executors(self) -> list[int]:
+        """The processes of executors that run now."""
+        found = []
+        for process in self._processes:
+            for pid in descendants(process.pid):
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                except OSError:
+                    continue
+                if b"CoarseGrainedExecutorBackend" in command:
+                    found.append(pid)
+        return found
+
+    def kill_executor(self) -> int:
+        """SIGKILL an executor, and answer which; the worker starts another."""
+        pid = wait_until(lambda: self.executors, timeout=60, what="an executor")[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+class ConnectServer(_Servers):
+    """A server of Spark Connect, with Spark itself in it, whose Python has this package, and no pandas.
+
+    Args:
+        directory: takes the log, and what Spark writes.
+        discovered: whether it finds the data source by itself, as it does where the wheel is installed.
+
+    Attributes:
+        url: for ``SparkSession.builder.remote``; once entered.
+    """
+
+    url: str
+
+    def __init__(self, directory: Path, *, discovered: bool) -> None:
+        super().__init__(directory)
+        self._discovered = discovered
+
+    def _launch(self) -> None:
+        modules = self._directory / "modules"
+        modules.mkdir()
+        (modules / "pandas.py").write_text('raise ImportError("there is no pandas")\n')
+        found = modules / "pyspark_reliable_mq.py"
+        if self._discovered:
+            shutil.copy(ROOT / "reliable_mq" / "spark" / "discovered.py", found)
+        else:
+            found.touch()  # hides the one that is installed
+        log = self._start(
+            "connect",
+            "spark-submit",
+            *("--master", "local[2]", "--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
+            *(f"--conf={name}={value}" for name, value in self._settings().items()),
+            PYTHONPATH=f"{modules}:{ROOT}",
+            SPARK_CONNECT_MODE="0",  # else, spark-submit would be a client
+        )
+        self.url = f"sc://{self._wait_for(log, _CONNECT)}"
+
+    def _settings(self) -> Mapping[str, str]:
+        own = {
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": "0",
+            "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
+            "spark.log.level": "INFO",  # tells the port
+        }
+        return {**SETTINGS, **own}

@@ -1,0 +1,84 @@
+"""Spark Connect: a server of its own, whose Python has the package, and a client that has it, or has not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from integration.programs.spark_connect import EVENTS
+from integration.support.programs import ROOT, environment
+from integration.support.spark import drain
+from integration.support.spark_application import committed_rows
+from integration.support.spark_cluster import ConnectServer
+from reliable_mq import Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from integration.support.management import VirtualHost
+
+TOPOLOGY = [Queue("orders"), Queue("done"), Queue("events", type="stream")]
+ORDERS = 500
+
+
+def publish_orders(vhost: VirtualHost) -> dict[str, bytes]:
+    messages = [Message(b"%d" % number) for number in range(ORDERS)]
+    with Publisher(vhost.url, topology=TOPOLOGY) as publisher:
+        assert publisher.publish_many(messages, routing_key="orders").ok
+    return {message.message_id: bytes(message.body) for message in messages}
+
+
+def run(remote: str, vhost: VirtualHost, directory: Path, *, registered: bool) -> dict[str, Any]:
+    """Run the client, and give what it said."""
+    given = {"remote": remote, "url": vhost.url, "directory": str(directory), "registered": registered}
+    done = subprocess.run(
+        [sys.executable, "-m", "integration.programs.spark_connect", json.dumps(given)],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert said["session"] == "pyspark.sql.connect.session"
+    return said
+
+
+def assert_moved(vhost: VirtualHost, published: dict[str, bytes]) -> None:
+    """All orders are in the other queue, once, and none is left."""
+    taken = drain(vhost, "done")
+    assert len(taken) == ORDERS
+    assert {properties.message_id: body for properties, body in taken} == published
+    assert drain(vhost, "orders") == []
+
+
+def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Queue to queue, a batch into a stream, the stream into files and as a batch; errors say what they always do."""
+    published = publish_orders(vhost)
+    with ConnectServer(tmp_path, discovered=False) as server:
+        said = run(server.url, vhost, tmp_path, registered=True)
+    assert "Failed to find the data source: rabbitmq" in said["before"]
+    assert said["progress"]["sequence"] == ORDERS
+    assert_moved(vhost, published)
+    assert sorted(offset for offset, _ in said["events"]) == list(range(EVENTS))
+    assert {body for _, body in said["events"]} == {str(number) for number in range(EVENTS)}
+    rows = committed_rows(tmp_path / "events")
+    assert len(rows) == rows.total() == EVENTS
+    assert "row 0: message " in said["unroutable"]
+    assert "312 NO_ROUTE" in said["unroutable"]
+    assert "use mode('append')" in said["overwrite"]
+    assert "no queue 'not-there'" in said["missing"]
+    assert "guest:guest" not in json.dumps(said)
+
+
+def test_a_client_without_the_package_uses_what_the_server_finds(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Where the wheel is installed, nothing is registered."""
+    published = publish_orders(vhost)
+    with ConnectServer(tmp_path, discovered=True) as server:
+        run(server.url, vhost, tmp_path, registered=False)
+    assert_moved(vhost, published)
