@@ -10,6 +10,7 @@ Invariant: nothing of PySpark is imported before its version is known to do.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+logger = logging.getLogger(__name__)
+
 _LEAST: Final = (4, 2)  # read limits of sources in Python
 
 
 def register(spark: SparkSession) -> None:
     """Make ``format("rabbitmq")`` known to a session. A second call does no harm.
+
+    Warns in the log where ``spark.speculation`` is on, which sources and sinks cannot see.
 
     Args:
         spark: a classic session, or one of Spark Connect.
@@ -36,6 +41,12 @@ def register(spark: SparkSession) -> None:
     from reliable_mq.spark.datasource import RabbitMQDataSource  # noqa: PLC0415
 
     spark.dataSource.register(RabbitMQDataSource)
+    if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
+        logger.warning(
+            "spark.speculation is on: the rows of a task that Spark runs a second time beside the first are published "
+            "twice, with the same message ids; turn it off for queries that write to RabbitMQ, or drop what has the "
+            "same id (an idempotency store does)"
+        )
 
 
 def check_version() -> None:

@@ -16,8 +16,9 @@ from reliable_mq.spark.datasource import RabbitMQDataSource
 class Session:
     """A session that only knows what is registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: str) -> None:
         self.registered: list[type] = []
+        self.conf = {name.replace("_", "."): value for name, value in settings.items()}
 
     @property
     def dataSource(self) -> Session:  # noqa: N802
@@ -42,6 +43,15 @@ def test_the_format_is_called_rabbitmq() -> None:
     register(session)
     assert [source.name() for source in session.registered] == ["rabbitmq"]
     assert discovered.DefaultSource is RabbitMQDataSource
+
+
+@pytest.mark.parametrize(("setting", "warned"), [("true", True), ("false", False)])
+def test_speculation_is_warned_of(caplog: pytest.LogCaptureFixture, setting: str, warned: bool) -> None:
+    """By `register`, which sees the session; what the sink promises stays."""
+    session: Any = Session(spark_speculation=setting)
+    register(session)
+    assert session.registered
+    assert ("published twice, with the same message ids" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("version", ["4.1.1", "3.5.0", "4.0.0.dev1"])
