@@ -313,6 +313,16 @@ def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_el
     vhost.wait_for_messages("orders", 0)
 
 
+def test_the_first_batch_waits_for_what_is_asked_for_once_sizes_are_known(
+    vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+) -> None:
+    """Also where the broker is far away: it is asked for a few, then for more, which takes it three answers."""
+    publish(vhost, 500)
+    proxy = fault_proxy(vhost.url)
+    proxy.delay(0.03)
+    assert query(proxy.url, most=1000).batch() > 64
+
+
 @pytest.mark.timeout(240)
 def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Messages of 256 KiB with a prefetch of 2000, 64 MiB of them, and 4 MiB a batch: 8 MiB are held, and a read."""

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is as full as it will be
 _LINGER: Final = 0.1  # seconds that a batch waits for more at most
+_ASKING: Final = 1.0  # likewise, while more is being asked for, which takes the broker some answers
 _COUNT_EVERY: Final = 1.0  # seconds, for the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
@@ -88,6 +89,7 @@ class Pump(Client):
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
         self._first_at = self._last_at = 0.0  # when the oldest and the newest of what waits came
+        self._asked_at: float | None = None  # since when more is being asked for
         self._handed_back = threading.Event()
         # Of the I/O thread alone.
         self._appetite = Appetite(most=options.prefetch, most_bytes=2 * options.max_bytes, queues=len(options.queues))
@@ -227,6 +229,8 @@ class Pump(Client):
             return deadline - now
         if len(batches.waiting) >= most or batches.held >= self._options.max_bytes:
             return 0.0
+        if self._asked_at is not None:
+            return max(self._asked_at, called) + _ASKING - now
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + _LINGER) - now
 
     def _plan(self, start: Position, most: int) -> Position:
@@ -266,6 +270,7 @@ class Pump(Client):
         self._subscribed = []
         self._read = []
         self._busy = False
+        self._answered()
         with self._changed:
             self._connected = False
             for delivery in self._batches.lost():
@@ -430,11 +435,24 @@ class Pump(Client):
         move = self._appetite.move(self._batches.held, self._acks.outstanding)
         if move is not Move.STAY:
             self._busy = True
+            if move is Move.RENEW:
+                with self._changed:
+                    self._asked_at = time.monotonic()
             steps = self._unsubscribe() if move is Move.PAUSE else self._renew()
             self._io.run(steps, self._changed_subscriptions)
 
+    def _answered(self) -> None:
+        """What was asked for is on its way, or will not come."""
+        with self._changed:
+            if self._asked_at is not None:
+                self._asked_at = None
+                self._first_at = time.monotonic()
+                self._last_at = self._first_at + _LINGER  # until the first of it is here
+                self._changed.notify_all()
+
     def _changed_subscriptions(self, outcome: object) -> None:
         self._busy = False
+        self._answered()
         if isinstance(outcome, Exception):
             logger.warning(
                 "the subscriptions could not be changed; the next channel has them as they should be: %s", outcome

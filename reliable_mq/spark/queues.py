@@ -51,7 +51,7 @@ _HAND_BACK: Final = 5.0  # seconds for what was read to go back
 _POLL: Final = 0.05  # seconds between two looks at queues that seem empty
 _ANSWER: Final = 10.0  # seconds for the broker to say how much is ready
 _STARVED: Final = 60.0  # seconds without a message though some are ready
-_PARTITION: Final = 4 * 2**20  # bytes for one task
+_PARTITION: Final = 16 * 2**20  # bytes for one task: each costs a Python worker some 50 ms of CPU, whatever is in it
 
 
 def refuse_batch(options: QueueOptions) -> NoReturn:

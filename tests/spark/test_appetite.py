@@ -30,7 +30,7 @@ def test_large_messages_get_as_many_as_fit() -> None:
     """Shared by the queues, and one at least."""
     hungry = appetite(queues=2)
     hungry.fed(10, 10 * 50_000)
-    assert hungry.prefetch == 10
+    assert hungry.prefetch == 9
     hungry.fed(1, 5_000_000)
     assert hungry.prefetch == 1
 
@@ -48,12 +48,21 @@ def test_it_pauses_while_too_much_is_held() -> None:
     assert (hungry.granted, hungry.paused) == (1, False)
 
 
+def test_what_is_asked_for_is_less_than_what_may_be_held() -> None:
+    """Messages that are a little larger than those before do not end the subscription."""
+    hungry = appetite()
+    hungry.fed(64, 64 * 1000)
+    hungry.renewed()
+    assert hungry.granted == 900
+    assert hungry.move(held=900 * 1050, unacked=900) is Move.STAY
+
+
 def test_it_forgets_large_messages_slowly() -> None:
     """One read of small ones changes little."""
     hungry = appetite()
     hungry.fed(1, 100_000)
     hungry.fed(100, 100 * 100)
-    assert hungry.prefetch == 12
+    assert hungry.prefetch == 11
     for _ in range(40):
         hungry.fed(100, 100 * 100)
     assert hungry.prefetch == 2000

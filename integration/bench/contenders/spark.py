@@ -1,7 +1,7 @@
 """PySpark on two cores: our source and sink, and what is written today in their place.
 
-The session is started, and its Python workers have run once, before the clock starts; what is measured is one job (or
-one query), with its planning. CPU is that of the JVM and of all Python processes, too.
+The session is started, and has done the same with a few messages, before the clock starts; what is measured is one job
+(or one query), with its planning. CPU is that of the JVM and of all Python processes, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pika
 
 from integration.bench import child
+from integration.bench.broker import BenchBroker
 from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Role, Sample, peak_rss
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 DRAINED_AT_A_TIME = 10_000
+FEW = 100
 SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests save on the compiler
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -52,15 +54,15 @@ def run_foreach_partition(job: Job) -> Sample:
 
 
 def run_queue(job: Job) -> Sample:
-    """Read until what was ready is read, into Spark's sink that does nothing."""
-    with session() as spark, tempfile.TemporaryDirectory() as directory:
-        options = {"url": job.url, "queue": job.queue, "prefetch": "20000", "maxMessagesPerTrigger": "10000"}
-        options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
+    """Read until what was ready is read, into Spark's sink that does nothing; as many in a batch as 32 MiB hold."""
+    options = {"url": job.url, "prefetch": "65535"}
+    options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
 
-        def read() -> None:
+    def read(spark: SparkSession, queue: str, expected: int) -> None:
+        with tempfile.TemporaryDirectory() as directory:
             query = (
                 spark.readStream.format("rabbitmq")
-                .options(**options)
+                .options(queue=queue, **options)
                 .load()
                 .writeStream.format("noop")
                 .option("checkpointLocation", directory)
@@ -68,34 +70,39 @@ def run_queue(job: Job) -> Sample:
                 .start()
             )
             query.awaitTermination()
-            check(job, sum(progress["numInputRows"] for progress in query.recentProgress))
+            count = sum(progress["numInputRows"] for progress in query.recentProgress)
+        if count != expected:
+            raise RuntimeError(f"{count} of {expected} messages were read")
 
-        return measured(job, read)
+    with session() as spark, few(job) as queue:
+        read(spark, queue, FEW)
+        return measured(job, lambda: read(spark, job.queue, job.messages))
 
 
 def run_drain(job: Job) -> Sample:
     """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
-    with session() as spark:
 
-        def drain() -> None:
-            connection = pika.BlockingConnection(pika.URLParameters(job.url))
-            channel = connection.channel()
-            channel.basic_qos(prefetch_count=DRAINED_AT_A_TIME)
-            rows: list[tuple[bytes, str | None]] = []
-            done = 0
-            for method, properties, body in channel.consume(job.queue):
-                rows.append((body, properties.message_id))
-                if len(rows) == DRAINED_AT_A_TIME or done + len(rows) == job.messages:
-                    noop(spark.createDataFrame(rows, "body binary, message_id string"))
-                    channel.basic_ack(method.delivery_tag, multiple=True)
-                    done += len(rows)
-                    rows = []
-                    if done == job.messages:
-                        break
-            channel.cancel()
-            connection.close()
+    def drain(spark: SparkSession, queue: str, expected: int) -> None:
+        connection = pika.BlockingConnection(pika.URLParameters(job.url))
+        channel = connection.channel()
+        channel.basic_qos(prefetch_count=DRAINED_AT_A_TIME)
+        rows: list[tuple[bytes, str | None]] = []
+        done = 0
+        for method, properties, body in channel.consume(queue):
+            rows.append((body, properties.message_id))
+            if len(rows) == DRAINED_AT_A_TIME or done + len(rows) == expected:
+                noop(spark.createDataFrame(rows, "body binary, message_id string"))
+                channel.basic_ack(method.delivery_tag, multiple=True)
+                done += len(rows)
+                rows = []
+                if done == expected:
+                    break
+        channel.cancel()
+        connection.close()
 
-        return measured(job, drain)
+    with session() as spark, few(job) as queue:
+        drain(spark, queue, FEW)
+        return measured(job, lambda: drain(spark, job.queue, job.messages))
 
 
 def reading_stream(partitions: int) -> Callable[[Job], Sample]:
@@ -132,6 +139,20 @@ def session() -> Iterator[SparkSession]:
             spark.stop()
 
 
+@contextmanager
+def few(job: Job) -> Iterator[str]:
+    """Give the name of a queue with a few messages, to warm up with."""
+    broker, queue = BenchBroker(job.url), f"{job.queue}-few"
+    broker.make_queue(queue, "classic")
+    with pika.BlockingConnection(pika.URLParameters(job.url)) as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        for _ in range(FEW):
+            channel.basic_publish("", queue, bytes(job.size), PERSISTENT)
+    yield queue
+    broker.delete_queue(queue)
+
+
 def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
     with session() as spark:
 
@@ -155,11 +176,6 @@ def measured(job: Job, work: Callable[[], object]) -> Sample:
 
 def noop(rows: DataFrame) -> None:
     rows.write.format("noop").mode("overwrite").save()
-
-
-def check(job: Job, count: int) -> None:
-    if count != job.messages:
-        raise RuntimeError(f"{count} of {job.messages} messages were read")
 
 
 def cpu_seconds(pid: int | None = None) -> float:
