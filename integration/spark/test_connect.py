@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from integration.programs.spark_connect import EVENTS
 from integration.support.programs import ROOT, environment
 from integration.support.spark import drain
@@ -57,6 +59,7 @@ def assert_moved(vhost: VirtualHost, published: dict[str, bytes]) -> None:
     assert drain(vhost, "orders") == []
 
 
+@pytest.mark.timeout(300)
 def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, tmp_path: Path) -> None:
     """Queue to queue, a batch into a stream, the stream into files and as a batch; errors say what they always do."""
     published = publish_orders(vhost)
@@ -76,6 +79,7 @@ def test_a_client_registers_the_format_and_reads_and_writes(vhost: VirtualHost, 
     assert "guest:guest" not in json.dumps(said)
 
 
+@pytest.mark.timeout(300)
 def test_a_client_without_the_package_uses_what_the_server_finds(vhost: VirtualHost, tmp_path: Path) -> None:
     """Where the wheel is installed, nothing is registered."""
     published = publish_orders(vhost)
