@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
-__all__ = ["client_properties"]
+__all__ = ["OWN_VERSION", "client_properties"]
+
+
+def _own_version() -> str:
+    try:
+        return version("reliable-mq")
+    except PackageNotFoundError:  # used from a source tree, without having been installed
+        return "unknown"
+
+
+#: Looked up once, and before a server forks its workers: it takes as long as the rest of a connection.
+OWN_VERSION: Final = _own_version()
 
 
 def client_properties(connection_name: str, driver: str) -> dict[str, object]:
@@ -16,14 +28,7 @@ def client_properties(connection_name: str, driver: str) -> dict[str, object]:
     """
     return {
         "product": "reliable_mq",
-        "version": own_version(),
+        "version": OWN_VERSION,
         "information": f"on {driver}",
         "connection_name": connection_name,
     }
-
-
-def own_version() -> str:
-    try:
-        return version("reliable-mq")
-    except PackageNotFoundError:  # used from a source tree, without having been installed
-        return "unknown"

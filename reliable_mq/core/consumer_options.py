@@ -24,7 +24,7 @@ from reliable_mq.core.quarantine import Quarantine
 from reliable_mq.core.setup import Consume, SetPrefetch, consumer_setup, pull_setup
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.identity import own_version
+from reliable_mq.identity import OWN_VERSION
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.topology import OWN, Declaration, OwnDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments
@@ -223,7 +223,7 @@ class ConsumerOptions:
             acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch)
         dead_letters = None
         if self.dead_letter is not None:
-            dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=own_version())
+            dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
         batcher = None
         if self._batch_size is not None:
             if 0 < self.prefetch < self._batch_size:

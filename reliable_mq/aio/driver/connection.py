@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import aiormq
 from aiormq.connection import TransportFactory
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["Connection", "Transports"]
+
+_DRIVER: Final = f"aiormq {version('aiormq')}"
 
 
 class _Sasl:
@@ -69,7 +71,7 @@ class Connection(aiormq.Connection):
         super().__init__(
             f"amqp://broker:{endpoint.port}/?heartbeat={settings.heartbeat}",
             transport_factory=transports,
-            client_properties=cast("Any", client_properties(own_name, f"aiormq {version('aiormq')}")),
+            client_properties=cast("Any", client_properties(own_name, _DRIVER)),
         )
         self.vhost = settings.virtual_host
 
