@@ -13,12 +13,15 @@ Invariants:
   changes nothing;
 - what is finished is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
   deliveries fill half of the prefetch, whichever is first; contiguous ones also when there are ``ack_every`` of them;
+- while no handler runs, there is nothing to wait for: what is finished is acked as soon as nothing was for ``rest``
+  seconds. So a consumer that keeps up with its queue leaves next to nothing behind that was handled, if it dies;
 - ``acked == acks_sent + acks_saved``;
 - every operation is O(1) amortised per delivery, and memory is bounded by what is outstanding.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
@@ -48,6 +51,7 @@ class AckBatcher:
             is, and a hundred at most.
         ack_interval: seconds that a finished delivery waits for its ack at most.
         prefetch: the consumer's prefetch; 0 for none.
+        rest: seconds from one ack to the next, at least, that is sent since no handler runs; None for no such acks.
         statistics: where to count.
 
     Raises:
@@ -64,6 +68,8 @@ class AckBatcher:
         "_last",
         "_low",
         "_prefix",
+        "_rest",
+        "_sent_at",
         "_top",
         "_unfinished",
         "generation",
@@ -76,6 +82,7 @@ class AckBatcher:
         ack_every: int | None = None,
         ack_interval: float,
         prefetch: int,
+        rest: float | None = None,
         statistics: ConsumerStatistics | None = None,
     ) -> None:
         if ack_every is not None and ack_every < 1:
@@ -86,6 +93,7 @@ class AckBatcher:
         self._fits = ack_every is None  # whether ack_every follows the prefetch
         self._ack_every = _LARGEST_BATCH if ack_every is None else ack_every
         self._ack_interval = ack_interval
+        self._rest = inf if rest is None else rest
         self.generation = 0  # 0: no channel
         self._clear()
         self.set_prefetch(prefetch)
@@ -98,6 +106,7 @@ class AckBatcher:
         self._prefix = 0  # finished, not acked, below _low
         self._top = 0  # the highest of those
         self._finished_at: float | None = None  # not later than when the oldest unacked one was finished
+        self._sent_at = 0.0  # when there was a frame last
 
     @property
     def outstanding(self) -> int:
@@ -108,6 +117,16 @@ class AckBatcher:
     def deadline(self) -> float | None:
         """When `due` wants to be asked again, though nothing happens until then; None for never."""
         return None if self._finished_at is None else self._finished_at + self._ack_interval
+
+    @property
+    def rested_at(self) -> float:
+        """From when on what is finished is acked if no handler runs; infinite for never."""
+        return self._sent_at + self._rest
+
+    def deadline_if(self, *, idle: bool) -> float | None:
+        """Answer as `deadline` does, where a handler runs or, ``idle``, none does."""
+        deadline = self.deadline
+        return min(deadline, self.rested_at) if idle and deadline is not None else deadline
 
     @property
     def due_after(self) -> int:
@@ -198,18 +217,20 @@ class AckBatcher:
         self._advance()
         return True
 
-    def due(self, now: float) -> Frames:
-        """The acks to send now."""
+    def due(self, now: float, *, idle: bool = False) -> Frames:
+        """The acks to send now; ``idle``: no handler runs."""
         frames: Frames = []
         if self._finished_at is None:
             return frames
-        if now >= self._finished_at + self._ack_interval:
+        if now >= self._finished_at + self._ack_interval or (idle and now >= self.rested_at):
+            self._sent_at = now
             return self.flush()
         half = self._half
         if self._prefix >= self._ack_every or (half and self._prefix + len(self._beyond) >= half):
             self._ack_prefix(frames)
             if half and len(self._beyond) >= half:
                 self._ack_beyond(frames)
+            self._sent_at = now
         return frames
 
     def flush(self) -> Frames:

@@ -42,6 +42,7 @@ _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
 _OFFSETS: Final = ("first", "last", "next")
 _OFFSET: Final = "x-stream-offset"
+_REST: Final = 0.01  # seconds from one ack to the next that is sent since no handler runs: so few cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
@@ -220,7 +221,7 @@ class ConsumerOptions:
         acks = None
         if self._ack_mode == "manual":
             interval = self.ack_interval if self._pushed else 0.0  # get() needs the room
-            acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch)
+            acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch, rest=_REST)
         dead_letters = None
         if self.dead_letter is not None:
             dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)

@@ -362,12 +362,13 @@ class ConsumingSession:
 
     def take_output(self, now: float) -> bytes:
         """Take the bytes to write on the open channel; empty where there are none."""
-        return self._ways.take_output(now)
+        return self._ways.take_output(now, idle=not self._running)
 
     @property
     def deadline(self) -> float | None:
         """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
-        times = (self._acks.deadline, self._ways.deadline, self._hand.deadline, self._ages.deadline)
+        acks = self._acks.deadline_if(idle=not self._running)
+        times = (acks, self._ways.deadline, self._hand.deadline, self._ages.deadline)
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -410,6 +411,11 @@ class ConsumingSession:
     def acks_due_after(self) -> int:
         """How many more deliveries must be handled, at least, before there is something to ack by their number."""
         return self._acks.due_after
+
+    @property
+    def rested_at(self) -> float:
+        """From when on what is handled is acked as soon as no handler runs; infinite for never."""
+        return self._acks.rested_at
 
     @property
     def outstanding(self) -> int:

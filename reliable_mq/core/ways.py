@@ -162,10 +162,10 @@ class Ways:
         """Have it logged."""
         self.notices.append(Notice(kind, delivery, text))
 
-    def take_output(self, now: float) -> bytes:
-        """Take the bytes to write on the open channel; empty where there are none."""
+    def take_output(self, now: float, *, idle: bool) -> bytes:
+        """Take the bytes to write on the open channel, where no handler runs if it is ``idle``; empty for none."""
         flush, self._flush = self._flush or self.state is not State.CONSUMING, False
-        frames = self.acks.flush() if flush else self.acks.due(now)
+        frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:
             self._send_acks(self.source, frames)
         if self._back and self.source is not None:

@@ -84,7 +84,7 @@ class Consumer:
         idempotency_key: gives the key of a delivery; by default its ``message_id``.
         idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
         ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
-        ack_interval: seconds after which what is finished is acked, however few.
+        ack_interval: seconds after which what is finished is acked, however few. Where no handler runs it is sooner.
         ack_mode: ``"automatic"``: the broker forgets what it sends: at most once, and nothing is retried.
         batch_size: deliveries per call of the handler.
         batch_wait: seconds that an incomplete batch waits for more.

@@ -108,6 +108,33 @@ def test_how_many_more_must_finish_before_a_frame_is_due() -> None:
     assert unlimited.due_after == 2
 
 
+def test_where_no_handler_runs_what_is_finished_is_acked_unless_something_was_just_now() -> None:
+    acks = AckBatcher(ack_every=3, ack_interval=1.0, prefetch=100, rest=0.25)
+    acks.opened(GENERATION)
+    acks.delivered(1, 10)
+    acks.finished(GENERATION, [1], 5.0)
+    assert (acks.deadline_if(idle=False), acks.deadline_if(idle=True)) == (6.0, 0.25)
+    assert acks.due(5.0) == []
+    assert acks.due(5.0, idle=True) == [(1, False)]
+    assert acks.deadline_if(idle=True) is None
+    assert acks.rested_at == 5.25
+    acks.finished(GENERATION, [2, 4], 5.125)
+    assert acks.due(5.125, idle=True) == []
+    assert acks.deadline_if(idle=True) == 5.25
+    assert acks.due(5.25, idle=True) == [(2, False), (4, False)]
+    acks.finished(GENERATION, [3, 5, 6], 5.5)
+    assert acks.due(5.5) == [(6, True)]
+    assert acks.rested_at == 5.75, "whatever the frames were for"
+
+
+def test_without_a_rest_it_makes_no_difference_whether_a_handler_runs() -> None:
+    acks = batcher(delivered=3)
+    acks.finished(GENERATION, [1], 5.0)
+    assert acks.due(5.0, idle=True) == []
+    assert acks.deadline_if(idle=True) == 6.0
+    assert acks.rested_at == float("inf")
+
+
 def test_a_prefetch_of_one_acks_each() -> None:
     acks = batcher(ack_every=1, ack_interval=60.0, prefetch=1, delivered=1)
     acks.finished(GENERATION, [1], 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Queue, RetryPolicy
+from reliable_mq.core.codec import encode_ack
 from reliable_mq.core.consumer_options import ConsumerOptions
 from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
 from tests.core.deliveries import delivery
@@ -189,6 +190,28 @@ def test_what_is_pulled_is_acked_at_once() -> None:
     session.take_work()
     session.finished([item], 0.0)
     assert session.take_output(0.0)
+
+
+def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_where_one_does() -> None:
+    session = options(ack_interval=60).new_session()
+    session.opened(1, 1)
+    items = [delivery(1), delivery(2), delivery(3)]
+    session.delivered(items[:2], 5.0)
+    session.take_work()
+    session.finished(items[:1], 5.0)
+    assert session.take_output(5.0) == b""
+    assert session.deadline == 65.0
+    session.finished(items[1:2], 5.0)
+    assert session.deadline is not None
+    assert session.deadline < 5.0
+    assert session.take_output(5.0) == encode_ack(1, 2, multiple=True)
+    assert 5.0 < session.rested_at < 5.1
+    session.delivered(items[2:], 5.0)
+    session.take_work()
+    session.finished(items[2:], 5.0)
+    assert session.take_output(5.0) == b"", "one after the other would be an ack for each"
+    assert session.deadline == session.rested_at
+    assert session.take_output(session.rested_at) == encode_ack(1, 3, multiple=False)
 
 
 def test_claiming_is_by_queue() -> None:

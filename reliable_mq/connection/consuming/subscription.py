@@ -231,8 +231,8 @@ class BaseSubscription:
     def report(self, results: Sequence[Result]) -> None:
         """These were handed out, and this is what became of them.
 
-        Few that went well are left for the next look: there is nothing to ack yet, and a wake-up costs as much as
-        handling several.
+        Few that went well are left for the next look, while others are being handled: there is nothing to ack yet, and
+        a wake-up costs as much as handling several.
         """
         if not self._results:
             self._reported_at = time.monotonic()
@@ -242,6 +242,7 @@ class BaseSubscription:
             or not isinstance(results[0], Delivery)
             or results[0].consumer_tag == self._isolated_tag  # the next one in quarantine waits for its ack
             or self._phase is not _Phase.RUNNING
+            or (len(self._results) >= self.session.running and time.monotonic() >= self.session.rested_at)
         ):
             self._wake()
 
@@ -451,7 +452,8 @@ class BaseSubscription:
         at = self.session.deadline
         if self._look_after > 1 and self.session.running:
             look = now + self._look_every
-            at = look if at is None else min(at, look)
+            rested = self.session.rested_at  # what ends before wakes nobody
+            at = min(look, rested if rested > now else look, look if at is None else at)
         if at is not None and self._phase in _SILENT:
             at = max(at, now + _SHORTEST_LOOK)
         self._alarm.set(at, now, self._io.call_later)
