@@ -9,7 +9,7 @@ The way of a delivery::
 
     delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
     delivered --there are delay queues that it has still to go through--> retry
-    delivered --it has come back too often without a verdict--> quarantine
+    delivered --it has come back too often without a verdict--> quarantine, by way of a delay queue where there is one
     delivered --it has come back to quarantine--> retry, or where there are no delay queues: held
     delivered --its next attempt is not due yet--> held
     delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
@@ -451,10 +451,7 @@ class ConsumingSession:
             return False
         if not (finding.suspect or quarantine.suspects(delivery)):
             return False
-        moved = self._ways.out.isolate(delivery, quarantine.queue)
-        if moved:
-            self._ways.note(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}")
-        return moved
+        return self._results.isolate(delivery, known=finding.suspect)
 
     def _isolated(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)

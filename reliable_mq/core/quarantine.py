@@ -4,9 +4,10 @@ A message that kills its consumer comes again, and so do all that were prefetche
 (``x-delivery-count``); what has come back twice without a verdict is suspect, more often where this process has lost
 channels itself and lives, unless that was over the consumer timeout. A suspect is moved, confirmed, to a queue of its
 own beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as
-a failed attempt, which the next one follows after its delay: at once, a killer would have one consumer after the other,
-and its neighbours none. So a killer is handed out twice from its queue and ``max_attempts`` times from quarantine, and
-then dead-lettered; its neighbours are handed out twice beside it, then by themselves.
+a failed attempt. The next one follows after its delay, and so does the first one there: at once, a killer would have
+one consumer after the other, and its neighbours none. So a killer is handed out twice from its queue and
+``max_attempts`` times from quarantine, and then dead-lettered; its neighbours are handed out twice beside it, then by
+themselves.
 
 From 4.3 on, what a consumer hands back as it stops is counted in ``x-acquired-count`` alone, with every return; so is
 what the consumer timeout takes back. Only a process that has seen that suspects for it as soon; for others it takes

@@ -81,12 +81,19 @@ class Republishing:
         self.again(Republish(delivery, target, properties, "", purpose=Purpose.RETRY, queue=queue))
         return True
 
-    def isolate(self, delivery: Delivery, queue: Queue) -> bool:
-        """Move it to quarantine, which was declared with the policy's delay queues; False where it cannot be."""
-        properties = pack(delivery, suspect=True)
+    def isolate(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
+        """Move it to quarantine, which was declared with the policy's delay queues; False where it cannot be.
+
+        With a ``delay``, in seconds, it waits in delay queues first, and comes back from there as what it is.
+        """
+        path = () if self._ladder is None else self._ladder.path(delay)
+        properties = pack(delivery, path[1:], suspect=True)
         if properties is None:
             return False
-        self._known.add(queue.name)
+        if self._ladder is not None and path and self._ladder.queue(path[0]).name not in self._refused:
+            queue = self._ladder.queue(path[0])
+        else:
+            self._known.add(queue.name)
         target = Target("", queue.name)
         self.again(Republish(delivery, target, properties, "", purpose=Purpose.QUARANTINE, queue=queue))
         return True

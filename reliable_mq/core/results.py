@@ -35,6 +35,7 @@ __all__ = ["Results"]
 
 _UNIDENTIFIED: Final = "not handed to a handler: it has no message_id, by which the idempotency store would know it"
 _LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
+_WAY_TO_QUARANTINE: Final = 1.0  # seconds, where the policy's first delay is not less
 _PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
 
 
@@ -160,17 +161,32 @@ class Results:
             if republish.purpose is Purpose.DEAD_LETTER:
                 self._statistics.dead_lettered += finished
                 self._ways.book.forget(delivery)
-            elif republish.purpose is Purpose.RETRY:
-                self._statistics.delayed += finished
-            else:
+            elif self._quarantine is not None and republish.queue is self._quarantine.queue:
                 self._statistics.isolated += finished
+            else:
+                self._statistics.delayed += finished
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
         """A queue that was taken is declared, or it is known that it was not."""
         if error is not None:
             self._ways.note(NoticeKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
         for republish in self._ways.out.declared(queue.name, ok=error is None):
-            self._hold_instead(republish.delivery, now)
+            if republish.purpose is not Purpose.QUARANTINE or not self.isolate(republish.delivery, known=False):
+                self._hold_instead(republish.delivery, now)
+
+    def isolate(self, delivery: Delivery, *, known: bool) -> bool:
+        """Move it to quarantine; False where it cannot be.
+
+        One that is not ``known`` to have been there waits on its way. What it has returned from is being started again:
+        at once, it would kill the third of its consumers within moments, and leave few or none for its neighbours.
+        """
+        quarantine = self._quarantine
+        delay = 0.0 if known else min(self._retry.delay(1, self._random) or 0.0, _WAY_TO_QUARANTINE)
+        if quarantine is None or not self._ways.out.isolate(delivery, quarantine.queue, delay):
+            return False
+        when = f", in {delay:g} s" if delay else ""
+        self._ways.note(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}{when}")
+        return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
         """It is back in quarantine without a verdict: an attempt has failed, and the next one follows after a delay.

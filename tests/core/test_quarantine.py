@@ -91,6 +91,53 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
         assert session.statistics.isolated == 1
 
 
+def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_attempt() -> None:
+    """Or it would kill a third consumer while the first two are being started again."""
+    session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(0.5,)))
+    first = suspect(session)
+    assert (first.routing_key, first.purpose) == ("orders.retry.500", Purpose.QUARANTINE)
+    assert kinds(session) == [NoticeKind.ISOLATED]
+    session.published(first, None, 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 1, multiple=False)
+    on_its_way = delivery(2, headers=dict(waited(first.properties).headers))
+    assert deliver(session, [on_its_way]) == []
+    second = only_republish(session)
+    assert (second.routing_key, second.purpose) == ("orders.quarantine", Purpose.QUARANTINE)
+    session.published(second, None, 0.0)
+    assert (session.statistics.delayed, session.statistics.isolated) == (1, 1)
+    session.tick(AFTER)
+    there = isolated(second, 3)
+    session.delivered([there], AFTER)
+    assert session.take_isolated() == [there]
+    assert there.attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "queue"),
+    [
+        (RetryPolicy(3, delays=(60,)), "orders.retry.1000"),
+        (RetryPolicy(3, delays=(0,)), "orders.quarantine"),
+        (RetryPolicy(1), "orders.quarantine"),
+    ],
+)
+def test_it_waits_for_a_second_at_most_and_not_where_retries_do_not(policy: RetryPolicy, queue: str) -> None:
+    session = make(quarantine=True, queues=True, retry=policy)
+    assert deliver(session, [back(2)]) == []
+    for declaration in session.take_declarations():
+        session.declared(declaration, None, 0.0)
+    assert only_republish(session).routing_key == queue
+
+
+def test_where_its_delay_queue_cannot_be_declared_it_goes_to_quarantine_at_once() -> None:
+    session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(60,)))
+    for tag in (1, 2):
+        assert deliver(session, [back(2, tag)]) == []
+        for declaration in session.take_declarations():
+            assert tag == 1, "asked for once"
+            session.declared(declaration, OSError("no"), 0.0)
+        assert only_republish(session).routing_key == "orders.quarantine"
+
+
 def returned(failed: int, acquired: int) -> Delivery:
     """A delivery that RabbitMQ 4.3 took back ``acquired`` times, ``failed`` of them since its consumer was lost."""
     counts = {"x-delivery-count": failed, "x-acquired-count": acquired}
