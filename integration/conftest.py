@@ -53,11 +53,14 @@ from integration.support.management import VirtualHost
 from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
 from reliable_mq.testing.fixtures import fault_proxy
+from tests import properties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
+
+properties.load()
 
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 

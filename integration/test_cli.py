@@ -241,8 +241,8 @@ def test_output_comes_as_messages_come(vhost: VirtualHost) -> None:
     with start_cli("consume", vhost.url, "orders", "--ack") as process:
         assert process.stdout is not None
         for number in range(3):
-            began = time.monotonic()
             run_cli("publish", vhost.url, "--queue", "orders", stdin=b"%d\n" % number)
+            began = time.monotonic()
             assert process.stdout.readline() == b"%d\n" % number
             assert time.monotonic() - began < 10
         process.send_signal(signal.SIGINT)

@@ -272,11 +272,14 @@ def test_callbacks_may_raise_and_exit_and_harm_no_other(vhost: VirtualHost, capl
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError, SystemExit, ValueError]
 
 
-def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(vhost: VirtualHost) -> None:
+def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
     """A callback may publish, fill the window, wait, flush and add callbacks."""
     outcomes: list[object] = []
     done = threading.Event()
-    with Publisher(vhost.url, topology=[ORDERS], max_outstanding=4) as publisher:
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], max_outstanding=4) as publisher:
 
         def callback(_confirmation: Confirmation) -> None:
             try:
@@ -288,7 +291,9 @@ def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(vhost: Vir
             except UsageError as error:
                 outcomes.append(type(error))
 
+        proxy.hold_confirms()  # or the callback may be called here
         publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(callback)
+        proxy.release_confirms()
         assert done.wait(20)
         wait_until(lambda: len(outcomes) == 3, timeout=20, what="the end of the first callback")
         assert outcomes == [1, True, UsageError]

@@ -76,7 +76,7 @@ def test_the_metadata_says_what_it_is(wheel: Path) -> None:
 
 def test_the_installed_package_knows_its_version(site: Path) -> None:
     """Broker and dead letters are told it."""
-    code = "import reliable_mq.identity as identity; print(identity.__file__, identity.own_version())"
+    code = "import reliable_mq.identity as identity; print(identity.__file__, identity.OWN_VERSION)"
     file, version = run(site, sys.executable, "-c", code).split()
     assert Path(file).is_relative_to(site)
     assert version == "0.1.0"
