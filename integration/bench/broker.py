@@ -73,6 +73,18 @@ class BenchBroker:
             except TimeoutError as error:
                 raise BrokerError(f"{depth()} messages are ready in queue {name}, not {messages}") from error
 
+    def wait_for_first_delivery(self, name: str, messages: int) -> None:
+        """Wait until fewer messages are ready in a queue than there were.
+
+        Raises:
+            TimeoutError: there are not, in time.
+        """
+        with self._channel() as channel:
+            wait_until(
+                lambda: channel.queue_declare(name, passive=True).method.message_count < messages,
+                timeout=DEPTH_DEADLINE, what="the first delivery", interval=0.01,
+            )  # fmt: skip
+
     def wait_until_it_answers(self) -> None:
         """Wait until the broker lets us in.
 

@@ -1,7 +1,7 @@
 """PySpark on two cores: our source and sink, and what is written today in their place.
 
-The session is started, and has done the same with a few messages, before the clock starts; what is measured is one job
-(or one query), with its planning. CPU is that of the JVM and of all Python processes, too.
+The session is started, and has done the same with fewer messages, before the clock starts; what is measured is one job
+with its planning, or one query from its first delivery on. CPU is that of the JVM and of all Python processes, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import pika
 from integration.bench import child
 from integration.bench.broker import BenchBroker
 from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Role, Sample, peak_rss
+from reliable_mq import Message, Publisher
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
+DRAINED = "body binary, message_id string"
 DRAINED_AT_A_TIME = 10_000
-FEW = 100
 SETTINGS = {"spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-Xshare:auto"}  # tests save on the compiler
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -58,10 +59,11 @@ def run_queue(job: Job) -> Sample:
     options = {"url": job.url, "prefetch": "65535"}
     options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
 
-    def read(spark: SparkSession, queue: str, expected: int) -> None:
+    def read(spark: SparkSession, queue: str, expected: int, clock: Clock) -> None:
         with tempfile.TemporaryDirectory() as directory:
             query = (
                 spark.readStream.format("rabbitmq")
+                .schema(DRAINED)
                 .options(queue=queue, **options)
                 .load()
                 .writeStream.format("noop")
@@ -69,29 +71,31 @@ def run_queue(job: Job) -> Sample:
                 .trigger(availableNow=True)
                 .start()
             )
+            BenchBroker(job.url).wait_for_first_delivery(queue, expected)
+            clock.start()
             query.awaitTermination()
             count = sum(progress["numInputRows"] for progress in query.recentProgress)
         if count != expected:
             raise RuntimeError(f"{count} of {expected} messages were read")
 
-    with session() as spark, few(job) as queue:
-        read(spark, queue, FEW)
-        return measured(job, lambda: read(spark, job.queue, job.messages))
+    return measure_reading(job, read)
 
 
 def run_drain(job: Job) -> Sample:
     """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
 
-    def drain(spark: SparkSession, queue: str, expected: int) -> None:
+    def drain(spark: SparkSession, queue: str, expected: int, clock: Clock) -> None:
         connection = pika.BlockingConnection(pika.URLParameters(job.url))
         channel = connection.channel()
         channel.basic_qos(prefetch_count=DRAINED_AT_A_TIME)
         rows: list[tuple[bytes, str | None]] = []
         done = 0
         for method, properties, body in channel.consume(queue):
+            if not done and not rows:
+                clock.start()
             rows.append((body, properties.message_id))
             if len(rows) == DRAINED_AT_A_TIME or done + len(rows) == expected:
-                noop(spark.createDataFrame(rows, "body binary, message_id string"))
+                noop(spark.createDataFrame(rows, DRAINED))
                 channel.basic_ack(method.delivery_tag, multiple=True)
                 done += len(rows)
                 rows = []
@@ -100,9 +104,7 @@ def run_drain(job: Job) -> Sample:
         channel.cancel()
         connection.close()
 
-    with session() as spark, few(job) as queue:
-        drain(spark, queue, FEW)
-        return measured(job, lambda: drain(spark, job.queue, job.messages))
+    return measure_reading(job, drain)
 
 
 def reading_stream(partitions: int) -> Callable[[Job], Sample]:
@@ -139,20 +141,6 @@ def session() -> Iterator[SparkSession]:
             spark.stop()
 
 
-@contextmanager
-def few(job: Job) -> Iterator[str]:
-    """Give the name of a queue with a few messages, to warm up with."""
-    broker, queue = BenchBroker(job.url), f"{job.queue}-few"
-    broker.make_queue(queue, "classic")
-    with pika.BlockingConnection(pika.URLParameters(job.url)) as connection:
-        channel = connection.channel()
-        channel.confirm_delivery()
-        for _ in range(FEW):
-            channel.basic_publish("", queue, bytes(job.size), PERSISTENT)
-    yield queue
-    broker.delete_queue(queue)
-
-
 def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
     with session() as spark:
 
@@ -163,15 +151,39 @@ def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
         return measured(job, lambda: write(rows(job.messages)))
 
 
+def measure_reading(job: Job, read: Callable[[SparkSession, str, int, Clock], None]) -> Sample:
+    """Measure ``read(spark, queue, messages, clock)``, which starts the clock at its first delivery."""
+    broker, queue, clock = BenchBroker(job.url), f"{job.queue}-warmup", Clock()
+    broker.make_queue(queue, "classic")
+    with Publisher(job.url) as publisher:
+        publisher.publish_many([Message(job.body) for _ in range(job.warmup)], routing_key=queue).raise_for_failures()
+    with session() as spark:
+        read(spark, queue, job.warmup, clock)
+        broker.delete_queue(queue)
+        read(spark, job.queue, job.messages, clock)
+        return clock.stop(job.messages)
+
+
 def measured(job: Job, work: Callable[[], object]) -> Sample:
-    wall, cpu = time.perf_counter(), cpu_seconds()
+    clock = Clock()
+    clock.start()
     work()
-    return Sample(
-        messages=job.messages,
-        wall_seconds=time.perf_counter() - wall,
-        cpu_seconds=cpu_seconds() - cpu,
-        peak_rss_bytes=peak_rss(),
-    )
+    return clock.stop(job.messages)
+
+
+class Clock:
+    """Measures from the last `start` to `stop`: this process and all below it."""
+
+    def start(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), cpu_seconds()
+
+    def stop(self, messages: int) -> Sample:
+        return Sample(
+            messages=messages,
+            wall_seconds=time.perf_counter() - self._wall,
+            cpu_seconds=cpu_seconds() - self._cpu,
+            peak_rss_bytes=peak_rss(),
+        )
 
 
 def noop(rows: DataFrame) -> None:
