@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-__all__ = ["OWN_VERSION", "client_properties"]
+__all__ = ["OWN_VERSION", "client_properties", "own_version"]
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """Look up the version of this package."""
     try:
         return version("reliable-mq")
     except PackageNotFoundError:  # used from a source tree, without having been installed
@@ -16,7 +17,7 @@ def _own_version() -> str:
 
 
 #: Looked up once, and before a server forks its workers: it takes as long as the rest of a connection.
-OWN_VERSION: Final = _own_version()
+OWN_VERSION: Final = own_version()
 
 
 def client_properties(connection_name: str, driver: str) -> dict[str, object]:
