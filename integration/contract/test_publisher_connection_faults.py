@@ -36,10 +36,13 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
     """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
     with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
         with Load(checker, publisher, "orders") as load:
-            wait_for_confirms(load, rng.randrange(500, 8000))
-            private_broker.kill()
-            private_broker.start()
-            wait_for_confirms(load, load.confirmed + 100)
+            for _ in range(3):  # where this process has just been kept waiting, nothing was outstanding
+                wait_for_confirms(load, load.confirmed + rng.randrange(500, 8000))
+                private_broker.kill()
+                private_broker.start()
+                wait_for_confirms(load, load.confirmed + 100)
+                if publisher.statistics.in_doubt:
+                    break
         assert load.errors == []
         assert publisher.statistics.in_doubt > 0
     checker.drain(private_vhost, ["orders"])
