@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark import cloudpickle
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from integration.support.waiting import wait_until
@@ -49,7 +49,7 @@ def options(url: str, **given: str) -> StreamOptions:
 def source(url: str, **given: str) -> StreamSource:
     made = RabbitMQDataSource({"url": url, "stream": "events", **given})
     reader: Any = made.streamReader(made.schema())
-    return pickle.loads(pickle.dumps(reader))  # as Spark does  # type: ignore[no-any-return]
+    return cloudpickle.loads(cloudpickle.dumps(reader))  # as Spark does  # type: ignore[no-any-return]
 
 
 def batch(url: str, **given: str) -> StreamBatch:
