@@ -18,6 +18,7 @@ import pytest
 
 from integration.support.broker import Broker
 from integration.support.certificates import Authority
+from integration.support.programs import output_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,18 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(*command: str, **variables: str) -> str:
     """Run Python in ``examples/`` to its end, which must be a good one; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=EXAMPLES,
-        env=environment(**variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return output_of([sys.executable, *command], cwd=EXAMPLES, env=environment(**variables), timeout=DEADLINE)
 
 
 def assert_prints(example: str, printed: str) -> None:

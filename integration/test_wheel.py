@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from integration.support.programs import output_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,18 +33,13 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(command, env=os.environ, timeout=110)
 
 
 def run(site: Path, *command: str) -> str:
     """Run something outside of the tree, with the installed wheel."""
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1", "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(command, cwd=site, env=environment)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

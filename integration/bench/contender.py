@@ -153,16 +153,21 @@ class Contender:
 
 
 class Meter:
-    """Wall clock and CPU time of this process, between `start` and `stop`."""
+    """Wall clock and CPU time, between the last `start` and `stop`.
 
-    def __init__(self) -> None:
+    Args:
+        cpu_seconds: tells the CPU time; by default that of this process.
+    """
+
+    def __init__(self, cpu_seconds: Callable[[], float] | None = None) -> None:
+        self._cpu_seconds = cpu_seconds or _cpu_seconds
         self._wall = self._cpu = 0.0
 
     def start(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+        self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
 
     def stop(self, messages: int) -> Sample:
-        wall, cpu = time.perf_counter() - self._wall, _cpu_seconds() - self._cpu
+        wall, cpu = time.perf_counter() - self._wall, self._cpu_seconds() - self._cpu
         return Sample(messages=messages, wall_seconds=wall, cpu_seconds=cpu, peak_rss_bytes=peak_rss())
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from integration.programs.spark_connect import EVENTS
-from integration.support.programs import ROOT, environment
+from integration.support.programs import output_of
 from integration.support.spark import drain
 from integration.support.spark_application import committed_rows
 from integration.support.spark_cluster import ConnectServer
@@ -35,18 +34,8 @@ def publish_orders(vhost: VirtualHost) -> dict[str, bytes]:
 def run(remote: str, vhost: VirtualHost, directory: Path, *, registered: bool) -> dict[str, Any]:
     """Run the client, and give what it said."""
     given = {"remote": remote, "url": vhost.url, "directory": str(directory), "registered": registered}
-    done = subprocess.run(
-        [sys.executable, "-m", "integration.programs.spark_connect", json.dumps(given)],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
-    said: dict[str, Any] = json.loads(done.stdout)
+    program = [sys.executable, "-m", "integration.programs.spark_connect", json.dumps(given)]
+    said: dict[str, Any] = json.loads(output_of(program, timeout=300))
     assert said["session"] == "pyspark.sql.connect.session"
     return said
 

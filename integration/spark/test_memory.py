@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.programs import ROOT, environment
+from integration.support.programs import output_of
 from integration.support.spark_application import descendants
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
@@ -80,21 +79,9 @@ def test_the_memory_of_the_reader_alone_is_bounded_by_the_byte_limit(vhost: Virt
         (tmp_path / name).mkdir()
         options = {"maxBytesPerTrigger": str(LIMIT)}
         settings = {"url": vhost.url, "queue": "orders", "options": options, "most": 2000, "idle": 0.5}
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "integration.programs.spark_reader",
-                json.dumps({**settings, "directory": str(tmp_path / name)}),
-            ],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
-        return int(done.stdout.split()[-1])
+        given = json.dumps({**settings, "directory": str(tmp_path / name)})
+        output = output_of([sys.executable, "-m", "integration.programs.spark_reader", given], timeout=100)
+        return int(output.split()[-1])
 
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"small"), routing_key="orders")

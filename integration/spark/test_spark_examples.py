@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.programs import output_of
 from integration.test_examples import EXAMPLES, ROOT, assert_prints
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ for name in sys.argv[1:]:
 @pytest.mark.timeout(400)
 def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
     """On sessions that they start themselves."""
-    done = subprocess.run(
+    output = output_of(
         [sys.executable, "-c", PROGRAM, *NAMES],
         cwd=EXAMPLES,
         env={
@@ -38,12 +38,7 @@ def test_the_examples_print_what_they_say(vhost: VirtualHost) -> None:
             "PYSPARK_PYTHON": sys.executable,
             "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # for the start of it
         },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=350,
-        check=False,
     )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    for name, printed in zip(NAMES, done.stdout.split("----\n"), strict=False):
+    for name, printed in zip(NAMES, output.split("----\n"), strict=False):
         assert_prints(name, printed)

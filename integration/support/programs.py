@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).parent.parent.parent
 _SETUP = ROOT / "integration" / "setup.sh"
@@ -13,6 +17,34 @@ _SETUP = ROOT / "integration" / "setup.sh"
 def environment() -> dict[str, str]:
     """For another Python that is to import this package and its tests, installed or not."""
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def output_of(
+    command: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 60
+) -> str:
+    """Run a program to its end, which must be a good one; give what it printed.
+
+    Args:
+        command: with its arguments.
+        cwd: where.
+        env: by default that of `environment`.
+        timeout: seconds.
+
+    Raises:
+        AssertionError: it ended otherwise; the text has all that it said.
+    """
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def faketime(offset_file: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import pika
 
 from integration.bench import child
 from integration.bench.broker import BenchBroker
-from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Role, Sample, peak_rss
+from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Meter, Role, Sample
 from reliable_mq import Message, Publisher
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def run_queue(job: Job) -> Sample:
     options = {"url": job.url, "prefetch": "65535"}
     options["failOnDataLoss"] = "false"  # the queue is as the broker makes it: a quorum queue drops after 20 deaths
 
-    def read(spark: SparkSession, queue: str, expected: int, clock: Clock) -> None:
+    def read(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
         with tempfile.TemporaryDirectory() as directory:
             query = (
                 spark.readStream.format("rabbitmq")
@@ -72,7 +71,7 @@ def run_queue(job: Job) -> Sample:
                 .start()
             )
             BenchBroker(job.url).wait_for_first_delivery(queue, expected)
-            clock.start()
+            meter.start()
             query.awaitTermination()
             count = sum(progress["numInputRows"] for progress in query.recentProgress)
         if count != expected:
@@ -84,7 +83,7 @@ def run_queue(job: Job) -> Sample:
 def run_drain(job: Job) -> Sample:
     """What a ``foreachBatch`` does that fetches its messages itself: all of them pass through the driver."""
 
-    def drain(spark: SparkSession, queue: str, expected: int, clock: Clock) -> None:
+    def drain(spark: SparkSession, queue: str, expected: int, meter: Meter) -> None:
         connection = pika.BlockingConnection(pika.URLParameters(job.url))
         channel = connection.channel()
         channel.basic_qos(prefetch_count=DRAINED_AT_A_TIME)
@@ -92,7 +91,7 @@ def run_drain(job: Job) -> Sample:
         done = 0
         for method, properties, body in channel.consume(queue):
             if not done and not rows:
-                clock.start()
+                meter.start()
             rows.append((body, properties.message_id))
             if len(rows) == DRAINED_AT_A_TIME or done + len(rows) == expected:
                 noop(spark.createDataFrame(rows, DRAINED))
@@ -151,39 +150,24 @@ def measure_writing(job: Job, write: Callable[[DataFrame], object]) -> Sample:
         return measured(job, lambda: write(rows(job.messages)))
 
 
-def measure_reading(job: Job, read: Callable[[SparkSession, str, int, Clock], None]) -> Sample:
-    """Measure ``read(spark, queue, messages, clock)``, which starts the clock at its first delivery."""
-    broker, queue, clock = BenchBroker(job.url), f"{job.queue}-warmup", Clock()
+def measure_reading(job: Job, read: Callable[[SparkSession, str, int, Meter], None]) -> Sample:
+    """Measure ``read(spark, queue, messages, meter)``, which starts the clock at its first delivery."""
+    broker, queue, meter = BenchBroker(job.url), f"{job.queue}-warmup", Meter(cpu_seconds)
     broker.make_queue(queue, "classic")
     with Publisher(job.url) as publisher:
         publisher.publish_many([Message(job.body) for _ in range(job.warmup)], routing_key=queue).raise_for_failures()
     with session() as spark:
-        read(spark, queue, job.warmup, clock)
+        read(spark, queue, job.warmup, meter)
         broker.delete_queue(queue)
-        read(spark, job.queue, job.messages, clock)
-        return clock.stop(job.messages)
+        read(spark, job.queue, job.messages, meter)
+        return meter.stop(job.messages)
 
 
 def measured(job: Job, work: Callable[[], object]) -> Sample:
-    clock = Clock()
-    clock.start()
+    meter = Meter(cpu_seconds)
+    meter.start()
     work()
-    return clock.stop(job.messages)
-
-
-class Clock:
-    """Measures from the last `start` to `stop`: this process and all below it."""
-
-    def start(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), cpu_seconds()
-
-    def stop(self, messages: int) -> Sample:
-        return Sample(
-            messages=messages,
-            wall_seconds=time.perf_counter() - self._wall,
-            cpu_seconds=cpu_seconds() - self._cpu,
-            peak_rss_bytes=peak_rss(),
-        )
+    return meter.stop(job.messages)
 
 
 def noop(rows: DataFrame) -> None:
