@@ -42,7 +42,7 @@ def new_store(url: str, face: str = "sync") -> Any:
 
 
 class Dying:
-    """A store whose process dies at a step, when it has come that far for the third time.
+    """A store whose process dies at a step, when three messages have come that far.
 
     ``claim``: before a claim is asked for; ``claimed``: when it was granted; ``effect``: by the handler, between its
     effect and the end of its transaction; ``completed``: when it was completed; ``acking``: soon after that.
@@ -54,27 +54,28 @@ class Dying:
         self._reached = 0
         self._lock = threading.Lock()
 
-    def reach(self, step: str) -> None:
+    def reach(self, step: str, messages: int = 1) -> None:
         with self._lock:
-            self._reached += step == self._step
-            if self._reached == 3:
+            if step == self._step:
+                self._reached += messages
+            if self._reached >= 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def after(self) -> None:
-        self.reach("completed")
-        threading.Timer(0.05, self.reach, ["acking"]).start()
+    def after(self, messages: int = 1) -> None:
+        self.reach("completed", messages)
+        threading.Timer(0.05, self.reach, ["acking", messages]).start()
 
 
 class DyingStore(Dying):
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        self.reach("claim")
+        self.reach("claim", len(keys))
         claims: list[Claim] = self.store.claim_many(keys, lease)
-        self.reach("claimed")
+        self.reach("claimed", len(keys))
         return claims
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         done: list[bool] = self.store.complete_many(claims)
-        self.after()
+        self.after(len(claims))
         return done
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
@@ -87,14 +88,14 @@ class DyingStore(Dying):
 
 class AsyncDyingStore(Dying):
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        self.reach("claim")
+        self.reach("claim", len(keys))
         claims: list[Claim] = await self.store.claim_many(keys, lease)
-        self.reach("claimed")
+        self.reach("claimed", len(keys))
         return claims
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         done: list[bool] = await self.store.complete_many(claims)
-        self.after()
+        self.after(len(claims))
         return done
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Self
 
 from integration.support.programs import ROOT, environment
@@ -23,7 +26,13 @@ class Forks:
     def __init__(self, name: str) -> None:
         command = [sys.executable, "-m", "integration.programs.forking", name]
         self._process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=environment(),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a run of it is in its process group
         )
 
     def __enter__(self) -> Self:
@@ -32,7 +41,7 @@ class Forks:
     def __exit__(self, *exc_info: object) -> None:
         """End it."""
         if exc_info[0] is not None:
-            self._process.kill()
+            self._kill()
         self._process.communicate()
 
     def begin(self, *arguments: object) -> int:
@@ -47,7 +56,7 @@ class Forks:
     def end(self, timeout: float = 100) -> tuple[int, list[str]]:
         """Wait for the end of the run; return its exit status, negative for a signal, and the lines that it wrote."""
         lines: list[str] = []
-        late = threading.Timer(timeout, self._process.kill)
+        late = threading.Timer(timeout, self._kill)
         late.start()
         try:
             while True:
@@ -63,6 +72,11 @@ class Forks:
         """Run it to its end."""
         self.begin(*arguments)
         return self.end(timeout)
+
+    def _kill(self) -> None:
+        """Kill the program and its run, which has its output open, too."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self) -> str:
         assert self._process.stdout is not None
