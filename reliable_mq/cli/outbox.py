@@ -24,6 +24,7 @@ from reliable_mq.cli.terminal import errors, output
 from reliable_mq.errors import ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
 from reliable_mq.sync.publisher import Publisher
+from reliable_mq.sync.signals import wait_heeding_signals
 
 if TYPE_CHECKING:
     from reliable_mq.outbox import SQLAlchemyOutbox
@@ -129,7 +130,7 @@ def relay(
                     publisher.flush(timeout)
                 else:
                     errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
-                    stopped.wait()
+                    wait_heeding_signals(stopped)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except TimeoutError as error:

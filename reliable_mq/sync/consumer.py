@@ -30,6 +30,7 @@ from reliable_mq.stores import IdempotencyStore
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.pull import PullSubscription
 from reliable_mq.sync.republisher import Republisher
+from reliable_mq.sync.signals import wait_heeding_signals
 from reliable_mq.sync.subscription import Subscription
 from reliable_mq.topology import OWN, OwnDeadLetter, Queue
 from reliable_mq.url import parse_url
@@ -226,12 +227,14 @@ class Consumer:
         """
         if self._handler is None:
             raise UsageError("run() needs a handler; without one, get() gives deliveries")
-        subscription = self._start(enter=True)
-        try:
-            with self._signals(subscription):
-                subscription.ended.wait()
-        finally:
-            self._finish(subscription)
+        with self._signals() as received:
+            subscription = self._start(enter=True)
+            if received:
+                self.stop()
+            try:
+                wait_heeding_signals(subscription.ended)
+            finally:
+                self._finish(subscription)
         if subscription.error is not None:
             raise subscription.error
 
@@ -469,23 +472,25 @@ class Consumer:
         return Recovery(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
 
     @contextmanager
-    def _signals(self, subscription: Subscription) -> Iterator[None]:
-        """Have SIGTERM and SIGINT stop the consumer while `run` blocks the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+    def _signals(self) -> Iterator[list[int]]:
+        """Have SIGTERM and SIGINT stop the consumer while `run` blocks the main thread; gives those that came."""
         received: list[int] = []
+        if threading.current_thread() is not threading.main_thread():
+            yield received
+            return
 
         def on_signal(number: int, _frame: FrameType | None) -> None:
             received.append(number)
+            if self._subscription is None:
+                return  # it is being made, by `run`, which looks at what was received
             if len(received) == 1:
                 self.stop()
             else:
-                subscription.stop_now()
+                self._subscription.stop_now()
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            yield
+            yield received
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
