@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from sqlalchemy import create_engine, delete
 
+from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soaking
+from reliable_mq.outbox import SQLAlchemyOutbox
 from tests.outbox.claims_contract import ClaimsContract, TableOutbox
 from tests.outbox.test_outboxes import STEPS, Clock, Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from integration.support.databases import Database
 
@@ -29,6 +33,22 @@ def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -
 
 class TestClaims(ClaimsContract):
     pass
+
+
+def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_relay(
+    database: Callable[[str], Database], tmp_path: Path
+) -> None:
+    """A row is another relay's when the lease of a dead one is over, neither earlier nor later; likewise a delay."""
+    offset_file = tmp_path / "offset"
+    offset_file.write_text("+0")
+    urls = [f"sqlite:///{tmp_path / 'database'}", database("postgresql").fresh(), database("mariadb").fresh()]
+    for url in urls:
+        engine = create_engine(url)
+        SQLAlchemyOutbox(engine).create_table()
+        engine.dispose()
+    program = [sys.executable, "-m", "integration.programs.jumping_outbox", str(offset_file)]
+    said = output_of([*program, str(tmp_path / "outbox"), *urls], env=environment() | faketime(offset_file))
+    assert said == "end\n"
 
 
 class Served(Model):

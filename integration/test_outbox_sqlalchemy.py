@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Barrier
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import Engine, create_engine, text, update
+from sqlalchemy import Engine, create_engine, inspect, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -271,6 +272,25 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
     outbox.open()
     SQLAlchemyOutbox(engine, create=True).open()
     assert outbox.status().rows == 0
+
+
+def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable[[], Engine]) -> None:
+    """As they do when a fleet starts with ``create=True``: it is there for each of them, with its index."""
+    engines = [new_engine() for _ in range(8)]
+    for number in range(4):
+        begin = Barrier(len(engines))
+
+        def make(engine: Engine, table: str = f"outbox_{number}", begin: Barrier = begin) -> int:
+            outbox = SQLAlchemyOutbox(engine, table=table, create=True)
+            begin.wait(30)
+            outbox.open()
+            return outbox.status().rows
+
+        with ThreadPoolExecutor(len(engines)) as pool:
+            assert list(pool.map(make, engines)) == [0] * len(engines)
+        assert [one["name"] for one in inspect(engines[0]).get_indexes(f"outbox_{number}")] == [
+            f"outbox_{number}_in_order"
+        ]
 
 
 def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox: SQLAlchemyOutbox) -> None:

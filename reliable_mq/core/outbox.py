@@ -60,7 +60,7 @@ COLUMNS: Final = (
 
 _DELAYS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 LONGEST_DELAY: Final = _DELAYS[-1]
-"""Seconds; a row that is due later than this was written by a clock that has jumped since."""
+"""Seconds; a row that is due later than this was written by a clock that has jumped since, or began anew."""
 
 _REASON_CHARACTERS: Final = 1000
 

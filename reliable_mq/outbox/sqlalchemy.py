@@ -42,7 +42,15 @@ from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
 from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
 from reliable_mq.outbox.sqlalchemy_runner import AsyncRunner, Runner, SyncRunner
-from reliable_mq.outbox.sqlalchemy_table import DELAYED, READY, SET_ASIDE, database_time, ddl, outbox_table
+from reliable_mq.outbox.sqlalchemy_table import (
+    DELAYED,
+    READY,
+    SET_ASIDE,
+    boot_name,
+    database_time,
+    ddl,
+    outbox_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +66,7 @@ T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
 _IDS_AT_A_TIME = 200
+_RACES = 2  # that may be lost where several make the table: over the table, and over its index
 _ATTEMPTS = 4  # at a transaction that others have been in the way of, but for the last
 # Deadlocks and their like, in the codes of MariaDB and MySQL, and of PostgreSQL; 1020 is MariaDB's for a row that is
 # newer than the snapshot that the statement has begun with.
@@ -147,6 +156,7 @@ class SQLAlchemyOutbox:
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
         publish_head(1, exchange, routing_key, mandatory)  # refuses what cannot be encoded, naming it
+        _check_texts(message.message_id, exchange, routing_key, ordering_key)
         values = self._values(NewRow(message, exchange, routing_key, mandatory, ordering_key), time.time())
         if isinstance(session, Connection):
             session.execute(insert(self.table), values)
@@ -166,12 +176,18 @@ class SQLAlchemyOutbox:
         return ddl(self.table, self._dialect)
 
     def create_table(self) -> None:
-        """Make the table and its index where they do not exist. Blocks.
+        """Make the table and its index where they do not exist; any number of processes may do so at a time. Blocks.
 
         Raises:
             OutboxError: the database cannot, or may not.
         """
-        self._do(lambda connection: self.table.create(connection, checkfirst=True), "making the table")
+        for _ in range(_RACES):
+            try:
+                return self._do(self._make, "making the table")
+            except OutboxError:  # another has made it since we looked
+                if not self._is_there():
+                    raise
+        return self._do(self._make, "making the table")
 
     # For a publisher
 
@@ -186,9 +202,7 @@ class SQLAlchemyOutbox:
             return
         if self._create:
             self.create_table()
-        elif not self._do(
-            lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening"
-        ):
+        elif not self._is_there():
             raise OutboxError(
                 f"{self!r} does not exist: make it with create_table(), create=True, or the statements in ddl"
             )
@@ -246,7 +260,7 @@ class SQLAlchemyOutbox:
     def claims(self) -> Claims:
         """Make what one relay takes its rows from."""
         self.open()
-        return SQLAlchemyClaims(self.table, self._do, self._lease)
+        return SQLAlchemyClaims(self.table, self._do, self._lease, boot_name(self._dialect))
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
@@ -334,9 +348,16 @@ class SQLAlchemyOutbox:
 
     # Private
 
+    def _make(self, connection: Connection) -> None:
+        self.table.create(connection, checkfirst=True)
+        for index in self.table.indexes:  # who made the table may have died before it came to that
+            index.create(connection, checkfirst=True)
+
+    def _is_there(self) -> bool:
+        return self._do(lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening")
+
     def _values(self, row: NewRow, now: float) -> dict[str, Any]:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
-        _check_texts(row.message.message_id, row.exchange, row.routing_key, row.ordering_key)
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
 
     def _fate(self, settlement: Settlement, now: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Invariants:
 - a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there;
 - every claim has a name of its own, so that what a transaction has claimed is told from all that this relay had before,
   and a fate that comes too late from what another relay has claimed since;
+- where leases are by the time since the boot of the machine, a claim of an earlier boot is over: its name says so;
 - a relay never takes what it has: where its leases may have ended, as after an outage of the database, it renews first.
 """
 
@@ -50,10 +51,14 @@ class SQLAlchemyClaims:
         table: of the outbox.
         run: carries out work in a transaction of its own.
         lease: seconds.
+        boot: names the boot of the machine, where leases are by the time since that; else empty.
     """
 
-    def __init__(self, table: Table, run: Callable[[Callable[[Connection], Any], str], Any], lease: float) -> None:
-        self.owner = uuid.uuid4().hex
+    def __init__(
+        self, table: Table, run: Callable[[Callable[[Connection], Any], str], Any], lease: float, boot: str = ""
+    ) -> None:
+        self.owner = f"{boot}{uuid.uuid4().hex}"
+        self._boot = boot
         self.keep_every = min(_KEEP_EVERY, lease / 4)
         self._table = table
         self._run = run
@@ -226,10 +231,13 @@ class SQLAlchemyClaims:
 
     def _due(self, now: float) -> ColumnElement[bool]:
         columns = self._table.c
+        free = columns.claimed_until <= now
+        if self._boot:
+            free = or_(free, ~columns.claimed_by.startswith(self._boot))
         return and_(
             columns.state < SET_ASIDE,
             columns.format <= FORMAT,
-            columns.claimed_until <= now,
+            free,
             or_(columns.available_at <= now, columns.available_at > now + 2 * LONGEST_DELAY),
         )
 

@@ -1,11 +1,13 @@
 """The table of an outbox in a database that SQLAlchemy knows, and the few things that databases do differently.
 
-Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend; times are seconds since
-1970 by the database's own clock where it is a server, so that relays on several machines agree about a lease.
+Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend; leases and delays are by
+one clock for all relays: that of the server, in seconds since 1970, or, where the database is a file, the time since
+the boot of the machine, which no jump of the wall clock moves.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +29,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
+from reliable_mq.clock import boot, since_boot
+
 if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine import Dialect
@@ -36,6 +40,7 @@ __all__ = [
     "LOCKS_WHAT_IT_READS",
     "READY",
     "SET_ASIDE",
+    "boot_name",
     "database_time",
     "ddl",
     "outbox_table",
@@ -51,6 +56,7 @@ _CLOCKS: Final = {
     "mysql": "unix_timestamp(sysdate(6))",
     "mariadb": "unix_timestamp(sysdate(6))",
 }
+_FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
@@ -101,6 +107,14 @@ def skips_locked(connection: Connection) -> bool:
 
 
 def database_time(connection: Connection) -> float:
-    """Ask the database what time it is; an embedded one has ours."""
-    clock = _CLOCKS.get(connection.dialect.name)
+    """Ask the database what time it is, in seconds; one that is a file has the time since the boot of the machine."""
+    name = connection.dialect.name
+    if name in _FILES:
+        return since_boot() / 1_000_000
+    clock = _CLOCKS.get(name)
     return time.time() if clock is None else float(connection.execute(select(literal_column(clock))).scalar_one())
+
+
+def boot_name(dialect: Dialect) -> str:
+    """Name this boot of the machine, in 12 characters, where `database_time` begins with it; else an empty text."""
+    return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""

@@ -9,7 +9,8 @@ Any number of processes may store in one file. One of them at a time relays, and
 that, which ends with the process, however it ends; the next one takes over at once.
 
 Invariants: ids grow in the order in which transactions commit, and none is ever used again; the connection that writes
-is used under a lock; no connection is used on the other side of a fork.
+is used under a lock; no connection is used on the other side of a fork; delays are by the time since the boot of the
+machine, which no jump of the wall clock moves (a row that an earlier boot has delayed is due within two minutes).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from reliable_mq.clock import since_boot
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
@@ -159,8 +161,8 @@ class SQLiteOutbox:
         Raises:
             OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
         """
-        now = time.time()
-        stored = [(*values_of(row), now) for row in rows]
+        stored_at, now = time.time(), since_boot() / 1_000_000
+        stored = [(*values_of(row), stored_at) for row in rows]
         removed = [(one.row.id,) for one in settlements if one.fate is Fate.CONFIRMED]
         changed = [
             (

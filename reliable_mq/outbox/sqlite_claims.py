@@ -18,11 +18,11 @@ import fcntl
 import logging
 import os
 import sqlite3
-import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
+from reliable_mq.clock import since_boot
 from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Taken
@@ -110,7 +110,7 @@ class SQLiteClaims:
             (epoch,) = connection.execute(_EPOCH).fetchone()
             if epoch != self._epoch:
                 self._start_over(connection, epoch)
-            now = time.time()
+            now = since_boot() / 1_000_000
             due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
             self._give(due, taken, limit, delayed=True)
             while self._again and len(taken.rows) < limit:

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
+from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.clock import boot, since_boot
 from reliable_mq.stores.questions import (
     DAY,
     Doubts,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -50,11 +48,13 @@ STEPS = st.lists(
 
 
 class Clock:
-    """The wall clock, as the backends see it."""
+    """The time since the boot of the machine, as the backends see it."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
-        self.module = SimpleNamespace(time=lambda: self.now, monotonic=time.monotonic, sleep=time.sleep)
+
+    def since_boot(self) -> int:
+        return int(self.now * 1_000_000)
 
 
 class Model:
@@ -184,7 +184,7 @@ def go_through(steps: list[Any], make: Callable[[Path, ExitStack], Outbox]) -> N
     clock = Clock()
     with ExitStack() as stack:
         for module in (sqlite, sqlite_claims, sqlalchemy_table):
-            stack.enter_context(patch.object(module, "time", clock.module))
+            stack.enter_context(patch.object(module, "since_boot", clock.since_boot))
         outbox = make(Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
         stack.callback(outbox.close)
         model = Model(outbox, clock)

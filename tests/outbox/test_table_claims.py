@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
-from reliable_mq.outbox import sqlalchemy_claims
-from tests.outbox.claims_contract import ClaimsContract, TableOutbox
+from reliable_mq.core.outbox import Fate, Settlement
+from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims, sqlalchemy_table
+from tests.outbox.claims_contract import ClaimsContract, TableOutbox, store, take
 
 
 @pytest.fixture(params=["one writer at a time", "rows locked one by one"])
@@ -25,3 +26,28 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 class TestClaims(ClaimsContract):
     pass
+
+
+def test_what_a_relay_had_before_the_machine_was_booted_is_free_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are by the time since the boot, which begins anew; no delay is longer for that."""
+
+    def booted(name: str, uptime: float) -> None:
+        monkeypatch.setattr(sqlalchemy_table, "boot", lambda: (name, 0))
+        monkeypatch.setattr(sqlalchemy_table, "since_boot", lambda: int(uptime * 1_000_000))
+
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, lease=30)
+    outbox.create_table()
+    booted("one", 10_000.0)
+    store(outbox, "delayed", "claimed")
+    before = outbox.claims()
+    late, _ = take(before)
+    outbox.write([], [Settlement(late, Fate.LATER, 60.0)])
+    booted("two", 9_990.0)
+    assert [(row.message.body, row.possible_duplicate) for row in take(outbox.claims())] == [(b"claimed", True)]
+    booted("three", 5.0)
+    assert [row.message.body for row in take(outbox.claims())] == [b"delayed", b"claimed"]
+    assert take(outbox.claims()) == []
+    engine.dispose()

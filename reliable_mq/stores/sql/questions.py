@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.stores.clock import boot, since_boot
 from reliable_mq.stores.questions import Answer, Doubts, held_by, microseconds
 from reliable_mq.stores.sql.dialect import Dialect, Held, Steps, checked_table
 from reliable_mq.stores.sql.mysql import MySQL

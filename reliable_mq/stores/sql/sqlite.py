@@ -1,7 +1,7 @@
 """The questions of a store in SQLite's SQL, and the clock that its processes share.
 
 SQLite has no clock but the wall clock of whoever asks, which jumps. What is asked is therefore told the time, of
-:mod:`reliable_mq.stores.clock`.
+:mod:`reliable_mq.clock`.
 """
 
 # ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own

@@ -1,7 +1,7 @@
-"""The clock of a database file: the same for all processes of the machine, and blind to jumps of the wall clock.
+"""The time since the boot of the machine: the same for all its processes, and blind to jumps of the wall clock.
 
-It is the time since the boot of the machine, added to a base that the first process after a boot leaves in the file:
-the wall clock of that moment. So leases and retentions go on over a restart of the machine, too.
+Where the processes of one machine share a file, and no server has a clock for them, it is what they agree on. What
+outlives a boot needs more: a base to add to it, or the name of the boot beside it.
 """
 
 from __future__ import annotations

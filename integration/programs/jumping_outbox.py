@@ -1,0 +1,87 @@
+"""Relays of outboxes in a process whose wall clock jumps by an hour: leases and delays take as long as they are to.
+
+Usage: ``python -m integration.programs.jumping_outbox OFFSET_FILE OUTBOX...``, under libfaketime. An OUTBOX is the path
+of a SQLite file, or a database URL whose table is there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine
+
+from integration.programs.jumping_clock import HOUR, WallClock
+from reliable_mq import Message
+from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
+
+if TYPE_CHECKING:
+    from reliable_mq.outbox import Claims
+
+LEASE = 1.0  # seconds
+DELAY = 0.7  # seconds
+LATE = 4.0  # seconds that a busy machine may add
+
+
+def new_outbox(where: str) -> Outbox:
+    return SQLAlchemyOutbox(create_engine(where), lease=LEASE) if "://" in where else SQLiteOutbox(where)
+
+
+def wait_for_row(claims: Claims) -> OutboxRow:
+    while not (rows := claims.take(1).rows):
+        threading.Event().wait(0.02)  # libfaketime does not let time.sleep() be
+    return rows[0]
+
+
+def check(began: float, least: float, what: str) -> None:
+    took = time.monotonic() - began
+    assert least - 0.1 < took < least + LATE, f"{what} took {took:.2f} s"
+
+
+def main(offset_file: str, places: list[str]) -> None:
+    clock = WallClock(offset_file)
+    outboxes = {where: new_outbox(where) for where in places}
+    relays = {where: outbox.claims() for where, outbox in outboxes.items()}
+    for offset in (HOUR, -HOUR):
+        clock.jump(0)
+        delayed_at: dict[str, float] = {}
+        claimed_at: dict[str, float] = {}
+        for where, outbox in outboxes.items():
+            outbox.write([NewRow(Message(b""), "", "orders", True, None) for _ in range(2)], [])
+            relay = relays[where]
+            first = wait_for_row(relay)
+            outbox.write([], [Settlement(first, Fate.LATER, DELAY, "it was nacked")])
+            relay.written([Settlement(first, Fate.LATER)])
+            delayed_at[where] = time.monotonic()
+            [second] = relay.take(1).rows
+            claimed_at[where] = time.monotonic()
+            if "://" not in where:  # no lease: there is one relay, until its process ends
+                outbox.write([], [Settlement(second, Fate.CONFIRMED)])
+                del claimed_at[where]
+        clock.jump(offset)
+        for where, began in delayed_at.items():
+            relays[where].keep()
+            again = wait_for_row(relays[where])
+            check(began, DELAY, f"the delay in {where}")
+            outboxes[where].write([], [Settlement(again, Fate.CONFIRMED)])
+        for where in claimed_at:  # its holder dies: it renews no more
+            relays[where].keep()
+            claimed_at[where] = time.monotonic()
+        others = {where: outboxes[where].claims() for where in claimed_at}
+        clock.jump(0)
+        for where, other in others.items():
+            assert not other.take(1).rows, f"{where} gave away what a relay has"
+        clock.jump(offset)
+        for where, began in claimed_at.items():
+            left = wait_for_row(others[where])
+            check(began, LEASE, f"the lease in {where}")
+            outboxes[where].write([], [Settlement(left, Fate.CONFIRMED)])
+            relays[where] = others[where]
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
