@@ -67,6 +67,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ):
             app.state.engine, app.state.outbox, app.state.invoiced = engine, outbox, invoiced
             yield  # requests are served
+        async with engine.begin() as connection:  # for this is an example
+            for table in ("orders", "invoices", "outbox", "inbox"):
+                await connection.execute(text(f"DROP TABLE {table}_{RUN}"))
         await engine.dispose()
 
 

@@ -67,6 +67,12 @@ class OrdersService:
         with self.engine.connect() as connection:
             return list(connection.execute(text(f"SELECT number FROM {table}_{RUN} ORDER BY number")).scalars())
 
+    def clean_up(self) -> None:
+        self.store.close()
+        with self.engine.begin() as connection:
+            for table in ("orders", "invoices", "outbox", "inbox"):
+                connection.execute(text(f"DROP TABLE {table}_{RUN}"))
+
 
 def main(engine: Engine) -> None:
     service = OrdersService(engine)
@@ -96,6 +102,7 @@ def main(engine: Engine) -> None:
     print(f"messages about invoices: {sorted(messages)}")
     counts = consumer.statistics
     print(f"delivered {counts.delivered} times, done once each: {counts.duplicates} duplicate")
+    service.clean_up()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import create_engine, inspect
 
 from integration.support.broker import Broker
 from integration.support.certificates import Authority
@@ -71,10 +72,13 @@ def test_an_example_prints_what_it_says(vhost: VirtualHost, example: str) -> Non
 def test_an_example_with_a_database_runs_on_postgresql(
     vhost: VirtualHost, database: Callable[[str], Database], example: str
 ) -> None:
-    """The one that is named in the environment, in place of a file that is thrown away."""
+    """The one that is named in the environment, in place of a file that is thrown away; no table is left there."""
     url = database("postgresql").fresh()
     variables = {"RELIABLE_MQ_URL": vhost.url, "RELIABLE_MQ_DATABASE": url, "RELIABLE_MQ_ASYNC_DATABASE": url}
     assert_prints(example, run(f"{example}.py", **variables))
+    engine = create_engine(url)
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
 
 
 @pytest.mark.parametrize("service", ["service", "asyncio_service"])
