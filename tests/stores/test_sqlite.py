@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from reliable_mq import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores import Claim, ClaimStatus, SQLiteStore, clock
+from reliable_mq import ConfigurationError, IdempotencyStoreError, clock
+from reliable_mq.stores import Claim, ClaimStatus, SQLiteStore
 from tests.stores.subjects import Records, sqlite
 
 
