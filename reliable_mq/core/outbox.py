@@ -166,6 +166,8 @@ def row_from(
         raise UnreadableRow(f"row {id} is damaged: message_id, exchange and routing_key are text")
     if not isinstance(body, (bytes, memoryview)) or not isinstance(properties, (bytes, memoryview, type(None))):
         raise UnreadableRow(f"row {id} is damaged: body and properties are binary")
+    if not isinstance(key, str | None) or not isinstance(attempts, int):
+        raise UnreadableRow(f"row {id} is damaged: ordering_key is text or NULL, attempts is a number")
     if properties is not None:
         properties = bytes(properties)
         try:
@@ -179,7 +181,7 @@ def row_from(
         routing_key,
         bool(mandatory),
         key,
-        int(attempts),
+        attempts,
         in_doubt or bool(duplicate),
         claim,
     )

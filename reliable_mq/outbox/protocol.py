@@ -41,7 +41,7 @@ class Taken(NamedTuple):
 
     Attributes:
         rows: to publish, in order.
-        damaged: fates of rows that cannot be published.
+        damaged: fates of rows that cannot be published, and of those that they hold back.
     """
 
     rows: list[OutboxRow]

@@ -78,6 +78,7 @@ class SQLAlchemyClaims:
             self._renewed_at = began
         taken = Taken([], [])
         claim = self._claim_name
+        held: set[str] = set()  # keys with a row that is damaged
         for found in rows:
             number, was_claimed, *values = list(found)[: 2 + len(COLUMNS)]
             try:
@@ -85,8 +86,12 @@ class SQLAlchemyClaims:
             except UnreadableRow as error:
                 row = OutboxRow(number, Message(b""), "", "", True, None, 0, False, claim)
                 taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
+                held.add(found.ordering_key)
             else:
-                taken.rows.append(row)
+                if row.ordering_key in held:
+                    taken.damaged.append(Settlement(row, Fate.BACK))
+                else:
+                    taken.rows.append(row)
             self._taken[number] = row
         if taken.rows:
             self._weigh(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
@@ -129,7 +134,7 @@ class SQLAlchemyClaims:
             self._mark(connection, [row.id for row in first], name, until)
         else:
             first = self._take_first(connection, limit, now, name, until)
-        keys = sorted({row.ordering_key for row in first if row.ordering_key is not None})
+        keys = sorted({row.ordering_key for row in first if isinstance(row.ordering_key, str)})
         if not keys:
             return first
         behind = self._look_behind(connection, keys, {row.id for row in first}, now)

@@ -20,6 +20,7 @@ import sqlite3
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -337,6 +338,7 @@ class SQLiteOutbox:
         if new:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self.path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+        connection.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # a row may be damaged
         try:
             _use_wal(connection, self._timeout)
             # FULL: an fsync at every commit. NORMAL would do without in WAL mode, and forget what was accepted.

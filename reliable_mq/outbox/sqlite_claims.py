@@ -196,6 +196,7 @@ class SQLiteClaims:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+        connection.text_factory = _text_or_bytes  # what is no UTF-8 is the fault of one row, not of the others
         try:
             if not self._began:  # a relay before us may have published any of these
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
@@ -269,10 +270,13 @@ class SQLiteClaims:
             return row_from(number, values, in_doubt=number <= self._doubtful)
         except UnreadableRow as error:
             key = values[COLUMNS.index("ordering_key")]
-            if isinstance(key, str):
+            key = key if isinstance(key, str) else None
+            if key is not None:
                 self._held.add(key)
             if not error.newer:
-                row = OutboxRow(number, Message(b""), "", "", True, None, 0, False)
+                row = OutboxRow(number, Message(b""), "", "", True, key, 0, False)
+                if key is not None:
+                    self._keys.setdefault(key, _Key()).taken += 1
                 self._taken.add(number)
                 taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
             elif not self._unreadable_said:
@@ -320,6 +324,13 @@ class SQLiteClaims:
         settlements = [Settlement(row, Fate.BACK) for row in rows]
         self.decided(settlements)
         self.written(settlements)
+
+
+def _text_or_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 # In a forked child they are the parent's.

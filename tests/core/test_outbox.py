@@ -98,6 +98,8 @@ def test_a_row_of_a_newer_format_is_not_decoded() -> None:
         {"body": "text"},
         {"properties": "text"},
         {"properties": b"\xff"},
+        {"ordering_key": b"key"},
+        {"attempts": "many"},
     ],
 )
 def test_a_damaged_row_is_refused(changed: dict[str, Any]) -> None:

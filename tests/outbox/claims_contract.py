@@ -149,6 +149,28 @@ class ClaimsContract:
         claims = table.outbox.claims()
         assert [row.message.body for row in take(claims)] == [b"0"]
 
+    def test_a_damaged_row_is_set_aside_and_holds_those_behind_it(self, table: TableOutbox) -> None:
+        """In the middle of what is taken of a key; others go on, and those behind it when it is purged."""
+        store(table.outbox, "0", "1", "2", key="key")
+        store(table.outbox, "free")
+        damage = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(properties=b"\xff")
+        with table.engine.begin() as connection:
+            connection.execute(damage)
+        claims = table.outbox.claims()
+        taken = claims.take(10)
+        assert [row.message.body for row in taken.rows] == [b"0", b"free"]
+        table.outbox.write([], taken.damaged)
+        claims.written(taken.damaged)
+        done = [Settlement(row, Fate.CONFIRMED) for row in taken.rows]
+        table.outbox.write([], done)
+        claims.written(done)
+        assert take(claims) == []
+        status = table.outbox.status()
+        assert (status.rows, status.held, status.set_aside) == (1, 1, 1)
+        assert "damaged" in table.outbox.set_aside()[0].reason
+        assert table.outbox.purge() == 1
+        assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
+
     @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.SET_ASIDE])
     def test_a_fate_that_comes_late_takes_nothing_from_the_relay_that_took_over(
         self, table: TableOutbox, fate: Fate

@@ -1,0 +1,77 @@
+"""A row of a file that is damaged, as by somebody who has written into it, is one row: the others are relayed."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from reliable_mq import Message
+from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox.protocol import Claims
+
+
+def settle(outbox: SQLiteOutbox, claims: Claims, settlements: list[Settlement]) -> None:
+    claims.decided(settlements)
+    outbox.write([], settlements)
+    claims.written(settlements)
+
+
+def bodies(claims: Claims) -> list[bytes]:
+    return [row.message.body for row in claims.take(10).rows]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("properties", "X'FF'"),
+        ("body", "'text'"),
+        ("attempts", "'many'"),
+        ("message_id", "X'00'"),
+        ("routing_key", "CAST(X'FF' AS TEXT)"),
+        ("exchange", "CAST(X'C328' AS TEXT)"),
+    ],
+)
+def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, column: str, value: str) -> None:
+    """With a reason; behind it nothing of its key is given, until somebody decides, and everything else is."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    keys = ("key", "key", "key", None)
+    outbox.write([NewRow(Message(b"%d" % number), "", "q", True, key) for number, key in enumerate(keys)], [])
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute(f"UPDATE outbox SET {column} = {value} WHERE id = 2")
+    claims = outbox.claims()
+    taken = claims.take(10)
+    assert [row.message.body for row in taken.rows] == [b"0", b"3"]
+    claims.decided(taken.damaged)  # not carried out yet, when the relay looks at everything again
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
+    assert bodies(claims) == []
+    outbox.write([], taken.damaged)
+    claims.written(taken.damaged)
+    settle(outbox, claims, [Settlement(row, Fate.CONFIRMED) for row in taken.rows])
+    assert bodies(claims) == []
+    status = outbox.status()
+    assert (status.rows, status.held, status.set_aside) == (1, 1, 1)
+    assert "damaged" in outbox.set_aside()[0].reason
+    assert outbox.purge() == 1
+    assert bodies(claims) == [b"2"]
+    claims.close()
+    outbox.close()
+
+
+def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
+    """Its row is set aside, and nothing waits behind it."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b"%d" % number), "", "q", True, "key") for number in range(3)], [])
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute("UPDATE outbox SET ordering_key = CAST(X'FF' AS TEXT) WHERE id = 2")
+    claims = outbox.claims()
+    taken = claims.take(10)
+    assert [row.message.body for row in taken.rows] == [b"0", b"2"]
+    settle(outbox, claims, [*taken.damaged, *(Settlement(row, Fate.CONFIRMED) for row in taken.rows)])
+    assert (outbox.status().rows, outbox.status().set_aside) == (0, 1)
+    claims.close()
+    outbox.close()
