@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-from typing import TYPE_CHECKING
+import sqlite3
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Self
 
 import pytest
 from sqlalchemy import create_engine
@@ -18,17 +21,25 @@ from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from integration.support.databases import Database
     from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
 
 
-@pytest.fixture(params=["file", "database"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=["file", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[str], Database]) -> str:
     """How the command line names an outbox."""
     path = tmp_path / "outbox"
-    return str(path) if request.param == "file" else f"sqlite:///{path}"
+    match request.param:
+        case "file":
+            return str(path)
+        case "sqlite":
+            return f"sqlite:///{path}"
+        case kind:
+            return database(kind).fresh()
 
 
 @pytest.fixture
@@ -42,6 +53,29 @@ def outbox(where: str) -> Iterator[Outbox]:
         box = SQLiteOutbox(where)
         yield box
         box.close()
+
+
+class Relay:
+    """``reliable-mq outbox relay`` in a process of its own, from when it says that it relays."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = start_cli("outbox", "relay", *arguments)
+
+    def __enter__(self) -> Self:
+        assert self._process.stderr is not None
+        said = self._process.stderr.readline()
+        assert said.startswith(b"relaying"), said + self._process.communicate(timeout=30)[1]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def end(self, number: int) -> int:
+        """Send it a signal; return its exit status."""
+        self._process.send_signal(number)
+        self._process.communicate(timeout=30)
+        return self._process.returncode
 
 
 def store(outbox: Outbox, queue: str, *message_ids: str) -> None:
@@ -64,10 +98,15 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     told = json.loads(status.stdout)
     assert (status.returncode, told["rows"], told["set_aside"]) == (1, 0, 2)
     assert {one["message_id"]: "NO_ROUTE" in one["reason"] for one in told["messages"]} == {"c": True, "d": True}
-    assert b"NO_ROUTE" in run_cli("outbox", "status", where).stdout
+    listed = run_cli("outbox", "status", where, "--limit", "1").stdout
+    assert listed.count(b"NO_ROUTE") == 1
     assert run_cli("outbox", "retry", where).returncode == 2
+    again = run_cli("outbox", "retry", where, "--all")
+    assert (again.returncode, again.stdout) == (0, b"2 messages put back\n")
+    assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
+    assert [one.attempts for one in outbox.set_aside()] == [2, 2]
     assert run_cli("outbox", "retry", where, "c", "unknown").returncode == 1
-    purged = run_cli("outbox", "purge", where, "--all")
+    purged = run_cli("outbox", "purge", where, "d")
     assert (purged.returncode, purged.stdout) == (0, b"1 messages removed\n")
     with vhost.connect() as connection:
         connection.channel().queue_declare("later")
@@ -76,21 +115,91 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     assert run_cli("outbox", "status", where).returncode == 0
 
 
-def test_a_relay_runs_until_it_is_told_to_stop(vhost: VirtualHost, outbox: Outbox, where: str) -> None:
-    """What is stored meanwhile is published; SIGTERM ends it in good order."""
+@pytest.mark.parametrize(
+    ("where", "number", "code"), [("file", signal.SIGTERM, 0), ("sqlite", signal.SIGINT, 130)], indirect=["where"]
+)
+def test_a_relay_runs_until_it_is_told_to_stop(
+    vhost: VirtualHost, outbox: Outbox, where: str, number: int, code: int, tmp_path: Path
+) -> None:
+    """It makes the outbox if asked; what is stored meanwhile is published; a signal ends it in good order."""
     with vhost.connect() as connection:
         connection.channel().queue_declare("orders")
-    outbox.open()
-    relay = start_cli("outbox", "relay", vhost.url, where)
-    try:
+    assert not (tmp_path / "outbox").exists()
+    with Relay(vhost.url, where, "--create") as relay:
+        assert (tmp_path / "outbox").exists()
         store(outbox, "orders", "a")
         vhost.wait_for_messages("orders", 1)
         wait_until(lambda: outbox.status().rows == 0, timeout=20, what="an empty outbox")
-    finally:
-        relay.send_signal(signal.SIGTERM)
-        _, said = relay.communicate(timeout=30)
-    assert relay.returncode == 0, said
-    assert b"relaying" in said
+        assert relay.end(number) == code
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_a_relay_that_does_not_get_done_gives_up_in_time_or_when_it_is_told_to(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
+) -> None:
+    """No confirm comes: the exit status says so, and the message stays."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    store(outbox, "orders", "a")
+    proxy = fault_proxy(vhost.url)
+    proxy.hold_confirms()
+    began = time.monotonic()
+    late = run_cli("outbox", "relay", proxy.url, where, "--until-empty", "--timeout", "1")
+    assert (late.returncode, b"1 messages are still in" in late.stderr) == (1, True), late.stderr
+    assert time.monotonic() - began < 12
+    relay = start_cli("outbox", "relay", proxy.url, where, "--until-empty")
+    vhost.wait_for_messages("orders", 2)
+    assert outbox.status().rows == 1
+    relay.send_signal(signal.SIGINT)
+    proxy.release_confirms()  # which it waits for, as any publisher that is left
+    _, said = relay.communicate(timeout=30)
+    assert relay.returncode == 130, said
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_what_only_a_newer_version_can_relay_is_something_to_look_at(outbox: Outbox, where: str) -> None:
+    """The exit status of ``status`` is 1, as for what was set aside."""
+    store(outbox, "orders", "a")
+    assert run_cli("outbox", "status", where).returncode == 0
+    with closing(sqlite3.connect(where)) as connection, connection:
+        connection.execute("UPDATE outbox SET format = 2")
+    status = run_cli("outbox", "status", where, "--json")
+    assert (status.returncode, json.loads(status.stdout)["unreadable"]) == (1, 1)
+
+
+@pytest.mark.parametrize("where", ["postgresql"], indirect=True)
+def test_f33_of_two_relays_one_is_killed_and_the_other_publishes_everything(
+    vhost: VirtualHost, outbox: Outbox, where: str
+) -> None:
+    """What the dead one had comes again when its lease is over; in a key nothing overtakes what was there first."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    names: list[str] = []
+    in_order: list[str] = []
+
+    def store_more() -> None:
+        first = len(names)
+        new = [f"{number}" for number in range(first, first + 50)]
+        rows = [
+            NewRow(Message(b"", message_id=name), "", "orders", True, "key" if int(name) % 10 == 0 else None)
+            for name in new
+        ]
+        outbox.write(rows, [])
+        names.extend(new)
+        in_order.extend(row.message.message_id for row in rows if row.ordering_key)
+
+    outbox.open()
+    store_more()
+    with Relay(vhost.url, where, "--lease", "1") as killed, Relay(vhost.url, where, "--lease", "1") as other:
+        for _ in range(20):
+            store_more()
+        assert killed.end(signal.SIGKILL) == -signal.SIGKILL
+        store_more()
+        wait_until(lambda: outbox.status().rows == 0, timeout=30, what="an empty outbox")
+        assert other.end(signal.SIGTERM) == 0
+    found = list(dict.fromkeys(name for name, _ in bodies(vhost, "orders")))
+    assert sorted(found, key=int) == names
+    assert [name for name in found if name in set(in_order)] == in_order
 
 
 def test_what_is_no_outbox_is_said_without_a_password(tmp_path: Path) -> None:

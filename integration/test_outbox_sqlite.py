@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Self
 
 import pytest
@@ -55,9 +57,14 @@ class Killed:
     def __exit__(self, *exc_info: object) -> None:
         self._forks.__exit__(*exc_info)
 
-    def run(self, count: int, kill_at: int) -> int | None:
-        """Run once; return how many lines ran, or None where it was killed."""
-        status, said = self._forks.run(*self._arguments, count, kill_at)
+    def run(self, count: int, kill_at: int, *, kill_after: float | None = None) -> int | None:
+        """Run once; return how many lines ran, or None where it was killed: at a line, or after some seconds."""
+        child = self._forks.begin(*self._arguments, count, kill_at)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with suppress(ProcessLookupError):  # it was quicker
+                os.kill(child, signal.SIGKILL)
+        status, said = self._forks.end()
         lines = None
         for line in said:
             what, _, text = line.partition(" ")
@@ -72,11 +79,16 @@ class Killed:
         return lines
 
     def run_and_be_killed(self, count: int, deaths: int, rng: random.Random) -> None:
-        """Run once to the end, and then so often that it is killed."""
+        """Run once to the end, and then so often that it is killed, every third time from outside."""
+        began = time.monotonic()
         total = self.run(count, 0)
+        took = time.monotonic() - began
         assert total is not None
         died = 0
-        for _ in range(deaths):
+        for number in range(deaths):
+            if number % 3 == 2:
+                died += self.run(count, 0, kill_after=rng.uniform(0, took)) is None
+                continue
             # Most of the lines belong to storing and relaying; the first few to the start, which is to be hit as well.
             limit = total if rng.random() < 0.8 else total // 20
             died += self.run(count, rng.randrange(1, limit + 1)) is None
@@ -99,8 +111,9 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     assert balance.drained >= balance.confirmed
 
 
+@pytest.mark.parametrize("face", ["sync", "aio"])
 def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
-    vhost: VirtualHost, tmp_path: Path, rng: random.Random
+    face: str, vhost: VirtualHost, tmp_path: Path, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
     path = tmp_path / "outbox"
@@ -109,7 +122,8 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
     outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
     with Forks("outboxing") as forks:
         for _ in range(4):
-            forks.run(vhost.url, path, "sync", 0, rng.randrange(500, 12_000))
+            status, _ = forks.run(vhost.url, path, face, 0, rng.randrange(500, 12_000))
+            assert status == -signal.SIGKILL
             outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)
@@ -165,6 +179,24 @@ def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_n
 
 
 @pytest.mark.usefixtures("publisher_face")
+def test_a_publisher_that_was_closed_is_left_at_once(
+    vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
+) -> None:
+    """What it has not got confirmed is in the outbox; nothing goes on that could be waited for."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    proxy = fault_proxy(vhost.url)
+    proxy.hold_confirms()
+    with Publisher(proxy.url, outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders")
+        vhost.wait_for_messages("orders", 1)
+        began = time.monotonic()
+        publisher.close(0)
+    assert time.monotonic() - began < 15
+    assert SQLiteOutbox(tmp_path / "outbox").status().rows == 1
+
+
+@pytest.mark.usefixtures("publisher_face")
 def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_back(
     vhost: VirtualHost, tmp_path: Path
 ) -> None:
@@ -188,6 +220,22 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_ba
     assert sorted(int(body) for _, body in bodies(vhost, "orders")) == list(range(20))
     assert outbox.purge() == 1
     assert outbox.status().set_aside == 0
+
+
+@pytest.mark.usefixtures("publisher_face")
+def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualHost, tmp_path: Path) -> None:
+    """Whoever has written into the file: one row cannot be read, and it is said which and why."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b"%d" % number), "", "orders", True, None) for number in range(3)], [])
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute("UPDATE outbox SET message_id = 'mine', routing_key = CAST(X'FF' AS TEXT) WHERE id = 2")
+    with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
+        publisher.flush(20)
+        wait_until(lambda: outbox.status().set_aside == 1, timeout=20, what="a row that is set aside")
+    assert [body for _, body in bodies(vhost, "orders")] == [b"0", b"2"]
+    [aside] = outbox.set_aside()
+    assert (aside.message_id, aside.routing_key) == ("mine", "\\xff")
+    assert "damaged" in aside.reason
 
 
 @pytest.mark.usefixtures("publisher_face")

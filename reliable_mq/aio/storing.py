@@ -148,7 +148,7 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         left = 0
         try:
             if await self._wait_stored(limit):
-                left = await self._wait_relayed(None, deadline, worth_waiting)
+                left = await self._wait_relayed(None, deadline, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError):
             logger.exception("closing the publisher of %r", self.outbox)
         # What is on its way to a broker that is not there stays where it is.

@@ -127,7 +127,7 @@ def relay(
             with publisher:
                 publisher.connect()
                 if until_empty:
-                    publisher.flush(timeout)
+                    _flush(publisher, timeout)
                 else:
                     errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
                     wait_heeding_signals(stopped)
@@ -194,6 +194,14 @@ def _outbox(
         yield file
     finally:
         file.close()
+
+
+def _flush(publisher: Publisher, timeout: float | None) -> None:
+    try:
+        publisher.flush(timeout)
+    except TimeoutError:
+        publisher.close(0)  # leaving it would go on for a while
+        raise
 
 
 @contextmanager

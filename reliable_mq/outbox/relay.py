@@ -149,6 +149,11 @@ class OutboxRelay:
         return not self._thread.is_alive()
 
     @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    @property
     def outstanding(self) -> int:
         """Rows that are being published, or whose fate is being carried out."""
         return self._outstanding + self._unwritten

@@ -143,7 +143,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         left = 0
         try:
             if self._wait_stored(timeout):
-                left = self._wait_relayed(None, deadline, worth_waiting)
+                left = self._wait_relayed(None, deadline, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError):
             logger.exception("closing the publisher of %r", self.outbox)
         # What is on its way to a broker that is not there stays where it is.
