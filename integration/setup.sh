@@ -7,6 +7,7 @@
 #   setup.sh databases         the image reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB
 #   setup.sh java              a Java that Spark runs on (17 or newer)
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
+#   setup.sh strace            strace, for what a program has synchronised with the disk
 #   setup.sh all               all of the above, both broker images
 #
 # Settings (environment):
@@ -39,7 +40,8 @@ main() {
         databases) ensure_docker; ensure_databases ;;
         java) ensure_java ;;
         faketime) ensure_faketime ;;
-        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null ;;
+        strace) ensure_strace ;;
+        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null; ensure_strace ;;
         *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
     esac
 }
@@ -98,6 +100,12 @@ ensure_faketime() {
     faketime_library && return
     apt_install 'a wall clock that jumps' libfaketime
     faketime_library || die "libfaketime is installed, and not where it was looked for."
+}
+
+# -- strace ----------------------------------------------------------------------------------------------------------
+
+ensure_strace() {
+    command -v strace >/dev/null || apt_install 'seeing what is synchronised with the disk' strace
 }
 
 # -- docker daemon ---------------------------------------------------------------------------------------------------

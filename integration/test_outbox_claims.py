@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
-from sqlalchemy import create_engine, delete
+from sqlalchemy import create_engine, delete, select
 
 from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soaking
 from reliable_mq.outbox import SQLAlchemyOutbox
-from tests.outbox.claims_contract import ClaimsContract, TableOutbox
+from tests.outbox.claims_contract import ClaimsContract, TableOutbox, store, take
 from tests.outbox.test_outboxes import STEPS, Clock, Model
 
 if TYPE_CHECKING:
@@ -33,6 +34,23 @@ def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -
 
 class TestClaims(ClaimsContract):
     pass
+
+
+def test_a_relay_passes_over_rows_that_another_is_taking_and_does_not_wait(table: TableOutbox) -> None:
+    """A transaction that hangs in the middle of taking rows holds up its own rows, and no relay."""
+    store(table.outbox, *"abcde")
+    store(table.outbox, "0", "1", key="key")
+    columns = table.outbox.table.c
+    claims = table.outbox.claims()
+    with ThreadPoolExecutor(1) as pool, table.engine.connect() as other:
+        other = other.execution_options(isolation_level="READ COMMITTED")  # noqa: PLW2901  # the same one
+        ids = select(columns.id).where(columns.body.in_([b"a", b"c", b"0"]))
+        with other.begin():
+            found = other.execute(ids).scalars().all()
+            other.execute(select(columns.id).where(columns.id.in_(found)).with_for_update())
+            taken = pool.submit(take, claims).result(2)
+    assert [row.message.body for row in taken] == [b"b", b"d", b"e"]
+    assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
 
 
 def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_relay(

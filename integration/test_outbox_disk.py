@@ -11,6 +11,7 @@ import pytest
 
 from integration.support.programs import environment
 from integration.support.seeds import soaking
+from integration.support.syncs import traced
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import Fate, NewRow, Settlement
 from reliable_mq.outbox import SQLiteOutbox
@@ -46,6 +47,29 @@ def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
     assert balance.confirmed > 50
     assert balance.failed >= 10
     assert not balance.refuted
+
+
+@pytest.mark.parametrize("face", ["sync", "aio"])
+def test_what_is_accepted_is_on_the_disk_before_publish_returns(face: str, tmp_path: Path) -> None:
+    """A power cut forgets what was not synchronised; one synchronisation serves all that came in meanwhile."""
+    path = tmp_path / "outbox"
+    said = traced("syncing", str(path), face, directory=tmp_path)
+    synchronised = f"sync {path}-wal"
+    assert f"sync {tmp_path}" in said[: said.index("published")], "the name of the new file"
+    spans: dict[str, list[int]] = {"publish": [], "submit": [], "write": []}
+    began = ""
+    for event in said:
+        if event in spans:
+            began = event
+            spans[event].append(0)
+        elif event in ("published", "stored", "written"):
+            began = ""
+        elif event == synchronised and began:
+            spans[began][-1] += 1
+    assert len(spans["publish"]) == 3
+    assert all(count >= 1 for count in spans["publish"])
+    assert spans["submit"][0] in (1, 2), "the group that the writer had begun, and all the others"
+    assert spans["write"] == [1]
 
 
 class Files(NamedTuple):
