@@ -105,21 +105,6 @@ def test_a_deadline_of_nothing_is_over_at_once(vhost: VirtualHost) -> None:
         publisher.flush(0) if publisher.outstanding == 0 else publisher.flush(10)
 
 
-def test_waiting_again_and_again_leaves_nothing_behind(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
-    """A program may ask for an outcome every few milliseconds, for as long as it takes."""
-    proxy = fault_proxy(vhost.url)
-    with Publisher(proxy.url, topology=[ORDERS]) as publisher:
-        publisher.connect()
-        proxy.hold_confirms()
-        confirmation = publisher.submit(Message(b"x"), routing_key="orders")
-        for _ in range(300):
-            with pytest.raises(TimeoutError):
-                confirmation.result(0.001)
-        assert not confirmation.watchers
-        proxy.heal()
-        assert confirmation.result(10).attempts == 1
-
-
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import uvloop
 
+from reliable_mq import PublishError
 from reliable_mq.aio.publisher import AsyncPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from reliable_mq import Message, PublishError, Receipt
+    from reliable_mq import Message, Receipt
     from reliable_mq.aio.confirmation import AsyncConfirmation
     from reliable_mq.core.statistics import PublisherStatistics
 
@@ -92,15 +94,17 @@ class BlockingConfirmation:
 
     def exception(self, timeout: float | None = None) -> PublishError | None:
         if not self._confirmation.done():
-
-            async def settled() -> None:
-                done = asyncio.Event()
-                self._confirmation.add_done_callback(lambda _: done.set())
-                async with asyncio.timeout(timeout):
-                    await done.wait()
-
-            self._loop.call(settled())
+            self._loop.call(self._settled(timeout))
         return self._confirmation.exception()
+
+    @property
+    def watchers(self) -> object:
+        return self._confirmation.watchers
+
+    async def _settled(self, timeout: float | None) -> None:
+        with suppress(PublishError):
+            async with asyncio.timeout(timeout):
+                await self._confirmation
 
 
 class BlockingPublisher:

@@ -71,8 +71,12 @@ class AsyncConfirmation(WatchedPublication):
         if self.outcome is None:
             self.home.check_usable()
             settled = self.home.loop.create_future()
-            self._watch(partial(_resolve, settled))
-            yield from settled
+            watcher = partial(_resolve, settled)
+            self._watch(watcher)
+            try:
+                yield from settled
+            finally:
+                self._unwatch(watcher)
         return self.result()
 
     def done(self) -> bool:
@@ -134,6 +138,12 @@ class AsyncConfirmation(WatchedPublication):
         if self.watchers is None:
             self.watchers = []
         self.watchers.append(watcher)
+
+    def _unwatch(self, watcher: Callable[[], object]) -> None:
+        """Forget it, where it was not told: a task may wait again and again."""
+        if self.watchers and self.outcome is None:
+            self.watchers.remove(watcher)
+            self.watchers = self.watchers or None
 
     def _call(self, callback: Callable[[Self], object]) -> None:
         try:

@@ -9,8 +9,8 @@ Invariants:
 - everything runs on one event loop, and nothing here awaits but for callers;
 - every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
   lane ends; whoever is cancelled while awaiting, what was admitted stays as it is;
-- callers that wait for the window are admitted in the order in which they came, by the lane itself: one that is
-  cancelled first has not been admitted;
+- callers that wait for the window are admitted in the order in which they came, by the lane itself (`Room`): one that
+  is cancelled first has not been admitted;
 - every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends.
 """
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.connector import AsyncConnector
+from reliable_mq.aio.room import Room
 from reliable_mq.connection.publishing import CLOSE_GRACE, BasePublishingLane
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 
@@ -52,7 +53,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         self._changed: list[asyncio.Future[None]] = []  # of those who wait for the state to change
         self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # until which moment all is to be settled
         self._inbox: list[AsyncConfirmation] = []
-        self._room: deque[tuple[AsyncConfirmation, asyncio.Future[bool]]] = deque()  # who waits for the window
+        self._room = Room(self.loop, self.window)
         self._io = AsyncConnector(
             name=options.name,
             settings=options.settings,
@@ -119,14 +120,9 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
             UsageError: closed meanwhile.
         """
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
-        admitted: asyncio.Future[bool] = self.loop.create_future()
-        late = self.loop.call_later(seconds, _resolve, admitted, False)
-        self._room.append((confirmation, admitted))
-        try:
-            if await admitted:
-                return
-        finally:
-            late.cancel()
+        remaining = confirmation.accepted_at + seconds - time.monotonic()
+        if await self._room.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
+            return
         if self._closed or self.fatal is not None or self.session.blocked_reason:
             raise self._refusal(confirmation)
         raise PublishUnconfirmed(
@@ -149,7 +145,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         self.check_usable()
         self._closed = True
         self._tell_change()
-        self._refuse_waiting()
+        self._room.refuse()
         if not await self._wait_settled_before(float("inf"), limit):
             self._end()
         await self._io.close(CLOSE_GRACE)
@@ -196,28 +192,13 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
 
     def _tell_settled(self) -> None:
         if self._room:
-            self._admit_waiting()
+            self._room.give()
         if self._flushing:
             self._tell_flushing()
 
     def _end(self) -> None:
-        self._refuse_waiting()
+        self._room.refuse()
         super()._end()
-
-    def _admit_waiting(self) -> None:
-        room, window = self._room, self.window
-        while room:
-            confirmation, admitted = room[0]
-            if not admitted.done():  # else it was cancelled, or is late
-                if not window.fits(confirmation.size):
-                    return
-                self._admit(confirmation)
-                admitted.set_result(True)
-            room.popleft()
-
-    def _refuse_waiting(self) -> None:
-        while self._room:
-            _resolve(self._room.popleft()[1], False)
 
     def _tell_change(self) -> None:
         changed, self._changed = self._changed, []
@@ -246,8 +227,3 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         for moment, settled in self._flushing:
             if not settled.done() and self._settled_before(moment):
                 settled.set_result(None)
-
-
-def _resolve(future: asyncio.Future[bool], value: bool) -> None:
-    if not future.done():
-        future.set_result(value)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.room import Room
 from reliable_mq.aio.threads import Threads
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.errors import OutboxError, UsageError
@@ -76,7 +76,7 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
         self._carrier = carrier
-        self._room: deque[tuple[AsyncStoredConfirmation, asyncio.Future[bool]]] = deque()
+        self._room = Room(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
         self._threads = Threads(f"{options.name}-outbox-question", QUESTIONS)
@@ -115,11 +115,13 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         """
         self.check_usable()
         self._check_open()
-        if self._room or not self._window.fits(confirmation.size):
-            await self._wait_for_room(confirmation)
-        else:
-            self._window.take(confirmation.size)
-        self._writer.store(confirmation, row)
+        if not self._room and self._window.fits(confirmation.size):
+            self._admit(confirmation, row)
+            return
+        remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
+        if not await self._room.wait(confirmation.size, remaining, partial(self._admit, confirmation, row)):
+            self._check_open()
+            raise self._no_room(confirmation)
 
     async def flush(self, limit: float) -> int:
         """Wait until every message in the outbox is published, or will not be by itself.
@@ -203,37 +205,16 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         self._check_open()
         self._begin()
 
-    async def _wait_for_room(self, confirmation: AsyncStoredConfirmation) -> None:
-        admitted: asyncio.Future[bool] = self.loop.create_future()
-        late = self.loop.call_later(self.timeout_of(confirmation), _resolve, admitted, False)
-        self._room.append((confirmation, admitted))
-        try:
-            taken = await admitted
-        except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled() and admitted.result():
-                self._window.release(1, confirmation.size)
-                self._tell_room()
-            raise
-        finally:
-            late.cancel()
-        if not taken:
-            self._check_open()
-            raise self._no_room(confirmation)
+    def _admit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
+        self._window.take(confirmation.size)
+        self._writer.store(confirmation, row)
 
     def _tell_room(self) -> None:
-        while self._room:
-            confirmation, admitted = self._room[0]
-            if not admitted.done():
-                if not self._window.fits(confirmation.size):
-                    return
-                self._window.take(confirmation.size)
-                admitted.set_result(True)
-            self._room.popleft()
+        self._room.give()
 
     def _refuse_waiting(self) -> None:
         self._closed = True
-        while self._room:
-            _resolve(self._room.popleft()[1], False)
+        self._room.refuse()
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
         """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from integration.support.waiting import until
-from reliable_mq import AsyncConsumer, AsyncPublisher, Message
+from reliable_mq import AsyncConsumer, AsyncPublisher, Message, PublishUnconfirmed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -194,6 +195,49 @@ def test_cancelled_tasks_in_every_state_leave_the_others_their_outcomes(broker: 
             await confirmed[0]
             with pytest.raises(Exception, match="returned"):  # of the task that was cancelled: nobody has seen it
                 await publisher.close()
+
+    run(main())
+
+
+def test_a_large_publish_that_is_cancelled_holds_up_no_small_one_behind_it(broker: ScriptedBroker, run: Any) -> None:
+    """What fits is let in at once, though nothing that is outstanding settles."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, max_outstanding_bytes=1000) as publisher:
+
+            def submit(size: int) -> asyncio.Task[Any]:
+                return asyncio.create_task(publisher.submit(Message(bytes(size)), routing_key="q"))
+
+            first = await submit(600)
+            large, small = submit(600), submit(100)
+            await asyncio.sleep(0)
+            assert not small.done()
+            large.cancel()
+            confirmations = [first, await asyncio.wait_for(small, 5), await asyncio.wait_for(submit(100), 5)]
+            await until(lambda: len(broker.published) == 3)
+            broker.published[0].channel.ack(3, multiple=True)
+            for confirmation in confirmations:
+                await confirmation
+            assert large.cancelled()
+
+    run(main())
+
+
+def test_the_time_to_connect_counts_against_the_wait_for_room(broker: ScriptedBroker, run: Any) -> None:
+    """A message's time runs from its submission, whatever it waits for first."""
+    broker.silent = True
+
+    async def main() -> None:
+        publisher = AsyncPublisher(broker.url, max_outstanding=1, connect_timeout=0.8)
+        first = asyncio.create_task(publisher.submit(Message(b"x"), routing_key="q"))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(PublishUnconfirmed, match="window"):
+            await publisher.submit(Message(b"y"), routing_key="q", timeout=1)
+        assert 0.9 < time.monotonic() - began < 1.6
+        assert not (await first).done()
+        with pytest.raises(PublishUnconfirmed, match="never sent"):
+            await publisher.close(timeout=0)
 
     run(main())
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -408,6 +411,66 @@ def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new
         alone = publisher.submit(Message(b"x" * 5000), routing_key=KEY)  # larger than the window: by itself
         broker.wait_published(2)[1].channel.ack(2)
         assert alone.exception(10) is None
+
+
+def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A program may ask for an outcome every few milliseconds, for as long as it takes."""
+    with new_publisher() as publisher:
+        [confirmation] = submit(publisher, 1)
+        broker.wait_published(1)
+        for _ in range(100):
+            with pytest.raises(TimeoutError):
+                confirmation.result(0.001)
+        assert not confirmation.watchers
+        broker.published[0].channel.ack(1)
+        assert confirmation.result(10).attempts == 1
+
+
+def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """However long nothing settles, and the window stays full."""
+
+    def publish_in_vain() -> None:
+        with pytest.raises(PublishUnconfirmed, match="window"):
+            publisher.publish(Message(bytes(100_000)), routing_key=KEY, timeout=0.002)
+
+    with new_publisher(max_outstanding=1) as publisher:
+        [held] = submit(publisher, 1)
+        broker.wait_published(1)
+        publish_in_vain()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(100):
+                publish_in_vain()
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert after - before < 2_000_000
+        assert publisher.outstanding == 1
+        broker.published[0].channel.ack(1)
+        assert held.exception(10) is None
+
+
+def test_a_large_publish_that_gave_up_waiting_for_room_holds_up_no_small_one(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """What fits gets in, though nothing that is outstanding settles."""
+
+    def submit_one(size: int, timeout: float) -> Any:
+        return publisher.submit(Message(bytes(size)), routing_key=KEY, timeout=timeout)
+
+    with new_publisher(max_outstanding_bytes=1000) as publisher, ThreadPoolExecutor(2) as pool:
+        first = submit_one(600, 20)
+        large = pool.submit(submit_one, 600, 0.4)
+        small = pool.submit(submit_one, 100, 20)
+        with pytest.raises(PublishUnconfirmed, match="window"):
+            large.result(10)
+        got_in = small.result(5)
+        newcomer = submit_one(100, 5)
+        assert [len(published.body) for published in broker.wait_published(3)] == [600, 100, 100]
+        broker.published[0].channel.ack(3, multiple=True)
+        assert errors([first, got_in, newcomer]) == [None] * 3
 
 
 # -- alarms ------------------------------------------------------------------------------------------------------------

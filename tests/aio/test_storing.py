@@ -1,0 +1,124 @@
+"""Waiting for room on the way into an outbox that is slow, on the asyncio face. No broker is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.waiting import until
+from reliable_mq import AsyncPublisher, Message, OutboxError, Outcome
+from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from reliable_mq.core.outbox import NewRow, Settlement
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
+
+
+class SlowOutbox(SQLiteOutbox):
+    """Writes what it is given once it is told to; opening it takes a pause, in seconds."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.written: list[int] = []  # sizes of bodies
+        self.may_write = threading.Event()
+        self.pause = 0.0
+
+    def open(self) -> None:
+        pause, self.pause = self.pause, 0.0
+        threading.Event().wait(pause)
+        super().open()
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        assert self.may_write.wait(20)
+        super().write(rows, settlements)
+        self.written.extend(len(row.message.body) for row in rows)
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[SlowOutbox]:
+    outbox = SlowOutbox(tmp_path / "outbox.db")
+    yield outbox
+    outbox.close()
+
+
+def message(size: int) -> Message:
+    return Message(bytes(size))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_large_message_that_is_not_stored_holds_up_no_small_one_behind_it(outbox: SlowOutbox, how: str) -> None:
+    async def main() -> None:
+        async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding_bytes=1000) as publisher:
+
+            def submit(size: int, timeout: float = 20) -> asyncio.Task[object]:
+                return asyncio.create_task(publisher.submit(message(size), timeout=timeout))
+
+            first = await publisher.submit(message(600))
+            large, small = submit(700, 0.2 if how == "late" else 20), submit(100)
+            await asyncio.sleep(0)
+            assert not small.done()
+            if how == "cancelled":
+                large.cancel()
+            await asyncio.wait([large])
+            await asyncio.wait_for(small, 5)
+            await asyncio.wait_for(submit(101), 5)
+            outbox.may_write.set()
+            assert (await first).status == Outcome.STORED.value
+            await until(lambda: len(outbox.written) == 3)
+            assert large.cancelled() or isinstance(large.exception(), OutboxError)
+
+    asyncio.run(main())
+    assert outbox.written == [600, 100, 101]
+
+
+def test_what_room_is_given_to_is_stored_before_newcomers_and_though_it_is_cancelled(outbox: SlowOutbox) -> None:
+    """As on the way to a broker: once it is let in, a cancellation takes nothing back."""
+
+    async def main() -> None:
+        async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding=1) as publisher:
+            first = await publisher.submit(message(1))
+            newcomers: list[asyncio.Task[object]] = []
+
+            def at_once(_: object) -> None:  # in the turn in which there is room, before a task has noticed
+                waiting.cancel()
+                newcomers.append(asyncio.create_task(publisher.submit(message(3))))
+
+            first.add_done_callback(at_once)
+            waiting = asyncio.create_task(publisher.submit(message(2)))
+            await asyncio.sleep(0)
+            outbox.may_write.set()
+            await until(lambda: len(outbox.written) == 3)
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.gather(*newcomers)
+
+    asyncio.run(main())
+    assert outbox.written == [1, 2, 3]
+
+
+def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox) -> None:
+    """A message's time runs from its submission, whatever it waits for first."""
+
+    outbox.pause = 0.5
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=outbox, max_outstanding=1)
+        first = asyncio.create_task(publisher.submit(message(1)))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(OutboxError, match="were not, either, in time"):
+            await publisher.submit(message(2), timeout=0.8)
+        assert 0.7 < time.monotonic() - began < 1.2
+        outbox.may_write.set()
+        await (await first)
+        await publisher.close()
+
+    asyncio.run(main())
