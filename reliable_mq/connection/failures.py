@@ -5,6 +5,8 @@ A driver adds what its own exceptions say. No text contains a credential.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import ssl
 from typing import TYPE_CHECKING
@@ -64,6 +66,8 @@ def system_problem(cause: BaseException | None) -> str | None:
             return f"the host name does not resolve: {cause.strerror}"
         case TimeoutError():
             return "no answer in time"
+        case OSError(errno=int(number)) if number in errno.errorcode:
+            return os.strerror(number)  # asyncio has put the address in its place
         case OSError():
             return cause.strerror or str(cause) or type(cause).__name__
         case _:

@@ -33,6 +33,8 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ("cause", "opened", "text", "permanent"),
     [
         (ConnectionRefusedError(111, "Connection refused"), False, "Connection refused", False),
+        (ConnectionRefusedError(111, "Connect call failed ('::1', 5672)"), False, "Connection refused", False),
+        (OSError("the host name has no address"), False, "the host name has no address", False),
         (
             caused(aiormq_errors.AMQPConnectionError("x"), ConnectionResetError(104, "Connection reset by peer")),
             False,
