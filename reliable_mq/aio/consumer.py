@@ -68,8 +68,8 @@ class AsyncConsumer:
     dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
     A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
-    its delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too; from
-    half a heartbeat on, the log says so.
+    its delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too: from
+    half a heartbeat on, the log says so; after about two, the broker gives the connection up.
 
     Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do; from then on the consumer
     reconnects by itself, until it is stopped. It runs once.
@@ -84,7 +84,7 @@ class AsyncConsumer:
         topology: what else to declare.
         prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
         concurrency: handlers that run at a time, in as many tasks, or threads. Above 1, handlers run out of order.
-        retry: when a failed delivery is tried again. Meanwhile it is held in this process, unacked.
+        retry: when a failed delivery is tried again, and where it waits meanwhile.
         kill_switch: when to pause because too many handlings fail; None for never.
         idempotency: a store of what is done, so that duplicates do not take effect again. One that blocks is asked on a
             thread, one whose methods are coroutine functions is awaited.

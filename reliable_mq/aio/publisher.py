@@ -96,7 +96,8 @@ class AsyncPublisher:
         credentials: a plain callable that returns ``(username, password)``, asked at every connect on a thread, for
             rotated passwords and tokens.
         tls: a ``TLSOptions``, for certificates and authorities; ``amqps`` always verifies unless it says otherwise.
-        heartbeat: seconds. A loop that stands still for longer loses the connection, and that is logged.
+        heartbeat: seconds. A loop that stands still for half of them is reported in the log; after about twice as many,
+            the broker gives the connection up.
         connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included.
         name: in metrics, and of the connection in RabbitMQ's management UI unless the URL names it.
         registry: where to register Prometheus metrics; None for none.

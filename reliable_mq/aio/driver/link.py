@@ -38,6 +38,7 @@ _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
 _SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which waits for a millisecond
 _TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
+_LOOKS = 20  # at the clock, in one heartbeat
 _PROTOCOL_HEADER = b"AMQP"
 
 
@@ -200,19 +201,22 @@ class Link:
         self._loop.guard(self._events.link_closed, self, error, loss)
 
     def _watch_the_clock(self, due: float) -> None:
-        """Say so where the event loop stood still for so long that the broker may give the connection up."""
-        late = time.monotonic() - due
+        """Say so where the event loop stood still for so long that the broker may soon give the connection up.
+
+        What is seen of a time of standing still may be short by one look at the clock, so half a heartbeat always is.
+        """
         heartbeat = self._settings.heartbeat
-        if late > heartbeat / 2:
+        pause = heartbeat / _LOOKS
+        late = time.monotonic() - due
+        if late >= heartbeat / 2 - pause:
             self._loop.stalled += late
             logger.warning(
                 "the event loop stood still for %.1f s: no heartbeat was sent to %s meanwhile, which closes a "
-                "connection after %d s of silence; something that blocks runs on the loop",
+                "connection after about two heartbeats (%d s) of silence; something that blocks runs on the loop",
                 late,
                 self.endpoint,
-                heartbeat,
+                2 * heartbeat,
             )
-        pause = heartbeat / 4
         self._watch = self._loop.call_later(pause, partial(self._watch_the_clock, time.monotonic() + pause))
 
     # -- the transport ---------------------------------------------------------------------------------------------
