@@ -10,7 +10,8 @@ from typing import Any
 import aiormq
 import aiormq.exceptions
 import pytest
-from aiormq.base import Base
+from aiormq.abc import TaskWrapper
+from aiormq.base import Base, FutureStore
 from aiormq.connection import Connection, FrameReceiver, TransportFactory
 
 LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
@@ -56,6 +57,9 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
     assert isinstance(Connection.is_connection_was_stuck, property), f"{MOVED}whether a peer is dead"
     assert isinstance(Base.closing, property), f"{MOVED}the future of the end"
     assert "self.reader.readexactly" in inspect.getsource(FrameReceiver.get_frame), f"{MOVED}frames are read otherwise"
+    wrapped = "TaskWrapper(self.loop.create_task(coro))"
+    assert wrapped in inspect.getsource(FutureStore.create_task), f"{MOVED}its tasks are wrapped otherwise"
+    assert "self.task = task" in inspect.getsource(TaskWrapper.__init__), f"{MOVED}the task in its wrapper"
     for name in ("AMQPConnectionError", "ProtocolSyntaxError", "IncompatibleProtocolError"):
         assert issubclass(getattr(aiormq.exceptions, name), Exception), f"{MOVED}its exceptions"
 
