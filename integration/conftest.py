@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         both = soaking() or metafunc.definition.get_closest_marker("both_faces") is not None
         metafunc.parametrize("consumer_face", ["sync", "aio"] if both else ["sync"], indirect=True)
     for name in ("publisher_face", "connection_face"):
-        if name in metafunc.fixturenames:
+        if name in metafunc.fixturenames and not _chosen(metafunc, name):
             alone = metafunc.definition.get_closest_marker("one_face")
             faces = ["sync", "aio"] if soaking() or alone is None else alone.args
             on_uvloop = ["uvloop"] if soaking() and name == "publisher_face" else []

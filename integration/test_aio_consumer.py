@@ -87,7 +87,7 @@ def test_a_plain_function_that_returns_a_coroutine_has_failed(vhost: VirtualHost
     assert errors == []
 
 
-def test_f47_a_signal_stops_every_run_of_the_loop_and_is_given_back(vhost: VirtualHost) -> None:
+def test_f47_a_signal_stops_every_run_of_the_loop_and_is_given_back(vhost: VirtualHost, run_async: Any) -> None:
     """What is being handled is finished; then the handlers of before are there again."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     done: list[bytes] = []
@@ -106,13 +106,13 @@ def test_f47_a_signal_stops_every_run_of_the_loop_and_is_given_back(vhost: Virtu
             await until(lambda: consumer.connected and other.connected)
             await asyncio.to_thread(publish, vhost, "orders", numbered(5))
 
-    asyncio.run(main())
+    run_async(main())
     assert done == numbered(1)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     vhost.wait_for_messages("orders", 4)
 
 
-def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost) -> None:
+def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost, run_async: Any) -> None:
     """A server that runs the consumer has a handler of its own."""
     received: list[int] = []
 
@@ -131,7 +131,7 @@ def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost)
         await running
         loop.remove_signal_handler(signal.SIGTERM)
 
-    asyncio.run(main())
+    run_async(main())
 
 
 @pytest.mark.parametrize("store", [False, True])
@@ -212,13 +212,13 @@ def test_a_handler_may_stop_its_consumer_and_cannot_close_it(vhost: VirtualHost,
 
 
 def test_f51_a_handler_that_blocks_the_loop_is_reported(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, run_async: Any
 ) -> None:
     """Nothing else can run meanwhile, heartbeats included; here the connection outlives it."""
     proxy = fault_proxy(vhost.url)
 
     async def handle(_: Delivery) -> None:
-        threading.Event().wait(3)
+        threading.Event().wait(2.1)
 
     async def main() -> None:
         async with AsyncConsumer(proxy.url, ORDERS, handle, heartbeat=4) as consumer:
@@ -228,7 +228,7 @@ def test_f51_a_handler_that_blocks_the_loop_is_reported(
             assert consumer.reconnects == 0
 
     with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
+        run_async(main())
 
 
 def test_it_belongs_to_one_loop_and_a_forgotten_one_is_reported(vhost: VirtualHost) -> None:

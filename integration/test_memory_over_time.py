@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_face", "consumer_face")
 
 SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600" if soaking() else "15"))
 ROUND = 2000  # messages between two looks at a failure and a reconnect
@@ -35,6 +35,9 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize(
+    ("publisher_face", "consumer_face"), [("sync", "sync"), *([("aio", "aio")] if soaking() else [])], indirect=True
+)
 @pytest.mark.timeout(SECONDS * 1.5 + 120)
 def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch

@@ -259,7 +259,6 @@ def test_frames_that_cannot_be_decoded_cost_the_connection_and_nothing_else(
         assert recorded.io.callback_errors == 0
 
 
-@pytest.mark.one_face("sync")
 def test_a_vanished_peer_is_noticed_by_heartbeats(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, heartbeat=1) as recorded:

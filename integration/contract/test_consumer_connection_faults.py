@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ import tenacity
 
 from integration.support.consuming import Gate, Handler, numbered, publish
 from integration.support.publishing import book, submit
+from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
@@ -174,14 +176,21 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     assert checker.close().left == 0
 
 
-@pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
+# pika takes twice as long as aiormq to notice, so outside of `make soak` it has fewer turns.
+@pytest.mark.parametrize(
+    ("consumer_face", "direction"),
+    list(product(["sync", "aio"], ["both", "to_broker", "to_client"]))
+    if soaking()
+    else [("sync", "both"), ("sync", "to_broker"), ("aio", "to_broker"), ("aio", "to_client")],
+    indirect=["consumer_face"],
+)
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
 ) -> None:
     """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
-    with Consumer(proxy.url, ORDERS, handler, heartbeat=2, reconnect_wait=SOON) as consumer:
+    with Consumer(proxy.url, ORDERS, handler, heartbeat=1, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(10), checker)
         handler.wait_done(10)
         proxy.black_hole(direction, new_connections=False)
@@ -302,6 +311,7 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
     checker.close()
 
 
+@pytest.mark.both_faces
 def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_gone(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,6 +331,7 @@ def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_
         handler.wait_done(2)
 
 
+@pytest.mark.both_faces
 def test_f14_an_exclusive_consumer_waits_for_the_one_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,7 @@ POISON: dict[str, tuple[dict[str, bytes], Callable[[Delivery], object], object]]
 
 
 @pytest.mark.parametrize("name", POISON)
+@pytest.mark.both_faces
 def test_f29_headers_that_drivers_cannot_decode_are_read(any_vhost: VirtualHost, name: str) -> None:
     """The handler gets what is in them, and messages before and behind flow; nothing is redelivered."""
     segments, read, expected = POISON[name]
@@ -239,6 +240,7 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
     checker.close()
 
 
+@pytest.mark.both_faces
 def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vhost: VirtualHost) -> None:
     """x-death, x-delivery-count and an attempt out of range, sent by a client: the first attempt is the first."""
     spoofs: list[dict[str, object]] = [
@@ -257,6 +259,7 @@ def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vh
     assert handler.attempts == [1] * len(spoofs)
 
 
+@pytest.mark.both_faces
 def test_f58_a_header_format_of_a_newer_version_is_dead_lettered_not_misread(vhost: VirtualHost) -> None:
     """With a reason that says so; no handler sees it."""
     handler = Handler()

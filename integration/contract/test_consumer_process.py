@@ -156,6 +156,7 @@ def test_f47_a_signal_while_the_broker_is_away_ends_it_too(
         assert program.end() == 0
 
 
+@pytest.mark.both_faces
 def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: VirtualHost, consumer_face: str) -> None:
     """Three were handled and acked; the fourth was in work, the others waited."""
     declare(any_vhost)

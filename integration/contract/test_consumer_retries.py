@@ -220,6 +220,7 @@ def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
 
 
 @BACKENDS
+@pytest.mark.both_faces
 def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: VirtualHost, backend: str) -> None:
     """A count that a client made up costs no attempt; a format that is newer than ours is dead-lettered unseen."""
     handler = Attempts(failures=2)

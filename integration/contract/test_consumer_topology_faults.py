@@ -125,6 +125,7 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
         assert [one["queue_name"] for one in consumers(vhost)].count("orders") == 1
 
 
+@pytest.mark.both_faces
 def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -235,6 +236,7 @@ def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
 # Row 57
 
 
+@pytest.mark.both_faces
 def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
