@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Claim", "ClaimStatus", "Hold"]
+__all__ = ["Claim", "ClaimStatus", "Commit", "Hold"]
 
 
 class ClaimStatus(enum.Enum):
@@ -43,6 +43,17 @@ class Claim(NamedTuple):
     attempts: int = 0
 
 
+class Commit(enum.Enum):
+    """What is known of a transaction that has a claim as done."""
+
+    NONE = "none"
+    """There is none, or it was not told to commit."""
+    UNKNOWN = "unknown"
+    """It was, or may have been, and nobody answered: the database knows whether the claim is done."""
+    DONE = "done"
+    """It was committed."""
+
+
 class Hold:
     """What a delivery that is being handled holds of a store that has transactions.
 
@@ -52,12 +63,12 @@ class Hold:
 
     Attributes:
         claim, transaction: as given.
-        completed: whether the store has the claim as done already, by a transaction that the handler has committed.
+        commit: what is known of a transaction of the handler that has the claim as done.
     """
 
-    __slots__ = ("claim", "completed", "transaction")
+    __slots__ = ("claim", "commit", "transaction")
 
     def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
-        self.completed = False
+        self.commit = Commit.NONE

@@ -10,6 +10,7 @@ Without a store: call the handler. With one::
           --unreadable--> as where the store failed
           --new--> call the handler --not now--> release --> not begun
                                     --raised--> release (failed) --> failed
+                                                      --its transaction may be committed--> claim again later
                                     --returned, done by its own transaction--> handled
                                     --returned--> complete --taken--> handled
                                                            --token stale--> claim again later
@@ -21,7 +22,9 @@ Invariants:
 - with a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
   as done;
 - a handler that has returned is not called again for want of the store's answer;
-- a failed attempt is released before it is reported, so that the next one may claim.
+- a failed attempt is released before it is reported, so that the next one may claim;
+- where the handler's own transaction may be committed though it raised, no attempt is counted unless the store still
+  has the claim: else its last attempt would be dead-lettered with its effect done.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Final, TypeAlias
 
 from reliable_mq.core.attempts import Failures
 from reliable_mq.core.batching import verdicts
-from reliable_mq.core.claims import Claim, ClaimStatus, Hold
+from reliable_mq.core.claims import Claim, ClaimStatus, Commit, Hold
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import Failure, describe, printable
 
@@ -54,6 +58,7 @@ __all__ = [
 ]
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
+_UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
 
 
@@ -213,8 +218,8 @@ def handling(
     results.extend(Outcome(delivery, What.NOT_BEGUN, detail) for delivery in left)
     for counts in (True, False):
         some = [result for result in failed if result.alone is counts]
-        detail = yield from _release([claims[result.delivery] for result in some], failed=counts)
-        results.extend(replace(result, detail=detail) if detail else result for result in some)
+        answer = yield from _ask(Release([claims[result.delivery] for result in some], counts), len(some))
+        results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
     if claiming.transaction is not None:
         results.extend(delivery for delivery in handled if _is_completed(delivery))
         handled = [delivery for delivery in handled if not _is_completed(delivery)]
@@ -225,7 +230,17 @@ def handling(
 
 def _is_completed(delivery: Delivery) -> bool:
     """Whether its handler has completed it, in a transaction of the store."""
-    return delivery.hold is not None and delivery.hold.completed
+    return delivery.hold is not None and delivery.hold.commit is Commit.DONE
+
+
+def _failed_or_unknown(result: Failed, released: object) -> Result:
+    """Say what became of a delivery whose handler raised, and whose claim was released: True, False or an error."""
+    detail = released if isinstance(released, str) else ""
+    hold = result.delivery.hold
+    if (detail or not released) and hold is not None and hold.commit is Commit.UNKNOWN:
+        said = f"{result.failure.exception_type}: {result.failure.exception_message}"
+        return Outcome(result.delivery, What.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
+    return replace(result, detail=detail) if detail else result
 
 
 def _judge(

@@ -2,7 +2,8 @@
 
 A database driver waits for its server as long as that takes: a server that is frozen answers never, and its connection
 stays open. So the call is made on a thread of its own. Whoever has waited long enough shuts the socket that the call
-was given, where one can be found, which ends most; the rest end when the server answers, or its machine.
+was given, where one can be found, which ends most; the rest end when the server answers, or its machine. What has to
+stay on its caller's thread is ended in the same way, by a thread that looks at the time.
 
 Invariants: a call returns or raises within its deadline; at most ``most`` threads exist, and where all of them hang,
 further calls fail at once; a connection is shut only while the call that hangs has it; no thread outlives its process
@@ -53,6 +54,11 @@ class Lifeline:
             with self._lock:
                 self._connection = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._cut
+
     def cut(self) -> None:
         """Shut the socket of the connection, if the call has one."""
         with self._lock:
@@ -84,8 +90,6 @@ class Calls:
         Raises:
             TimeoutError: it did not return within ``timeout`` seconds.
         """
-        if os.getpid() != self._made_in:  # a forked child, which has none of the threads
-            self._made_in, self._lock, self._idle, self._count = os.getpid(), threading.Lock(), deque(), 0
         thread = self._take()
         call = _Call(function)
         thread.give(call)
@@ -93,6 +97,20 @@ class Calls:
             call.lifeline.cut()
             raise TimeoutError(f"no answer within {timeout:g} s")
         return call.result()
+
+    @contextlib.contextmanager
+    def cutting(self, timeout: float) -> Iterator[Lifeline]:
+        """In the block, which stays on its thread, what the lifeline holds is cut after ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: there is no thread left to look at the time.
+        """
+        lifeline, over = Lifeline(), threading.Event()
+        self._take().give(_Call(lambda _: None if over.wait(timeout) else lifeline.cut()))
+        try:
+            yield lifeline
+        finally:
+            over.set()
 
     def close(self) -> None:
         """End the threads that have nothing to do, and the others when they have done it."""
@@ -104,6 +122,8 @@ class Calls:
             thread.give(None)
 
     def _take(self) -> _Thread:
+        if os.getpid() != self._made_in:  # a forked child, which has none of the threads
+            self._made_in, self._lock, self._idle, self._count = os.getpid(), threading.Lock(), deque(), 0
         with self._lock:
             if self._idle:
                 return self._idle.pop()

@@ -6,12 +6,15 @@ Invariants: as those of :mod:`reliable_mq.stores.sqlalchemy`; nothing blocks the
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
+from reliable_mq.core.claims import Commit
 from reliable_mq.durations import Duration
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.questions import (
@@ -28,17 +31,18 @@ from reliable_mq.stores.sql.questions import (
     PURGED_TOGETHER,
     Questions,
     execution_options,
+    mark,
     statement,
+    still_open,
     try_again,
 )
-from reliable_mq.stores.sql.sqlite import SQLite
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
-    from sqlalchemy.ext.asyncio import async_sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncSessionTransaction, async_sessionmaker
 
-    from reliable_mq.core.claims import Claim
+    from reliable_mq.core.claims import Claim, Hold
     from reliable_mq.core.delivery import Delivery
     from reliable_mq.stores.sql.dialect import Steps
 
@@ -72,9 +76,16 @@ class AsyncSQLAlchemyStore(Questions):
 
     async def create_table(self) -> None:
         """See `SQLAlchemyStore.create_table`."""
-        async with self._engine.begin() as connection:
-            for statement in self._sql.ddl:
-                await connection.execute(text(statement))
+        for attempt in range(AGAIN_AT_MOST):
+            try:
+                async with self._engine.begin() as connection:
+                    for statement in self._sql.ddl:
+                        await connection.execute(text(statement))
+            except DBAPIError:
+                if attempt == AGAIN_AT_MOST - 1:
+                    raise
+            else:
+                return
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """See `SQLAlchemyStore.claim_many`."""
@@ -83,9 +94,10 @@ class AsyncSQLAlchemyStore(Questions):
         stored = unique(keys)
         holders = self.doubts.holders(stored.values())
         try:
-            found = await self._ask(self.claiming(holders, lease))
+            deadline = time.monotonic() + self.timeout
+            found = await self._ask(self.claiming(holders, lease), deadline)
             if self.is_time_to_purge:
-                await self._purge_some()
+                await self._purge_some(deadline)
         except BaseException:
             self.doubts.unanswered(holders)
             raise
@@ -119,44 +131,100 @@ class AsyncSQLAlchemyStore(Questions):
     async def transaction(self, *deliveries: Delivery) -> AsyncIterator[AsyncSession]:
         """See `SQLAlchemyStore.transaction`."""
         holds = self.holds_of(deliveries)
-        sessions = AsyncSession(self._engine) if self._session is None else self._session()
-        async with sessions as session, session.begin():
-            connection = await session.connection()
-            if isinstance(self._sql, SQLite):
-                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+        session, transaction, connection = await self._begin_in_time()
+        try:
             yield session
-            await session.flush()
-            await _carry_out_async(self.completed(holds), await session.connection())
-        for hold in holds:
-            hold.completed = True
+        except BaseException:
+            try:
+                await self._in_time(self._roll_back(session))
+            except IdempotencyStoreError as error:
+                self.not_rolled_back(error)
+            raise
+        await self._in_time(self._commit(session, transaction, connection, holds))
+        mark(holds, Commit.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
         """See `SQLAlchemyStore.inbox`."""
+        holds = self.holds_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await _carry_out_async(self.completed(self.holds_of(deliveries)), connection)
+        await self._in_time(self._complete_in(connection, holds))
+        mark(holds, Commit.UNKNOWN)
 
-    async def _purge_some(self) -> None:
+    async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         try:
-            await self._ask(self.purging)
+            return await self._in_time(self._begin())
+        except (ConfigurationError, IdempotencyStoreError):
+            raise
+        except Exception as error:  # whatever the driver raises
+            raise self.failed(error) from error
+
+    async def _begin(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
+        session = AsyncSession(self._engine) if self._session is None else self._session()
+        try:
+            transaction = await session.begin()
+            connection = await session.connection()
+            await _carry_out_async(self.begun(connection.sync_connection), connection)
+        except BaseException:
+            await self._roll_back(session)
+            raise
+        return session, transaction, connection
+
+    async def _commit(
+        self,
+        session: AsyncSession,
+        transaction: AsyncSessionTransaction,
+        connection: AsyncConnection,
+        holds: Sequence[Hold],
+    ) -> None:
+        try:
+            still_open(transaction)
+            await session.flush()
+            await _carry_out_async(self.completed(holds), connection)
+            mark(holds, Commit.UNKNOWN)
+            await transaction.commit()
+        except BaseException:  # here: where nobody waits any more, nobody else is to touch the session
+            await self._roll_back(session)
+            raise
+        await session.close()
+
+    async def _complete_in(self, connection: AsyncConnection, holds: Sequence[Hold]) -> None:
+        await _carry_out_async(self.begun(connection.sync_connection), connection)
+        await _carry_out_async(self.completed(holds), connection)
+
+    async def _roll_back(self, session: AsyncSession) -> None:
+        try:
+            await session.close()
+        except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
+            self.not_rolled_back(error)
+
+    async def _purge_some(self, deadline: float) -> None:
+        try:
+            await self._ask(self.purging, deadline)
         except IdempotencyStoreError as error:
             self.not_purged(error)
 
-    async def _ask(self, steps: Callable[[int], Steps[T]]) -> T:
-        """Ask; a driver that takes its time to be cancelled is left to itself."""
+    async def _ask(self, steps: Callable[[int], Steps[T]], deadline: float | None = None) -> T:
         self._loop = the_one_loop(self, self._loop)
-        task = asyncio.ensure_future(self._ask_until_answered(steps))
+        left = self.timeout if deadline is None else max(deadline - time.monotonic(), 0.001)
         try:
-            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+            return await self._in_time(self._ask_until_answered(steps), left)
+        except IdempotencyStoreError:
+            raise
+        except Exception as error:  # whatever the driver raises
+            raise self.failed(error) from error
+
+    async def _in_time(self, coroutine: Coroutine[Any, Any, T], limit: float | None = None) -> T:
+        """Await; a driver that takes its time to be cancelled is left to itself."""
+        task = asyncio.ensure_future(coroutine)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout if limit is None else limit)
         except asyncio.CancelledError:
             self._give_up(task)
             raise
         if not done:
             self._give_up(task)
             raise self.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
-        try:
-            return task.result()
-        except Exception as error:  # whatever the driver raises
-            raise self.failed(error) from error
+        return task.result()
 
     def _give_up(self, task: asyncio.Task[Any]) -> None:
         task.cancel()

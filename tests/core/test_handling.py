@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater, UsageError
-from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.claims import Claim, ClaimStatus, Commit
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import (
     Call,
@@ -205,7 +205,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
         assert item.hold is not None
         if item.message_id == "m1":
             item.transaction()
-            item.hold.completed = True
+            item.hold.commit = Commit.DONE
 
     runner = Runner(handler, transaction=begun.append)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
@@ -214,6 +214,55 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
     last = runner.steps[-1]
     assert isinstance(last, Complete)
     assert [made.key for made in last.claims] == ["q|m2"]
+
+
+def lose_the_answer(item: Delivery) -> None:
+    """As where the connection is lost in a COMMIT."""
+    assert item.hold is not None
+    item.hold.commit = Commit.UNKNOWN
+    raise ConnectionResetError("no answer to COMMIT")
+
+
+def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> None:
+    """The store does not have the claim any more: the next claim finds it done, also after the last attempt."""
+
+    class Committing(Runner):
+        def perform(self, step: Step) -> object:
+            if isinstance(step, Release):
+                self.store.complete_many(step.claims)
+            return super().perform(step)
+
+    runner = Committing(lose_the_answer, max_attempts=1, transaction=nothing)
+    item = delivery()
+    result = only(runner(item))
+    assert isinstance(result, Outcome)
+    assert (result.what, item.failures) == (What.STORE_FAILED, None)
+    assert "not known" in result.detail
+    assert "ConnectionResetError: no answer to COMMIT" in result.detail
+    assert only(runner(item)) == Outcome(item, What.DUPLICATE)
+
+
+def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
+    """The store still had the claim."""
+    runner = Runner(lose_the_answer, transaction=nothing)
+    assert isinstance(only(runner(delivery())), Failed)
+    assert runner.store.claim_many(["q|m1"], HOUR)[0].attempts == 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_attempt(batch: bool) -> None:
+    """The database is gone, and so is its answer to the release."""
+
+    def handler(argument: Any) -> None:
+        for item in argument if batch else [argument]:
+            item.hold.commit = Commit.UNKNOWN
+        raise ConnectionResetError
+
+    runner = Runner(handler, batch=batch, transaction=nothing)
+    runner.broken = {Release}
+    results = runner(delivery(1, message_id="m1"), delivery(2, message_id="m2"))
+    assert [getattr(result, "what", None) for result in results] == [What.STORE_FAILED] * 2
+    assert all("IdempotencyStoreError: no answer" in getattr(result, "detail", "") for result in results)
 
 
 def test_a_transaction_needs_a_store_that_has_some() -> None:

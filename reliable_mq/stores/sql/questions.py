@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, ResourceClosedError, SQLAlchemyError
 
 from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
@@ -22,13 +22,23 @@ from reliable_mq.stores.sql.sqlite import SQLite
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sqlalchemy import Engine, TextClause
-    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy import Connection, Engine, TextClause
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSessionTransaction
+    from sqlalchemy.orm import SessionTransaction
 
-    from reliable_mq.core.claims import Hold
+    from reliable_mq.core.claims import Commit, Hold
     from reliable_mq.core.delivery import Delivery
 
-__all__ = ["AGAIN_AT_MOST", "PURGED_TOGETHER", "Questions", "execution_options", "statement", "try_again"]
+__all__ = [
+    "AGAIN_AT_MOST",
+    "PURGED_TOGETHER",
+    "Questions",
+    "execution_options",
+    "mark",
+    "statement",
+    "still_open",
+    "try_again",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +49,7 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "postgresql": PostgreSQL,
     "sqlite": SQLite,
 }
+AUTOCOMMIT: Final = "AUTOCOMMIT"
 AGAIN_AT_MOST: Final = 10  # times
 _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
 _PURGE_EVERY: Final = 60.0  # seconds
@@ -54,6 +65,11 @@ class Questions:
             raise ConfigurationError(
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
+            )
+        if _is_autocommit(_level_of(engine)):
+            raise ConfigurationError(
+                f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that no transaction of "
+                "a handler would be one: give create_engine() another isolation_level, or none"
             )
         self._sql = dialect(checked_table(table))
         self._retention = microseconds(seconds("retention", retention, positive=True))
@@ -105,6 +121,11 @@ class Questions:
         """What is over stays for now: the claims that were made are none the worse for that."""
         logger.warning("rows that are over were not deleted, which is tried again: %s", error)
 
+    def not_rolled_back(self, error: Exception) -> None:
+        """The database does so by itself, when it finds the connection gone; the handler's own error is raised."""
+        said = error if isinstance(error, IdempotencyStoreError) else self.failed(error)
+        logger.warning("a transaction was not rolled back in good order: %s", said)
+
     def failed(self, error: BaseException) -> IdempotencyStoreError:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         said = " ".join(str(cause).split())
@@ -119,6 +140,16 @@ class Questions:
             raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
         return holds
 
+    def begun(self, connection: Connection | None) -> Steps[None]:
+        """Begin a transaction that is to make deliveries done.
+
+        Raises:
+            ConfigurationError: it is none: each of its statements would be committed by itself.
+        """
+        if isinstance(self._sql, SQLite):
+            yield from self._sql.lock()
+        check_transaction(connection)  # SQLite's has begun by now
+
     def completed(self, holds: Iterable[Hold]) -> Steps[None]:
         """Complete in a transaction; where that is not to be, it must not be committed."""
         held = held_by(hold.claim for hold in holds)
@@ -130,9 +161,38 @@ class Questions:
             )
 
 
+def check_transaction(connection: Connection | None) -> None:
+    """Check that a connection does not commit each statement by itself, whoever told it to.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if connection is None:
+        raise ResourceClosedError("the connection is closed")
+    level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
+    dbapi: Any = connection.connection.dbapi_connection
+    said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
+    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite says
+    if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
+        raise ConfigurationError(
+            f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
+            "transaction: give its engine another isolation_level, or none"
+        )
+
+
+def _level_of(engine: Engine | AsyncEngine) -> object:
+    """The isolation level that an engine was given; None where it was given none."""
+    given: object = engine.get_execution_options().get("isolation_level")
+    return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # that of create_engine()
+
+
+def _is_autocommit(level: object) -> bool:
+    return isinstance(level, str) and level.upper() == AUTOCOMMIT
+
+
 def execution_options(sql: Dialect) -> dict[str, Any]:
     """Say how to ask: a question of one statement is a transaction by itself, and one round trip."""
-    return {} if sql.transactional else {"isolation_level": "AUTOCOMMIT"}
+    return {} if sql.transactional else {"isolation_level": AUTOCOMMIT}
 
 
 def try_again(error: Exception, attempt: int) -> bool:
@@ -147,6 +207,25 @@ def try_again(error: Exception, attempt: int) -> bool:
         return False
     # What a driver raises while a connection is taken out of the pool, SQLAlchemy does not wrap.
     return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
+
+
+def still_open(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
+    """Check that a handler has left the end of the transaction to us.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if not transaction.is_active:
+        raise UsageError(
+            "the handler has ended the transaction itself: leave the commit to the end of the block, and raise for a "
+            "rollback"
+        )
+
+
+def mark(holds: Iterable[Hold], commit: Commit) -> None:
+    """Note for the consumer what is known of the transaction that has these claims as done."""
+    for hold in holds:
+        hold.commit = commit
 
 
 @lru_cache(maxsize=256)

@@ -91,6 +91,13 @@ class SQLite(Dialect):
         )
         return len(rows)
 
+    def lock(self) -> Steps[None]:
+        """Take the lock of the database for this transaction: where it is taken after a look, it may be refused.
+
+        Not by BEGIN IMMEDIATE: a driver, or an event of the engine, may have begun already.
+        """
+        yield Ask(f"UPDATE {self.table} SET state = state WHERE 0", {})
+
     def clock_base(self, boot: str, offset: int) -> Steps[int]:
         """Say what to add to the microseconds since this boot of the machine, so that all processes read one clock.
 

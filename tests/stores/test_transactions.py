@@ -1,0 +1,275 @@
+"""Transactions that make deliveries done, as far as a SQLite file shows them; for servers: integration/test_inbox.py."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
+from reliable_mq.core.claims import Commit, Hold
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.stores import AsyncSQLAlchemyStore, Claim, ClaimStatus, SQLAlchemyStore
+from tests.core.deliveries import delivery
+
+INSERT = text("INSERT INTO effects (id) VALUES (:id)")
+
+
+def held(claim: Claim, transaction: Callable[..., Any]) -> Delivery:
+    """A delivery whose handler runs, with this claim."""
+    made = delivery(message_id=claim.key)
+    made.hold = Hold(claim, transaction)
+    return made
+
+
+def commit_of(one: Delivery) -> Commit:
+    assert one.hold is not None
+    return one.hold.commit
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "orders.db"
+    connection = sqlite3.connect(made)
+    connection.executescript("PRAGMA journal_mode = WAL; CREATE TABLE effects (id TEXT NOT NULL UNIQUE)")
+    connection.close()
+    return made
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[Engine]:
+    made = create_engine(f"sqlite:///{path}")
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def store(engine: Engine) -> SQLAlchemyStore:
+    made = SQLAlchemyStore(engine)
+    made.create_table()
+    return made
+
+
+def effects(path: Path) -> list[str]:
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT id FROM effects ORDER BY id").fetchall()
+    connection.close()
+    return [row[0] for row in rows]
+
+
+def on_a_loop(path: Path, scenario: Callable[[AsyncSQLAlchemyStore, AsyncEngine], Any], **options: Any) -> None:
+    async def run() -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{path}", **options)
+        store = AsyncSQLAlchemyStore(engine)
+        await store.create_table()
+        await scenario(store, engine)
+        await engine.dispose()
+
+    asyncio.run(run())
+
+
+def test_a_transaction_is_committed_with_the_record_and_says_so(store: SQLAlchemyStore, path: Path) -> None:
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    with one.transaction() as session:
+        session.execute(INSERT, {"id": "a"})
+        assert commit_of(one) is Commit.NONE
+    assert commit_of(one) is Commit.DONE
+    assert effects(path) == ["a"]
+    assert store.claim_many(["a"], 60.0)[0].status is ClaimStatus.DONE
+
+
+def test_an_error_in_a_transaction_is_the_databases_own(store: SQLAlchemyStore, path: Path) -> None:
+    """Nothing is committed, and the claim is as it was."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    with pytest.raises(IntegrityError), one.transaction() as session:
+        session.execute(INSERT, [{"id": "a"}, {"id": "a"}])
+    assert commit_of(one) is Commit.NONE
+    assert effects(path) == []
+    assert store.release_many([claim_of(one)], failed=True) == [True]
+
+
+def claim_of(one: Delivery) -> Claim:
+    assert one.hold is not None
+    return one.hold.claim
+
+
+@pytest.mark.parametrize("ends", [Session.commit, Session.rollback])
+def test_a_handler_that_ends_the_transaction_itself_is_told(
+    store: SQLAlchemyStore, path: Path, ends: Callable[[Session], None]
+) -> None:
+    """The record would not be in it."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    with pytest.raises(UsageError, match="leave the commit"), one.transaction() as session:
+        ends(session)
+    assert store.claim_many(["a"], 60.0)[0].status is ClaimStatus.IN_PROGRESS
+
+    async def scenario(store: AsyncSQLAlchemyStore, _engine: AsyncEngine) -> None:
+        one = held((await store.claim_many(["b"], 60.0))[0], store.transaction)
+        with pytest.raises(UsageError, match="leave the commit"):
+            async with one.transaction() as session:
+                await (session.commit() if ends is Session.commit else session.rollback())
+        assert (await store.claim_many(["b"], 60.0))[0].status is ClaimStatus.IN_PROGRESS
+
+    on_a_loop(path, scenario)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql+psycopg://db/orders", "mysql+pymysql://db/orders", "sqlite:////x/orders.db"]
+)
+def test_an_engine_that_commits_each_statement_is_refused(url: str) -> None:
+    """However it was told to; of the asyncio kind, too."""
+    for engine in (
+        create_engine(url, isolation_level="AUTOCOMMIT"),
+        create_engine(url, execution_options={"isolation_level": "AUTOCOMMIT"}),
+        create_engine(url).execution_options(isolation_level="AUTOCOMMIT"),
+    ):
+        with pytest.raises(ConfigurationError, match="isolation_level"):
+            SQLAlchemyStore(engine)
+    SQLAlchemyStore(create_engine(url, isolation_level="SERIALIZABLE"))
+    with pytest.raises(ConfigurationError, match="isolation_level"):
+        AsyncSQLAlchemyStore(create_async_engine("postgresql+psycopg://db/orders", isolation_level="AUTOCOMMIT"))
+
+
+def test_a_session_that_commits_each_statement_is_refused(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    """Before the handler has written anything: that of a `sessionmaker` of the user's, or a connection for `inbox`."""
+    each = engine.execution_options(isolation_level="AUTOCOMMIT")
+    by_driver = create_engine(f"sqlite:///{path}", connect_args={"isolation_level": None})
+    for number, other in enumerate((each, by_driver)):
+        mine = SQLAlchemyStore(engine, session=sessionmaker(other))
+        one = held(store.claim_many([f"a{number}"], 60.0)[0], mine.transaction)
+        with pytest.raises(ConfigurationError, match="commits every statement"), one.transaction():
+            raise AssertionError("the handler was let in")
+        with other.connect() as connection, pytest.raises(ConfigurationError, match="commits every statement"):
+            store.inbox(connection, one)
+        assert store.claim_many([f"a{number}"], 60.0)[0].status is ClaimStatus.IN_PROGRESS
+    by_driver.dispose()
+
+
+def test_a_session_of_the_asyncio_kind_that_commits_each_statement_is_refused(path: Path) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        each = engine.execution_options(isolation_level="AUTOCOMMIT")
+        mine = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(each))
+        one = held((await store.claim_many(["a"], 60.0))[0], mine.transaction)
+        with pytest.raises(ConfigurationError, match="commits every statement"):
+            async with one.transaction():
+                raise AssertionError("the handler was let in")
+        async with AsyncSession(each) as session:
+            with pytest.raises(ConfigurationError, match="commits every statement"):
+                await store.inbox(session, one)
+
+    on_a_loop(path, scenario)
+
+
+def begin_as_sqlalchemy_says(engine: Engine) -> None:
+    """The recipe of SQLAlchemy's documentation, by which transactions of SQLite are what they are elsewhere."""
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _record: object) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+
+def test_an_engine_whose_transactions_are_begun_by_an_event_has_an_inbox(path: Path) -> None:
+    engine = create_engine(f"sqlite:///{path}")
+    begin_as_sqlalchemy_says(engine)
+    store = SQLAlchemyStore(engine)
+    store.create_table()
+    one, other = (held(claim, store.transaction) for claim in store.claim_many(["a", "b"], 60.0))
+    with one.transaction() as session:
+        session.execute(INSERT, {"id": "a"})
+    with engine.begin() as connection:
+        connection.execute(INSERT, {"id": "b"})
+        store.inbox(connection, other)
+    assert effects(path) == ["a", "b"]
+    engine.dispose()
+
+
+def test_an_engine_of_asyncio_whose_transactions_are_begun_by_an_event_has_an_inbox(path: Path) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        begin_as_sqlalchemy_says(engine.sync_engine)
+        await engine.dispose()  # its connections of before
+        one = held((await store.claim_many(["a"], 60.0))[0], store.transaction)
+        async with one.transaction() as session:
+            await session.execute(INSERT, {"id": "a"})
+        assert effects(path) == ["a"]
+
+    on_a_loop(path, scenario)
+
+
+def test_a_transaction_has_its_lock_from_the_beginning(store: SQLAlchemyStore, path: Path) -> None:
+    """One that had looked before another wrote would be refused its own writing, whatever it waited."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    with one.transaction() as session:
+        assert session.execute(text("SELECT count(*) FROM effects")).scalar_one() == 0
+        other = sqlite3.connect(path, timeout=0)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("INSERT INTO effects VALUES ('other')")
+        other.close()
+        session.execute(INSERT, {"id": "a"})
+    assert effects(path) == ["a"]
+
+
+def test_any_number_may_create_the_table_at_once(tmp_path: Path) -> None:
+    """A fleet that starts."""
+    url = f"sqlite:///{tmp_path / 'fleet.db'}"
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def start() -> None:
+        engine = create_engine(url)
+        barrier.wait(10)
+        try:
+            SQLAlchemyStore(engine).create_table()
+        except BaseException as error:
+            errors.append(error)
+        engine.dispose()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+
+
+def test_a_table_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'no' / 'orders.db'}")
+    with pytest.raises(Exception, match="unable to open"):
+        SQLAlchemyStore(engine).create_table()
+
+    async def create() -> None:
+        store = AsyncSQLAlchemyStore(create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'orders.db'}"))
+        with pytest.raises(Exception, match="unable to open"):
+            await store.create_table()
+
+    asyncio.run(create())
+
+
+def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Path) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        one = held((await store.claim_many(["a"], 1e-6))[0], store.transaction)
+        [other] = await store.claim_many(["a"], 60.0)
+        assert other.status is ClaimStatus.NEW
+        with pytest.raises(IdempotencyStoreError, match="taken over"):
+            async with one.transaction() as session:
+                await session.execute(INSERT, {"id": "late"})
+        assert commit_of(one) is Commit.NONE
+        async with AsyncSession(engine) as session:
+            await session.execute(INSERT, {"id": "late"})
+            with pytest.raises(IdempotencyStoreError, match="taken over"):
+                await store.inbox(session, one)
+        assert effects(path) == []
+
+    on_a_loop(path, scenario)
