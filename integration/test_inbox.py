@@ -115,14 +115,29 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
 
 
 def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
+    """The first one fails when it has written most: nothing of it is there, and nothing of it is done."""
+    left: list[tuple[int, set[ClaimStatus]]] = []
+
     def handle(batch: list[Delivery]) -> None:
+        if not left:
+            with pytest.raises(ValueError, match="midway"), inbox.store.transaction(*batch) as session:
+                write(session, batch[:-1])
+            keys = [f"orders|{delivery.message_id}" for delivery in batch]
+            claims = inbox.store.claim_many(keys, 1.0)
+            left.append((len(inbox.effects()), {claim.status for claim in claims}))
         with inbox.store.transaction(*batch) as session:
             for delivery in batch:
                 session.execute(INSERT, {"id": delivery.message_id})
 
+    def write(session: Session, some: list[Delivery]) -> None:
+        for delivery in some:
+            session.execute(INSERT, {"id": delivery.message_id})
+        raise ValueError("midway")
+
     with Consumer(vhost.url, ORDERS, handle, idempotency=inbox.store, batch_size=5, batch_wait=0.2) as consumer:
         ids = publish(vhost, "orders", numbered(20))
         wait_until(lambda: consumer.statistics.handled == 20, timeout=30, what="handled")
+    assert left == [(0, {ClaimStatus.IN_PROGRESS})]
     assert inbox.effects() == sorted(ids)
 
 
@@ -175,7 +190,7 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
 def test_a_coroutine_has_the_same_on_its_loop(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, run_async: Any, kind: str
 ) -> None:
-    """One delivery at a time, a batch, and a session of its own."""
+    """One delivery at a time, and a connection of its own."""
     path = tmp_path / "orders.db"
     inbox = Inbox(f"sqlite:///{path}" if kind == "sqlite" else database(kind).fresh())
     url = f"sqlite+aiosqlite:///{path}" if kind == "sqlite" else inbox.engine.url

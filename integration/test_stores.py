@@ -13,6 +13,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
+from integration.support.lossy import LossyProxy
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
 from reliable_mq import IdempotencyStoreError
@@ -93,10 +94,12 @@ class TestStores(StoreContract):
 class Breakable:
     """A store with a short timeout, and its server."""
 
-    def __init__(self, kind: str, database: Callable[[str], Database], timeout: float = 1.0) -> None:
+    def __init__(
+        self, kind: str, database: Callable[[str], Database], timeout: float = 1.0, port: int | None = None
+    ) -> None:
         name, _, face = kind.partition("_")
         self.server = database(name)
-        url = self.server.fresh()
+        url = self.server.fresh(port)
         self.closers: list[Callable[[], object]] = []
         if face:
             blocking = Blocking(lambda: self._make_async(name, url, timeout))
@@ -124,14 +127,17 @@ class Breakable:
     def claim(self, *keys: str) -> list[Any]:
         return list(self.store.claim_many(keys, 300.0))
 
+    def close(self) -> None:
+        self.server.heal()
+        for close in self.closers:
+            close()
+
 
 @pytest.fixture(params=KINDS)
 def breakable(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[Breakable]:
     made = Breakable(request.param, database)
     yield made
-    made.server.heal()
-    for close in made.closers:
-        close()
+    made.close()
 
 
 def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_back(breakable: Breakable) -> None:
@@ -173,6 +179,55 @@ def claimed_again(breakable: Breakable) -> list[Any]:
         except IdempotencyStoreError as error:
             last = error
     raise last
+
+
+# -- what a question costs --------------------------------------------------------------------------------------------
+
+# Of a claim, a completion and a release. MariaDB's are a change and a look at it, a look and a change, and COMMIT; then
+# SQLAlchemy rolls back what it takes back into its pool.
+ROUND_TRIPS = {"mariadb": (4, 4, 4)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_keys_are_one_round_trip(database: Callable[[str], Database], kind: str) -> None:
+    """Counted on the way to the server, once what is asked is known there."""
+    with LossyProxy(database(kind.partition("_")[0]).port) as proxy:
+        made = Breakable(kind, database, timeout=10.0, port=proxy.port)
+        counted: list[tuple[int, ...]] = []
+        for number in range(12):  # of statements, psycopg prepares the sixth
+            keys = [f"{number}-{key}" for key in range(64)]
+            before = proxy.round_trips
+            claims = made.claim(*keys)
+            claimed = proxy.round_trips
+            assert all(made.store.complete_many(claims[:32]))
+            completed = proxy.round_trips
+            assert all(made.store.release_many(claims[32:], failed=True))
+            counted.append((claimed - before, completed - claimed, proxy.round_trips - completed))
+        assert set(counted[-4:]) == {ROUND_TRIPS.get(kind, (1, 1, 1))}, counted
+        made.close()
+
+
+@pytest.mark.parametrize("kind", ["redis", "redis_async"])
+def test_thousands_of_keys_are_sent_to_redis_at_once(database: Callable[[str], Database], kind: str) -> None:
+    """Without a question first whether the script is there; where it is not, it is brought, and they are sent again."""
+    seen: list[bytes] = []
+
+    def look(data: bytes) -> bool:
+        seen.append(data)
+        return False
+
+    server = database("redis")
+    with LossyProxy(server.port, look) as proxy:
+        made = Breakable(kind, database, timeout=10.0, port=proxy.port)
+        for number in range(3):
+            with redis.Redis(port=server.port) as client:
+                if number == 1:
+                    client.script_flush()
+            seen.clear()
+            claims = made.claim(*(f"{number}-{key}" for key in range(2500)))
+            assert all(made.store.complete_many(claims))
+            assert (b"SCRIPT" in b"".join(seen)) is (number < 2)
+        made.close()
 
 
 @pytest.mark.parametrize("breakable", ["redis", "postgresql", "mariadb"], indirect=True)

@@ -85,6 +85,7 @@ def test_a_copy_waits_while_another_holds_the_claim(vhost: VirtualHost) -> None:
         with Consumer(vhost.url, ORDERS, handler, concurrency=2, idempotency=MemoryStore()) as consumer:
             send(vhost, "orders", copies(2, of=1))
             wait_until(lambda: consumer.statistics.claims_in_progress >= 1, timeout=10, what="the copy waits")
+            assert consumer.statistics.acked == 0, "neither the first, which is not done, nor its copy"
             gate.open()
             wait_until(lambda: consumer.statistics.duplicates == 1, timeout=10, what="the copy is acked")
             assert len(handler.begun) == 1

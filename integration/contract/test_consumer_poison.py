@@ -282,6 +282,10 @@ def test_a_message_without_an_id_cannot_be_deduplicated_and_is_quarantined(vhost
         handler.wait_done(1)
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="quarantined")
     assert handler.bodies == [b"named"]
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    reason = dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"]
+    assert "it has no message_id" in reason
+    assert "idempotency_key" in reason
     with Consumer(
         vhost.url, ORDERS, handler, idempotency=MemoryStore(), idempotency_key=lambda delivery: delivery.body.decode()
     ) as consumer:

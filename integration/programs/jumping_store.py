@@ -1,26 +1,33 @@
 """A store whose process has a wall clock that jumps by hours: leases and retention go on as if nothing had happened.
 
-Usage: ``python -m integration.programs.jumping_store OFFSET_FILE STORE_URL...``, under libfaketime.
+Usage: ``python -m integration.programs.jumping_store OFFSET_FILE FACE STORE_URL...``, under libfaketime.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from integration.programs.jumping_clock import HOUR, WallClock
 from integration.programs.storing import new_store
 from reliable_mq.stores import ClaimStatus
+from tests.stores.subjects import Blocking
 
 
-def main(offset_file: str, urls: list[str]) -> None:
+def new(url: str, face: str) -> Any:
+    """A store that is asked as a sync one, whichever face it is of."""
+    return new_store(url) if face == "sync" else Blocking(lambda: new_store(url, face))
+
+
+def main(offset_file: str, face: str, urls: list[str]) -> None:
     clock = WallClock(offset_file)
     for url in urls:
-        store = new_store(url)
+        store = new(url, face)
         held, done = store.claim_many(["held", "done"], 60.0)
         assert store.complete_many([done]) == [True], url
         for offset in (HOUR, -HOUR, 48 * HOUR, -48 * HOUR, 0):
             clock.jump(offset)
-            other = new_store(url)  # a process that starts now has no other time
+            other = new(url, face)  # a process that starts now has no other time
             for one in (store, other):
                 made = [claim.status for claim in one.claim_many(["held", "done"], 60.0)]
                 assert made == [ClaimStatus.IN_PROGRESS, ClaimStatus.DONE], (url, offset, made)
@@ -33,4 +40,4 @@ def main(offset_file: str, urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

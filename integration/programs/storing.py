@@ -1,9 +1,10 @@
 """Consumes with an idempotency store, and dies by SIGKILL where it is told to.
 
-Run by `integration.support.forks`, with the arguments AMQP_URL STORE_URL FACE EFFECTS STEP. An effect is a row in the
-table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``; else a
-line in the file EFFECTS. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``, ``acking`` (see `Dying`), or
-``none``: then it ends with SIGTERM.
+Run by `integration.support.forks`, with the arguments AMQP_URL STORE_URL FACE EFFECTS STEP [BATCH]. An effect is a row
+in the table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``;
+else a line ``effect ID`` in the file EFFECTS, and ``done ID`` there says that the store has taken its completion. With
+BATCH, handlers are given that many at a time. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``,
+``acking`` (see `Dying`), or ``none``: then it ends with SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Dying:
     effect and the end of its transaction; ``completed``: when it was completed; ``acking``: soon after that.
     """
 
-    def __init__(self, store: Any, step: str) -> None:
+    def __init__(self, store: Any, step: str, where: str) -> None:
         self.store = store
+        self.file = -1 if where == "inbox" else os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._step = step
         self._reached = 0
         self._lock = threading.Lock()
@@ -60,6 +62,15 @@ class Dying:
                 self._reached += messages
             if self._reached >= 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def completed(self, claims: Sequence[Claim], done: Sequence[bool]) -> None:
+        for claim, taken in zip(claims, done, strict=True):
+            if taken and self.file >= 0:
+                self.note("done", claim.key.partition("|")[2])
+        self.after(len(claims))
+
+    def note(self, what: str, message_id: str | None) -> None:
+        os.write(self.file, f"{what} {message_id}\n".encode())
 
     def after(self, messages: int = 1) -> None:
         self.reach("completed", messages)
@@ -75,7 +86,7 @@ class DyingStore(Dying):
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         done: list[bool] = self.store.complete_many(claims)
-        self.after(len(claims))
+        self.completed(claims, done)
         return done
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
@@ -95,7 +106,7 @@ class AsyncDyingStore(Dying):
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         done: list[bool] = await self.store.complete_many(claims)
-        self.after(len(claims))
+        self.completed(claims, done)
         return done
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
@@ -110,40 +121,51 @@ _EFFECT = text("INSERT INTO effects (id) VALUES (:id)")
 
 
 class Effects:
-    """What handlers do."""
+    """What handlers do, of one delivery or of a batch."""
 
-    def __init__(self, where: str, store: Dying) -> None:
+    def __init__(self, store: Dying) -> None:
         self._store = store
-        self._inbox = where == "inbox"
-        self._file = -1 if self._inbox else os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def handle(self, delivery: Delivery) -> None:
-        if self._inbox:
-            with delivery.transaction() as session:
+    def handle(self, given: Delivery | list[Delivery]) -> None:
+        batch = given if isinstance(given, list) else [given]
+        if self._store.file >= 0:
+            self._write(batch)
+            return
+        with self._store.store.transaction(*batch) as session:
+            for delivery in batch:
                 session.execute(_EFFECT, {"id": delivery.message_id})
                 self._store.reach("effect")
-            self._store.after()
-        else:
-            os.write(self._file, f"{delivery.message_id}\n".encode())
+        self._store.after(len(batch))
+
+    async def handle_async(self, given: Delivery | list[Delivery]) -> None:
+        batch = given if isinstance(given, list) else [given]
+        if self._store.file >= 0:
+            self._write(batch)
+            return
+        async with self._store.store.transaction(*batch) as session:
+            for delivery in batch:
+                await session.execute(_EFFECT, {"id": delivery.message_id})
+                self._store.reach("effect")
+        self._store.after(len(batch))
+
+    def _write(self, batch: list[Delivery]) -> None:
+        for delivery in batch:
+            self._store.note("effect", delivery.message_id)
             self._store.reach("effect")
 
-    async def handle_async(self, delivery: Delivery) -> None:
-        async with delivery.transaction() as session:
-            await session.execute(_EFFECT, {"id": delivery.message_id})
-            self._store.reach("effect")
-        self._store.after()
 
-
-def main(url: str, store_url: str, face: str, where: str, step: str) -> None:
+def main(url: str, store_url: str, face: str, where: str, step: str, batch: str = "") -> None:
     options: dict[str, Any] = {"idempotency_lease": LEASE, "prefetch": 20, "concurrency": 2}
+    if batch:
+        options |= {"batch_size": int(batch), "batch_wait": 0.2}
     if face == "sync":
-        store = DyingStore(new_store(store_url), step)
-        Consumer(url, ORDERS, Effects(where, store).handle, idempotency=store, **options).run()
+        store = DyingStore(new_store(store_url), step, where)
+        Consumer(url, ORDERS, Effects(store).handle, idempotency=store, **options).run()
         return
 
     async def consume() -> None:
-        store = AsyncDyingStore(new_store(store_url, face), step)
-        await AsyncConsumer(url, ORDERS, Effects(where, store).handle_async, idempotency=store, **options).run()
-        await store.store._engine.dispose()
+        store = AsyncDyingStore(new_store(store_url, face), step, where)
+        await AsyncConsumer(url, ORDERS, Effects(store).handle_async, idempotency=store, **options).run()
+        await (store.store.close() if isinstance(store.store, AsyncRedisStore) else store.store._engine.dispose())
 
     asyncio.run(consume())

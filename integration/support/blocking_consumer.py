@@ -2,25 +2,45 @@
 
 It adds nothing: each call is the call of the same name and arguments, waited for. A test's handler may block, so it is
 called on a thread of its own, which a coroutine handler waits for: what the consumer sees is a coroutine that awaits.
+A coroutine function is given to it as it is.
+
+An asyncio store is asked on the consumer's own loop, where it would be noticed to block; `ends_with_its_consumer` says
+what to do there at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
+from collections.abc import Callable, Coroutine
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 from integration.support.blocking import Loop
 from reliable_mq.aio.consumer import AsyncConsumer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Iterator
 
     from reliable_mq.connection.consuming.pull import PulledDelivery
 
 _FOR_EVER = 100_000.0  # seconds
+
+
+_ENDINGS: WeakKeyDictionary[Any, Callable[[], Coroutine[Any, Any, object]]] = WeakKeyDictionary()
+
+
+def ends_with_its_consumer(store: Any, ending: Callable[[], Coroutine[Any, Any, object]]) -> Any:
+    """Have the one consumer that is given this asyncio store end it on its loop. Returns the store."""
+    _ENDINGS[store] = ending
+    return store
+
+
+async def _nothing() -> None:
+    pass
 
 
 class BlockingConsumer:
@@ -33,8 +53,10 @@ class BlockingConsumer:
     plain = False
 
     def __init__(self, url: Any, queue: Any, handler: Callable[[Any], object] | None = None, **arguments: Any) -> None:
-        given = handler if handler is None or self.plain else in_a_coroutine(handler)
-        self.consumer = AsyncConsumer(url, queue, given, **arguments)
+        as_it_is = handler is None or self.plain or inspect.iscoroutinefunction(handler)
+        self.consumer = AsyncConsumer(url, queue, handler if as_it_is else in_a_coroutine(handler), **arguments)  # type: ignore[arg-type]
+        store = arguments.get("idempotency")
+        self._ending = _nothing if store is None else _ENDINGS.get(store, _nothing)
         self._loop: Loop | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -106,6 +128,7 @@ class BlockingConsumer:
         subscription = self.consumer._subscription
         if self._loop is not None and (subscription is None or subscription.ended.is_set()):
             loop, self._loop = self._loop, None
+            loop.call(self._ending())
             loop.stop()
 
 

@@ -21,14 +21,15 @@ class LossyProxy:
 
     Args:
         port: of the server.
-        loses: told a question's bytes, says whether its answer is to be lost.
+        loses: told a question's bytes, says whether its answer is to be lost; by default none is.
 
     Attributes:
         port: where it listens.
         lost: how many answers were lost.
+        round_trips: how often, on any connection, a question began after the answer to the one before.
     """
 
-    def __init__(self, port: int, loses: Callable[[bytes], bool]) -> None:
+    def __init__(self, port: int, loses: Callable[[bytes], bool] = lambda _: False) -> None:
         self._upstream = port
         self._loses = loses
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -37,6 +38,7 @@ class LossyProxy:
         self._closed = False
         self.port: int = self._listener.getsockname()[1]
         self.lost = 0
+        self.round_trips = 0
 
     def __enter__(self) -> Self:
         self._start(self._accept)
@@ -64,21 +66,30 @@ class LossyProxy:
                 server = socket.create_connection(("127.0.0.1", self._upstream), timeout=10)
                 server.settimeout(None)
                 self._sockets += [client, server]
-                losing = threading.Event()
-                self._start(self._questions, client, server, losing)
-                self._start(self._answers, client, server, losing)
+                losing, answered = threading.Event(), threading.Event()
+                answered.set()
+                self._start(self._questions, client, server, losing, answered)
+                self._start(self._answers, client, server, losing, answered)
 
-    def _questions(self, client: socket.socket, server: socket.socket, losing: threading.Event) -> None:
+    def _questions(
+        self, client: socket.socket, server: socket.socket, losing: threading.Event, answered: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
+                if answered.is_set():
+                    answered.clear()
+                    self.round_trips += 1
                 if not losing.is_set() and self._loses(data):
                     losing.set()
                 server.sendall(data)
         _close(server)
 
-    def _answers(self, client: socket.socket, server: socket.socket, losing: threading.Event) -> None:
+    def _answers(
+        self, client: socket.socket, server: socket.socket, losing: threading.Event, answered: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
+                answered.set()
                 if losing.is_set():
                     self.lost += 1
                     break

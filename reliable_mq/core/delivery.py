@@ -106,13 +106,19 @@ class Delivery(RawDelivery):
         """Begin a transaction of the idempotency store, in which the message becomes done (an inbox).
 
         What the handler writes in it and the record that the message is done are committed together, when its block
-        ends, or not at all. Where another holder has taken over meanwhile, nothing is committed::
+        ends, or not at all. Where another holder has taken over meanwhile, nothing is committed. In a function, with a
+        ``SQLAlchemyStore``::
 
-            with delivery.transaction() as session:    # async with, of an AsyncSQLAlchemyStore
-                session.add(Order(...))
+            with delivery.transaction() as session:
+                session.execute(insert(Order), delivery.json())
+
+        In a coroutine, with an ``AsyncSQLAlchemyStore``::
+
+            async with delivery.transaction() as session:
+                await session.execute(insert(Order), delivery.json())
 
         Returns:
-            The context manager that ``SQLAlchemyStore.transaction`` gives for this delivery; for several at once, in a
+            The context manager that the store's ``transaction`` gives for this delivery; for several at once, in a
             batch handler, call that.
 
         Raises:

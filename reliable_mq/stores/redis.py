@@ -67,6 +67,11 @@ class _Questions:
     def _settlements(self, held: Sequence[tuple[str, int]], *settings: object) -> list[Script]:
         return [([key for key, _ in part], [*settings, *(token for _, token in part)]) for part in _parts(held)]
 
+    def _fill(self, pipeline: Any, script: Any, scripts: list[Script]) -> None:
+        """By their digest: a script that is given a pipeline asks first, in a round trip more, whether it is there."""
+        for names, arguments in scripts:
+            pipeline.evalsha(script.sha, len(names), *self._keys(names), *arguments)
+
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names]
 
@@ -188,9 +193,15 @@ class RedisStore(_Questions):
     def _run_once(self, script: Any, scripts: list[Script]) -> list[Any]:
         if len(scripts) < 2:
             return [script(keys=self._keys(names), args=arguments) for names, arguments in scripts]
+        try:
+            return self._run_together(script, scripts)
+        except redis.exceptions.NoScriptError:
+            self._redis.script_load(script.script)
+            return self._run_together(script, scripts)
+
+    def _run_together(self, script: Any, scripts: list[Script]) -> list[Any]:
         with self._redis.pipeline(transaction=False) as pipeline:
-            for names, arguments in scripts:
-                script(keys=self._keys(names), args=arguments, client=pipeline)
+            self._fill(pipeline, script, scripts)
             replies: list[Any] = pipeline.execute()
             return replies
 
@@ -278,9 +289,15 @@ class AsyncRedisStore(_Questions):
     async def _run_once(self, script: Any, scripts: list[Script]) -> list[Any]:
         if len(scripts) < 2:
             return [await script(keys=self._keys(names), args=arguments) for names, arguments in scripts]
+        try:
+            return await self._run_together(script, scripts)
+        except redis.exceptions.NoScriptError:
+            await self._redis.script_load(script.script)
+            return await self._run_together(script, scripts)
+
+    async def _run_together(self, script: Any, scripts: list[Script]) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for names, arguments in scripts:
-                await script(keys=self._keys(names), args=arguments, client=pipeline)
+            self._fill(pipeline, script, scripts)
             replies: list[Any] = await pipeline.execute()
             return replies
 

@@ -96,8 +96,8 @@ class Blocking:
 class Bridged:
     """An asyncio store on a loop of its own, for consumers on other loops, which come and go."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.blocking = Blocking(make)
+    def __init__(self, make: Callable[[], Any] | Blocking) -> None:
+        self.blocking = make if isinstance(make, Blocking) else Blocking(make)
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         claims: list[Claim] = await self._ask(self.blocking.store.claim_many(keys, lease))

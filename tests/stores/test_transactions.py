@@ -1,4 +1,4 @@
-"""Transactions that make deliveries done, as far as a SQLite file shows them; for servers: integration/test_inbox.py."""
+"""Transactions that make deliveries done, as far as a SQLite file shows: servers are in integration/test_inbox.py."""
 
 from __future__ import annotations
 
@@ -271,5 +271,67 @@ def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Pat
             with pytest.raises(IdempotencyStoreError, match="taken over"):
                 await store.inbox(session, one)
         assert effects(path) == []
+
+    on_a_loop(path, scenario)
+
+
+def test_on_a_loop_a_batch_is_one_transaction_of_the_users_own_sessions(path: Path) -> None:
+    class Mine(AsyncSession):
+        pass
+
+    async def fail_midway(session: AsyncSession) -> None:
+        assert isinstance(session, Mine)
+        await session.execute(INSERT, {"id": "a"})
+        raise ValueError("midway")
+
+    async def scenario(_store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        store = AsyncSQLAlchemyStore(engine, session=async_sessionmaker(engine, class_=Mine))
+        batch = [held(claim, store.transaction) for claim in await store.claim_many(["a", "b", "c"], 60.0)]
+        with pytest.raises(ValueError, match="midway"):
+            async with store.transaction(*batch) as session:
+                await fail_midway(session)
+        assert effects(path) == []
+        assert {claim.status for claim in await store.claim_many(["a", "b", "c"], 60.0)} == {ClaimStatus.IN_PROGRESS}
+        async with store.transaction(*batch) as session:
+            for one in batch:
+                await session.execute(INSERT, {"id": one.message_id})
+        assert {commit_of(one) for one in batch} == {Commit.DONE}
+        assert effects(path) == ["a", "b", "c"]
+        assert {claim.status for claim in await store.claim_many(["a", "b", "c"], 60.0)} == {ClaimStatus.DONE}
+
+    on_a_loop(path, scenario)
+
+
+def test_on_a_loop_one_stale_delivery_of_a_batch_is_the_end_of_its_transaction(path: Path) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, _engine: AsyncEngine) -> None:
+        [mine] = await store.claim_many(["a"], 60.0)
+        [late] = await store.claim_many(["b"], 1e-6)
+        await store.claim_many(["b"], 60.0)
+        batch = [held(mine, store.transaction), held(late, store.transaction)]
+        with pytest.raises(IdempotencyStoreError, match="taken over b,"):
+            async with store.transaction(*batch) as session:
+                await session.execute(INSERT, {"id": "a"})
+        assert effects(path) == []
+        assert {commit_of(one) for one in batch} == {Commit.NONE}
+        assert (await store.claim_many(["a"], 60.0))[0].status is ClaimStatus.IN_PROGRESS
+
+    on_a_loop(path, scenario)
+
+
+def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) -> None:
+    """Whether it is committed, the store does not see: the consumer asks where the handler raises."""
+
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        one, other = (held(claim, store.transaction) for claim in await store.claim_many(["a", "b"], 60.0))
+        async with AsyncSession(engine) as session:
+            await session.execute(INSERT, {"id": "a"})
+            await store.inbox(session, one)
+            await session.commit()
+        async with AsyncSession(engine) as session:
+            await session.execute(INSERT, {"id": "b"})
+            await store.inbox(session, other)
+        assert commit_of(one) is commit_of(other) is Commit.UNKNOWN
+        assert effects(path) == ["a"]
+        assert await store.release_many([claim_of(one), claim_of(other)], failed=True) == [False, True]
 
     on_a_loop(path, scenario)

@@ -1,0 +1,320 @@
+"""The inbox while its server hangs, loses its answer to COMMIT, or is new to a whole fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from integration.support.blocking_consumer import ends_with_its_consumer
+from integration.support.consuming import numbered, publish
+from integration.support.lossy import LossyProxy
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, IdempotencyStoreError, Queue, RetryPolicy
+from reliable_mq.core.claims import Commit, Hold
+from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
+from tests.core.deliveries import delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from integration.support.databases import Database
+    from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
+
+ORDERS = Queue("orders")
+INSERT = text("INSERT INTO effects (id) VALUES (:id)")
+TIMEOUT = 0.5
+
+
+def prepared(url: str) -> str:
+    """Make the tables in a fresh database."""
+    engine = create_engine(url, poolclass=NullPool)
+    SQLAlchemyStore(engine).create_table()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE effects (id varchar(100) NOT NULL)"))
+    return url
+
+
+def effects(url: str) -> Counter[str]:
+    with create_engine(url, poolclass=NullPool).connect() as connection:
+        return Counter(row[0] for row in connection.execute(text("SELECT id FROM effects")))
+
+
+@pytest.fixture
+def new_store(consumer_face: str) -> Iterator[Callable[..., Any]]:
+    """A function that makes the store of the face at a URL."""
+    closers: list[Callable[[], object]] = []
+
+    def new(url: str, **options: Any) -> Any:
+        if consumer_face == "aio":
+            loops = create_async_engine(url)
+            return ends_with_its_consumer(AsyncSQLAlchemyStore(loops, **options), loops.dispose)
+        plain = {"ssl_disabled": True} if url.startswith("mysql") else {}  # or no proxy could read it
+        engine = create_engine(url, connect_args=plain)
+        store = SQLAlchemyStore(engine, **options)
+        closers.extend([store.close, engine.dispose])
+        return store
+
+    yield new
+    for close in closers:
+        close()
+
+
+def writing(face: str, then: Callable[[Delivery], object]) -> Callable[[Delivery], object]:
+    """A handler of the face that writes an effect, and does something else before the end of its transaction."""
+
+    def handle(one: Delivery) -> None:
+        with one.transaction() as session:
+            session.execute(INSERT, {"id": one.message_id})
+            then(one)
+
+    async def handle_async(one: Delivery) -> None:
+        async with one.transaction() as session:
+            await session.execute(INSERT, {"id": one.message_id})
+            await asyncio.to_thread(then, one)
+
+    return handle if face == "sync" else handle_async
+
+
+@pytest.mark.both_faces
+def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_it(
+    vhost: VirtualHost,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    consumer_face: str,
+    fault_proxy: Any,
+) -> None:
+    """It ends within the timeout, while the server hangs; heartbeats go on; then every effect is there once."""
+    server = database("postgresql")
+    url = prepared(server.fresh())
+    inside, frozen = threading.Event(), threading.Event()
+
+    def wait(one: Delivery) -> None:
+        if one.body == b"10":
+            inside.set()
+            assert frozen.wait(30)
+
+    proxy = fault_proxy(vhost.url)
+    with Consumer(
+        proxy.url,
+        ORDERS,
+        writing(consumer_face, wait),
+        heartbeat=2,
+        idempotency=new_store(url, timeout=TIMEOUT),
+        idempotency_lease=2.0,
+        retry=RetryPolicy(5, delays=(0.05,)),
+    ) as consumer:
+        ids = publish(vhost, "orders", numbered(20))
+        assert inside.wait(30)
+        server.pause()
+        before = proxy.seen("heartbeat", "to_broker")
+        frozen.set()
+        begun = time.monotonic()
+        wait_until(lambda: consumer.statistics.failed >= 1, timeout=10, what="it has failed")
+        assert time.monotonic() - begun < 6 * TIMEOUT
+        proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") >= before + 2, timeout=30)
+        server.unpause()
+        wait_until(lambda: consumer.statistics.acked >= 20, timeout=60, what="all acked")
+        assert (consumer.reconnects, consumer.statistics.dead_lettered) == (0, 0)
+    assert effects(url) == Counter(ids)
+
+
+@pytest.mark.both_faces
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
+    vhost: VirtualHost,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    consumer_face: str,
+    kind: str,
+) -> None:
+    """With one attempt for each message, none is dead-lettered whose effect is committed."""
+    if (kind, consumer_face) == ("mariadb", "aio"):
+        return  # there is no asyncio driver of it here
+    server = database(kind)
+    direct = prepared(server.fresh())
+    armed = threading.Event()
+
+    def loses(data: bytes) -> bool:
+        if armed.is_set() and b"COMMIT" in data:
+            armed.clear()
+            return True
+        return False
+
+    def arm(one: Delivery) -> None:
+        if int(one.body) % 3 == 0:
+            armed.set()
+
+    with LossyProxy(server.port, loses) as proxy:
+        store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
+        with Consumer(
+            vhost.url, ORDERS, writing(consumer_face, arm), idempotency=store, retry=RetryPolicy(1)
+        ) as consumer:
+            ids = publish(vhost, "orders", numbered(9))
+            wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")
+            assert (consumer.statistics.failed, consumer.statistics.dead_lettered) == (0, 0)
+            assert consumer.statistics.duplicates == proxy.lost == 3
+    assert effects(direct) == Counter(ids)
+
+
+# -- without a consumer ------------------------------------------------------------------------------------------------
+
+
+def held(claim: Any, transaction: Any) -> Delivery:
+    assert claim.status is ClaimStatus.NEW
+    one = delivery(message_id=claim.key)
+    one.hold = Hold(claim, transaction)
+    return one
+
+
+def in_time(begun: float) -> None:
+    assert time.monotonic() - begun < TIMEOUT + 1.0
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
+    database: Callable[[str], Database], kind: str
+) -> None:
+    """So is a transaction of the user's own that takes the record in."""
+    server = database(kind)
+    engine = create_engine(prepared(server.fresh()))
+    store = SQLAlchemyStore(engine, timeout=TIMEOUT)
+    keys = ["begin", "end", "roll back", "inbox"]
+    begin, end, back, own = (held(claim, store.transaction) for claim in store.claim_many(keys, 2.0))
+    engine.dispose()  # or it would begin on a connection that is there, which asks nothing
+    server.pause()
+    begun = time.monotonic()
+    with pytest.raises(IdempotencyStoreError, match="no answer within"), begin.transaction():
+        raise AssertionError("the handler was let in")
+    in_time(begun)
+    server.unpause()
+    with pytest.raises(IdempotencyStoreError, match="no answer within"), end.transaction() as session:
+        begun = frozen(server, session)
+    in_time(begun)
+    server.unpause()
+    with pytest.raises(KeyError) as caught, back.transaction() as session:
+        raise KeyError(frozen(server, session))
+    in_time(caught.value.args[0])
+    server.unpause()
+    with Session(engine) as session:
+        begun = frozen(server, session)
+        with pytest.raises(IdempotencyStoreError, match="no answer within"):
+            store.inbox(session, own)
+        in_time(begun)
+        server.unpause()
+    assert [one.hold.commit for one in (begin, end, back, own) if one.hold] == [Commit.NONE] * 4
+    wait_until(lambda: all_new(store, keys), timeout=20, what="the leases have ended", interval=0.2)
+    assert not effects(engine.url.render_as_string(hide_password=False))
+    store.close()
+    engine.dispose()
+
+
+def frozen(server: Database, session: Session) -> float:
+    """Write an effect, freeze the server, and say when."""
+    session.execute(INSERT, {"id": "lost"})
+    server.pause()
+    return time.monotonic()
+
+
+def all_new(store: SQLAlchemyStore, keys: list[str]) -> bool:
+    try:
+        return all(claim.status is ClaimStatus.NEW for claim in store.claim_many(keys, 1e-6))
+    except IdempotencyStoreError:
+        return False
+
+
+def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
+    database: Callable[[str], Database], run_async: Any
+) -> None:
+    server = database("postgresql")
+
+    async def scenario() -> None:
+        engine = create_async_engine(prepared(server.fresh()))
+        store = AsyncSQLAlchemyStore(engine, timeout=TIMEOUT)
+        claims = await store.claim_many(["begin", "end", "back", "own"], 60.0)
+        begin, end, back, own = (held(claim, store.transaction) for claim in claims)
+        await engine.dispose()
+        server.pause()
+        begun = time.monotonic()
+        with pytest.raises(IdempotencyStoreError, match="no answer within"):
+            async with begin.transaction():
+                raise AssertionError("the handler was let in")
+        in_time(begun)
+        server.unpause()
+        with pytest.raises(IdempotencyStoreError, match="no answer within"):
+            async with end.transaction() as session:
+                begun = await frozen_async(server, session)
+        in_time(begun)
+        server.unpause()
+        with pytest.raises(KeyError) as caught:
+            async with back.transaction() as session:
+                raise KeyError(await frozen_async(server, session))
+        in_time(caught.value.args[0])
+        server.unpause()
+        with contextlib.suppress(SQLAlchemyError):  # it may find its connection closed
+            async with AsyncSession(engine) as session:
+                begun = await frozen_async(server, session)
+                with pytest.raises(IdempotencyStoreError, match="no answer within"):
+                    await store.inbox(session, own)
+                in_time(begun)
+                server.unpause()
+        assert [one.hold.commit for one in (begin, end, back, own) if one.hold] == [Commit.NONE] * 4
+        while store._given_up:
+            await asyncio.wait(store._given_up, timeout=20)
+        await engine.dispose()
+
+    run_async(scenario())
+
+
+async def frozen_async(server: Database, session: AsyncSession) -> float:
+    await session.execute(INSERT, {"id": "lost"})
+    server.pause()
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str], Database], kind: str) -> None:
+    """Eight processes, say; on asyncio, too. None fails, however often."""
+    server = database(kind)
+    for _ in range(3):
+        url = server.fresh()
+        errors: list[BaseException] = []
+        barrier = threading.Barrier(8)
+
+        def start(url: str = url, barrier: threading.Barrier = barrier) -> None:
+            engine = create_engine(url, poolclass=NullPool)
+            with engine.connect():
+                barrier.wait(10)
+            try:
+                SQLAlchemyStore(engine).create_table()
+            except BaseException as error:
+                errors.append(error)  # noqa: B023
+
+        threads = [threading.Thread(target=start) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert errors == []
+        SQLAlchemyStore(create_engine(url, poolclass=NullPool)).claim_many(["a"], 1.0)
+
+
+def test_a_fleet_on_asyncio_that_starts_creates_its_table_at_once(database: Callable[[str], Database]) -> None:
+    async def start() -> None:
+        url = database("postgresql").fresh()
+        stores = [AsyncSQLAlchemyStore(create_async_engine(url, poolclass=NullPool)) for _ in range(8)]
+        await asyncio.gather(*(store.create_table() for store in stores))
+
+    for _ in range(3):
+        asyncio.run(start())

@@ -1,0 +1,25 @@
+"""What a `SQLiteStore` does to its disk, and does without one."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from integration.support.programs import output_of, syncs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_completions_are_on_the_disk_when_they_are_answered_and_many_cost_one_sync(tmp_path: Path) -> None:
+    """A claim, or a release, waits for no disk: it need not survive the machine."""
+    program = [sys.executable, "-m", "integration.programs.syncing_store", str(tmp_path / "store.db")]
+    counts = syncs(program, tmp_path / "trace")
+    del counts["opened"]
+    assert counts == {"claimed": 0, "released": 0, "completed one": 1, "completed many": 1, "reset": 1}
+
+
+def test_f39_a_store_on_a_full_disk_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """No claim, so no effect; what was done before is known, what was held can be completed."""
+    program = [sys.executable, "-m", "integration.programs.full_store", str(tmp_path)]
+    assert output_of(["unshare", "--user", "--map-root-user", "--mount", *program]) == "end\n"
