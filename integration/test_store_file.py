@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from integration.support.programs import output_of, syncs
+from integration.support.programs import output_of
+from integration.support.syncs import traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,10 +14,20 @@ if TYPE_CHECKING:
 
 def test_completions_are_on_the_disk_when_they_are_answered_and_many_cost_one_sync(tmp_path: Path) -> None:
     """A claim, or a release, waits for no disk: it need not survive the machine."""
-    program = [sys.executable, "-m", "integration.programs.syncing_store", str(tmp_path / "store.db")]
-    counts = syncs(program, tmp_path / "trace")
-    del counts["opened"]
-    assert counts == {"claimed": 0, "released": 0, "completed one": 1, "completed many": 1, "reset": 1}
+    path = tmp_path / "store.db"
+    events = traced("syncing_store", str(path), directory=tmp_path)
+    synced = f"sync {path}-wal"
+    assert events[events.index("opened") : events.index("reset") + 1] == [
+        "opened",
+        "claimed",
+        "released",
+        synced,
+        "completed one",
+        synced,
+        "completed many",
+        synced,
+        "reset",
+    ]
 
 
 def test_f39_a_store_on_a_full_disk_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

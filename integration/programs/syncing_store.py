@@ -1,4 +1,4 @@
-"""Asks a `SQLiteStore` one question after the other, and says when each has its answer. To be run under strace.
+"""Asks a `SQLiteStore` one question after the other, and says when each has its answer, a line per write.
 
 Usage: ``python -m integration.programs.syncing_store PATH``.
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import sys
 
+from integration.programs.syncing import say
 from reliable_mq.stores import SQLiteStore
 
 
 def main(path: str) -> None:
     with SQLiteStore(path) as store:
         store.claim_many(["opens the file"], 60.0)
-        print("opened", flush=True)
+        say("opened")
         claims = store.claim_many([f"k{number}" for number in range(200)], 60.0)
-        print("claimed", flush=True)
+        say("claimed")
         store.release_many(claims[100:], failed=True)
-        print("released", flush=True)
+        say("released")
         store.complete_many(claims[:1])
-        print("completed one", flush=True)
+        say("completed one")
         store.complete_many(claims[1:100])
-        print("completed many", flush=True)
+        say("completed many")
         store.reset_many(["k150"])
-        print("reset", flush=True)
+        say("reset")
 
 
 if __name__ == "__main__":

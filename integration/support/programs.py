@@ -62,33 +62,3 @@ def faketime(offset_file: Path) -> dict[str, str]:
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
-
-
-def syncs(command: Sequence[str], trace: Path, *, timeout: float = 60) -> dict[str, int]:
-    """Run a program to its end, and count how often it has synced a file until each line that it wrote to stdout.
-
-    Args:
-        command: with its arguments; it writes each line at once, and none twice.
-        trace: the file for what strace sees.
-        timeout: seconds.
-
-    Returns:
-        By line, the syncs (``fsync``, ``fdatasync``) between the line before and this one.
-
-    Raises:
-        RuntimeError: strace cannot be had on this machine; the message says what to do.
-    """
-    done = subprocess.run([_SETUP, "strace"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"no strace:\n{done.stderr}")
-    traced = ["strace", "-f", "-qq", "-e", "trace=write,fsync,fdatasync", "-e", "signal=none", "-o", str(trace)]
-    lines = output_of([*traced, *command], timeout=timeout).splitlines()
-    counts: dict[str, int] = {}
-    count = 0
-    for call in trace.read_text().splitlines():
-        if "sync(" in call:
-            count += 1
-        elif len(counts) < len(lines) and f'write(1, "{lines[len(counts)]}' in call:
-            counts[lines[len(counts)]], count = count, 0
-    assert list(counts) == lines, "not every line was found in the trace"
-    return counts

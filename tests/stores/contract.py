@@ -275,6 +275,7 @@ class Modelled(RuleBasedStateMachine):
                 assert answer
                 del self.holder[made.key]
                 self.done[made.key] = (made.token, self.now + RETENTION, self.kept(made.key))
+                self.attempts[made.key] = (self.attempts[made.key][0], self.now + RETENTION, self.kept(made.key))
             elif token == made.token and most > self.now:
                 assert answer or least <= self.now
                 if answer:
