@@ -166,6 +166,10 @@ class Meter:
     def start(self) -> None:
         self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
 
+    def look(self) -> None:
+        """Have the CPU time told, where it is of processes that may be gone at the end."""
+        self._cpu_seconds()
+
     def stop(self, messages: int) -> Sample:
         wall, cpu = time.perf_counter() - self._wall, self._cpu_seconds() - self._cpu
         return Sample(messages=messages, wall_seconds=wall, cpu_seconds=cpu, peak_rss_bytes=peak_rss())

@@ -6,7 +6,8 @@ source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itse
 a batch in its hands until the standard input ends. At its end, it says ``peak`` and the most bytes that it has had in
 memory.
 
-Given a list of such settings, it lives and dies as often.
+Given a list of such settings, it lives and dies as often, and writes how each life has ended into ``endings`` of that
+directory: an exit status, negative for a signal.
 
 The sink is a file of lines ``batch message-id``. A batch that is in there is written again by nobody who has seen its
 commit; without one it is, as any sink that Spark writes to may be.
@@ -20,6 +21,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,21 @@ def one_after_the_other(lives: list[dict[str, Any]]) -> int:
     for settings in lives:
         pid = os.fork()
         if pid == 0:
-            main(settings)
-            os._exit(0)
+            live(settings)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with (Path(settings["directory"]) / "endings").open("a") as endings:
+            endings.write(f"{status}\n")
     return abs(status)
+
+
+def live(settings: dict[str, Any]) -> None:
+    """Be the child; does not return."""
+    try:
+        main(settings)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""A Spark application: reads queues or streams and writes Parquet files, until it is killed, or there is no more.
+"""A Spark application: reads queues or streams and writes, until it is killed, or there is no more.
+
+It writes Parquet files, or to RabbitMQ.
 
 Usage: ``python -m integration.programs.spark_to_files JSON``, with ``sources`` (by name of a query, the options, with
 ``url`` and ``queue`` or ``stream``), ``directory`` (for what Spark writes, and, in one of the query's name, for its
-output and its checkpoint), ``drain`` (whether to end when all is read), ``pause`` (seconds for a row and task),
-``master``, ``register`` and ``held`` (whether to wait, with everything ready, for a line on the standard input). With a
-pause, every row that a task has begun with leaves a file ``reading-*``.
+output and its checkpoint), ``to`` (options of our sink, in place of files), ``drain`` (whether to end when all is
+read), ``pause`` (seconds for a row and task), ``master``, ``register`` and ``held`` (whether to wait, with everything
+ready, for a line on the standard input). With a pause, every row that a task has begun with leaves a file
+``reading-*``.
 """
 
 from __future__ import annotations
@@ -80,11 +83,13 @@ def written(rows: DataFrame, directory: Path, settings: dict[str, Any]) -> Strea
             time.sleep(pause)
         return body
 
+    rows = rows.withColumn("body", slowly("body"))
+    if "to" in settings:
+        writer = rows.select("message_id", "body").writeStream.format("rabbitmq").options(**settings["to"])
+    else:
+        writer = rows.writeStream.format("parquet").option("path", f"{directory}/output")
     return (
-        rows.withColumn("body", slowly("body"))
-        .writeStream.format("parquet")
-        .option("path", f"{directory}/output")
-        .option("checkpointLocation", f"{directory}/checkpoint")
+        writer.option("checkpointLocation", f"{directory}/checkpoint")
         .trigger(**({"availableNow": True} if settings.get("drain") else {"processingTime": "100 milliseconds"}))
         .start()
     )

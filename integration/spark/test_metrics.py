@@ -80,6 +80,21 @@ def test_readers_and_workers_leave_their_metrics_in_files(
     stream = spark.read.format("rabbitmq").options(**read, stream="events", minPartitions="2").load()
     assert stream.count() == 200
     wait_until(lambda: totals(metrics)["spark_stream_rows_total/events"] == 200, timeout=20, what="rows read")
+    followed = (
+        spark.readStream.format("rabbitmq")
+        .options(**read, stream="events", startingOffsets="earliest")
+        .load()
+        .writeStream.format("noop")
+        .option("checkpointLocation", f"{checkpoint}-stream")
+        .start()
+    )
+    wait_until(
+        lambda: totals(metrics)["spark_stream_planned/events"] == totals(metrics)["spark_stream_end/events"] == 200,
+        timeout=60,
+        what=lambda: str(dict(totals(metrics))),
+    )
+    followed.stop()
+    wait_until(lambda: "spark_stream_end/events" not in totals(metrics), timeout=20, what="its gauges gone")
     text = "".join(path.read_text() for path in metrics.glob("*.prom"))
     assert "s3cr3t" not in text
     assert "measured" not in text

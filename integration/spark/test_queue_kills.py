@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
 from integration.programs.spark_to_files import start
-from integration.support.spark_application import PHASES, committed_rows, killed_in_each_phase
-from reliable_mq import Message, Publisher, Queue
+from integration.support.spark_application import PHASES, Application, committed_rows, killed_in_each_phase
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.stores import SQLiteStore
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 MESSAGES = 600
 PER_BATCH = 40
-ORDERS, EVENTS = Queue("orders"), Queue("events", type="stream")
+ORDERS, EVENTS, COPIES = Queue("orders"), Queue("events", type="stream"), Queue("copies")
 
 
 def publish(vhost: VirtualHost, queue: Queue) -> list[str]:
@@ -65,3 +68,40 @@ def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
     assert balance.left == 0
     assert balance.dead_lettered == 0
     assert len(balance.duplicated) <= len(PHASES) * PER_BATCH  # a batch each
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_f60_behind_a_pipeline_that_is_killed_each_message_takes_effect_once(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
+) -> None:
+    """From a queue to a queue with the ids of the messages, to a consumer with an idempotency store."""
+    orders = publish(vhost, ORDERS)
+    with Publisher(vhost.url, topology=[COPIES]) as publisher:
+        publisher.connect()
+    limits = {"maxMessagesPerTrigger": str(PER_BATCH), "prefetch": "100"}
+    settings = {
+        "sources": {"queue": {"url": vhost.url, "queue": ORDERS.name, **limits}},
+        "to": {"url": vhost.url, "routingKey": COPIES.name},
+        "directory": str(tmp_path),
+    }
+
+    def copied() -> int:
+        return vhost.live_counts([COPIES.name])[COPIES.name]
+
+    for _ in range(3):
+        enough = copied() + rng.randrange(20, 100)
+        with Application("spark_to_files", {**settings, "pause": 0.003}, tmp_path / "log") as application:
+            application.wait_until(lambda enough=enough: copied() >= enough, timeout=240, what=f"{enough} copies")
+            application.kill()
+    for query in start(spark, {**settings, "drain": True}):
+        assert query.awaitTermination(240)
+
+    copies = copied()
+    print(f"{copies} copies of {MESSAGES} orders")
+    assert MESSAGES < copies <= MESSAGES + 3 * PER_BATCH
+    effects: Counter[str] = Counter()
+    store = SQLiteStore(tmp_path / "store.db")
+    with Consumer(vhost.url, COPIES, lambda copy: effects.update([copy.message_id]), idempotency=store):
+        wait_until(lambda: vhost.live_counts([COPIES.name])[COPIES.name] == 0, timeout=60, what="no copy left")
+    assert effects == dict.fromkeys(orders, 1)

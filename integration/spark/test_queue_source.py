@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.errors import PySparkException
 
-from integration.support.spark import failing_once
+from integration.support.spark import failing_once, handed_back_counts
 from integration.support.spark_application import batches_in
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
+    from reliable_mq import Delivery
     from reliable_mq.testing.proxy import FaultProxy
 
 ORDERS, PAYMENTS = Queue("orders"), Queue("payments", type="classic")
@@ -113,8 +115,20 @@ def test_available_now_ends_at_what_was_ready_beside_another_consumer(
     """It takes what is there and is not taken by others, in as many batches as the limit asks for, and ends."""
     publish(vhost, ORDERS, numbered(500))
     others: list[int] = []
-    with Consumer(vhost.url, ORDERS, lambda delivery: others.append(int(delivery.body)), prefetch=20):
-        seen = available_now(read(spark, vhost.url, maxMessagesPerTrigger=100, prefetch=150), checkpoint)
+    begun = threading.Event()  # Spark is at its first batch
+
+    def handle(delivery: Delivery) -> None:
+        if begun.wait(240):
+            others.append(int(delivery.body))
+
+    with Consumer(vhost.url, ORDERS, handle, prefetch=20):
+        vhost.wait_for_messages("orders", 480)
+        seen = Seen(lambda _batch: begun.set())
+        options = {"maxMessagesPerTrigger": 100, "prefetch": 150}
+        assert running(read(spark, vhost.url, **options), checkpoint, seen, availableNow=True).awaitTermination(240)
+        wait_until(lambda: len(others) + len(seen.numbers) >= 500, timeout=30, what="the other's rest")
+    assert len(others) >= 20
+    assert len(seen.numbers) >= 100
     assert sorted(others + seen.numbers) == list(range(500))
     assert all(len(batch) <= 100 for batch in seen.batches)
     vhost.wait_for_messages("orders", 0)
@@ -133,7 +147,7 @@ def test_available_now_leaves_what_comes_later_to_others(
     vhost.wait_for_messages("orders", 200)
     again = available_now(read(spark, vhost.url), checkpoint)
     assert again.numbers == list(range(60, 260))
-    assert {row.delivery_count for row in again.rows} <= {None, 0}
+    assert {row.delivery_count for row in again.rows} <= handed_back_counts(vhost)
 
 
 def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
@@ -174,7 +188,7 @@ def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back
         )
     rest = available_now(read(spark, vhost.url), checkpoint)
     assert sorted({*seen.numbers, *rest.numbers}) == list(range(300))
-    assert {row.delivery_count for row in rest.rows} <= {None, 0}
+    assert {row.delivery_count for row in rest.rows} <= handed_back_counts(vhost)
 
 
 def batches_committed(checkpoint: str) -> int:
@@ -298,6 +312,7 @@ def test_a_queue_that_would_lose_messages_is_refused_with_the_fix(
     with vhost.connect() as connection:
         channel = connection.channel()
         channel.queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
+        channel.queue_declare("at-3", durable=True, arguments={"x-queue-type": "quorum", "x-delivery-limit": 3})
         channel.queue_declare("going", durable=True, auto_delete=True)
         channel.queue_declare("log", durable=True, arguments={"x-queue-type": "stream"})
         channel.queue_declare(
@@ -306,17 +321,18 @@ def test_a_queue_that_would_lose_messages_is_refused_with_the_fix(
             arguments={"x-queue-type": "quorum", "x-delivery-limit": 3, "x-dead-letter-exchange": ""},
         )
     for number, (queue, says) in enumerate(
-        {"limited": "Declare it with x-delivery-limit=-1", "going": "auto-delete", "log": "option stream"}.items()
+        {
+            "limited": "Declare it with x-delivery-limit=-1",
+            "at-3": "delivery limit of 3",
+            "going": "auto-delete",
+            "log": "option stream",
+        }.items()
     ):
         with pytest.raises(PySparkException, match=says):
             available_now(read(spark, vhost.url, queue), str(tmp_path / str(number)))
-    for queue in ("limited", "kept"):
+    for queue, options in {"limited": {"failOnDataLoss": "false"}, "kept": {}}.items():
         publish_plain(vhost, queue, 3)
-        assert available_now(read(spark, vhost.url, queue, failOnDataLoss="false"), str(tmp_path / queue)).numbers == [
-            0,
-            1,
-            2,
-        ]
+        assert available_now(read(spark, vhost.url, queue, **options), str(tmp_path / queue)).numbers == [0, 1, 2]
 
 
 def publish_plain(vhost: VirtualHost, queue: str, count: int) -> None:

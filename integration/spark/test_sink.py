@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,11 +16,13 @@ from integration.support.spark_tasks import interrupted, small_arrow_batches
 from reliable_mq import Publisher, Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
     from integration.support.management import VirtualHost
+    from reliable_mq.testing.proxy import FaultProxy
 
 ORDERS = Queue("orders")
 
@@ -44,6 +48,30 @@ def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: Vir
     assert sorted(int(body) for body in bodies_of(taken)) == list(range(3000))
     assert len({properties.message_id for properties, _ in taken}) == 3000
     assert {properties.delivery_mode for properties, _ in taken} == {2}
+
+
+def test_a_write_does_not_return_before_the_broker_has_confirmed(
+    spark: SparkSession, vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy]
+) -> None:
+    """That the broker has the messages is not enough: nobody knows it yet."""
+    proxy = fault_proxy(vhost.url)
+    proxy.hold_confirms()
+    returned = threading.Event()
+
+    def confirm_late() -> bool:
+        """Whether the write had returned before."""
+        vhost.wait_for_messages("orders", 100, timeout=60)
+        early = returned.wait(1)
+        proxy.release_confirms()
+        return early
+
+    with ThreadPoolExecutor(1) as threads:
+        confirmed = threads.submit(confirm_late)
+        options = {"url": proxy.url, "routingKey": "orders"}
+        numbers(spark, 100, 1).write.format("rabbitmq").options(**options).mode("append").save()
+        returned.set()
+        assert not confirmed.result(60)
+    assert len(drain(vhost, "orders")) == 100
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,23 @@ def test_a_range_is_read_exactly_over_lost_connections(
     assert not cuts
 
 
+def test_whoever_takes_long_over_the_rows_does_not_use_up_the_patience_with_the_broker(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """A connection that is lost meanwhile is made again."""
+    publish(vhost, 1000)
+    proxy = fault_proxy(vhost.url)
+    reader = RangeReader(options(proxy.url, prefetch="100"), StreamRange("events", 0, 1000), COLUMNS, patience=2)
+    rows: list[int] = []
+    for each in reader.batches():
+        if not rows:
+            proxy.cut()
+            until = time.monotonic() + 2.5
+            wait_until(lambda: time.monotonic() > until, timeout=10, what="time to pass")  # noqa: B023
+        rows += each.column("offset").to_pylist()
+    assert rows == list(range(1000))
+
+
 def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
     """The stream ends before its end; it never just ends early."""
     publish(vhost, 10)
@@ -222,6 +239,17 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
 
 
 # -- streaming reads ---------------------------------------------------------------------------------------------------
+
+
+def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
+    """At an offset, or at a time, which may be in the future: then at what comes next."""
+    publish(vhost, 10)
+    later = str(int((time.time() + 3600) * 1000))
+    for given, first in (({"startingOffsets": '{"events": 7}'}, 7), ({"startingTimestamp": later}, 10)):
+        reader = source(vhost.url, **given)
+        pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
+        reader.stop()
+        assert pinned == {"events": first}
 
 
 def test_the_first_batch_of_a_query_is_empty_and_pins_where_it_begins(vhost: VirtualHost) -> None:

@@ -199,10 +199,9 @@ class Batches:
         self.held -= sum(map(size_of, withdrawn))
         return withdrawn
 
-    @property
-    def planned(self) -> bool:
-        """Whether there is a batch that is not committed."""
-        return bool(self._planned)
+    def planned(self, queue: str) -> bool:
+        """Whether there is a batch that is not committed, with deliveries of this queue."""
+        return any(batch.end.queues.get(queue, 0) > batch.start.queues.get(queue, 0) for batch in self._planned)
 
     def give_back(self) -> list[Delivery]:
         """The query stops: give everything that is here, which is forgotten."""

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in the log
 _ROUNDS: Final = 24  # arguments that a queue may differ in
-_NUMBER: Final = re.compile(r"current is the value '(?P<value>-?[0-9]+)' of type '(?!longstr)")
+_NUMBER: Final = re.compile(r"current is the value '-?[0-9]+' of type '(?!longstr)")
+_BARE_NUMBER: Final = re.compile(r"current is '-?[0-9]+'")  # of the type that was declared
 _DEFAULT_LIMIT: Final = 20  # deliveries, of a quorum queue that says nothing, since RabbitMQ 4.0
 _LIMITED_SINCE: Final = (4, 0)
 _WITH_DEAD_LETTERS: Final = ("x-dead-letter-routing-key", "x-dead-letter-strategy", "x-overflow")
@@ -161,10 +162,12 @@ def corrected(name: str, assumed: Arguments, text: str) -> Arguments | None:
         if argument == "x-dead-letter-exchange":  # what goes with it is not there either; if it is, that will be said
             values = {name: value for name, value in values.items() if name not in _WITH_DEAD_LETTERS}
     else:
-        number = _NUMBER.search(text)
-        value: object = int(number["value"]) if number else existing
-        if "of type 'bool'" in text:
+        declared = values.get(argument)
+        value: object = existing
+        if "of type 'bool'" in text or isinstance(declared, bool):
             value = existing == "true"
+        elif _NUMBER.search(text) or (isinstance(declared, int) and _BARE_NUMBER.search(text)):
+            value = int(existing)
         values[argument] = value
     return replace(assumed, values=values)
 

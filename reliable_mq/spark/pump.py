@@ -413,11 +413,11 @@ class Pump(Client):
             yield from self._subscribe()
 
     def _subscribe_again(self, queue: str) -> None:
-        """Consume a queue again, but not what the running batch has: a broker that lost patience gives it out again."""
+        """Consume a queue again once no batch has any of it: a broker that lost patience gives that out again."""
         if not self._connected or self._closing or queue in map(self._consumers.get, self._subscribed):
             return
         with self._changed:
-            waits = self._batches.planned
+            waits = self._batches.planned(queue)
         if waits:
             self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
         else:

@@ -112,6 +112,7 @@ class RangeReader:
             for first in range(bisect_left(offsets, self._position), after, _ROWS):
                 last = min(first + _ROWS, after)
                 yield record_batch(deliveries[first:last], stream, self._names)
+                self._progress_at = time.monotonic()  # whoever takes the rows may take their time
                 if self._metrics is not None:
                     self._metrics.streams.rows[stream] += last - first
                 self._position = offsets[last - 1] + 1

@@ -115,6 +115,21 @@ def test_a_queue_of_which_enough_was_taken_is_passed_over() -> None:
     assert not batches.waits({"a": 0, "b": 7})
 
 
+def test_a_queue_is_in_a_batch_until_that_is_committed_and_no_longer() -> None:
+    """Whatever of other queues is."""
+    batches = Batches("s")
+    batches.arrived([*deliveries(1, 2, "a"), *deliveries(3, 2, "b")])
+    first = plan(batches, START, most=2)
+    assert batches.planned("a")
+    assert not batches.planned("b")
+    second = plan(batches, first)
+    batches.committed(first)
+    assert not batches.planned("a")
+    assert batches.planned("b")
+    batches.committed(second)
+    assert not batches.planned("b")
+
+
 def test_with_the_channel_goes_what_is_in_no_batch() -> None:
     """What is in one is still read, and known to come again."""
     batches = Batches(SESSION)

@@ -98,6 +98,14 @@ def test_what_had_better_be_known_is_a_warning() -> None:
             Arguments(values={"x-single-active-consumer": True}),
         ),
         (
+            Arguments(values={**QUORUM, "x-delivery-limit": -1}),
+            (
+                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received '-1' "
+                "but current is '3'"
+            ),
+            Arguments(values={**QUORUM, "x-delivery-limit": 3}),
+        ),
+        (
             Arguments(),
             (
                 "PRECONDITION_FAILED - inequivalent arg 'durable' for queue 'q' in vhost '/': received 'true' but "
