@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from integration.bench.contenders.ours_consumer_stores import KINDS, new_store
 from integration.bench.paths import ROOT
 from integration.bench.poison import add_to_report, measure
+from integration.bench.stores import TOGETHER, rates
 from integration.support.management import VirtualHost
 from integration.support.seeds import soaking
 from reliable_mq import RetryPolicy
@@ -34,11 +37,25 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
     assert document["failures"] == []
     measured = {(entry["queue_type"], entry["contender"]) for entry in document["samples"]}
     ours = ("submit", "many", "publish", "consumer", "async-submit", "async-callers", "async-consumer")
+    ours += ("outbox-accept", "outbox-threads", "outbox-relay")
     others = ("pika-select", "pika-consumer", "aio-pika-tasks", "aio-pika-consumer", "faststream-tasks")
-    for name in (*(f"ours-{name}" for name in ours), *others, "faststream-consumer"):
+    stores = [f"ours-consumer-{kind}" for kind in KINDS]
+    for name in (*(f"ours-{name}" for name in ours), *stores, *others, "faststream-consumer"):
         assert {(queue_type, name) for queue_type in types} <= measured
     assert ("memory", "ours-memory") in measured
     assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()
+
+
+def test_what_stores_answer_is_counted_key_by_key_and_in_batches() -> None:
+    """Of those that need no server; the others take their turn in `make soak`, where a bar may be missed."""
+    with ExitStack() as stack:
+        for kind in ("memory", "sqlite"):
+            store = new_store(kind, stack)
+            assert min(*rates(store, 1, 0.05, "one"), *rates(store, TOGETHER, 0.05, "many")) > 0
+    if soaking():
+        command = [sys.executable, "-m", "integration.bench.stores", "0.1"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert all(kind in done.stdout for kind in KINDS), done.stdout + done.stderr
 
 
 def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost, tmp_path: Path) -> None:

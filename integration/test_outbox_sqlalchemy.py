@@ -268,6 +268,14 @@ def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
     assert outbox.retry() == outbox.purge() == 0
 
 
+def description(engine: Engine, table: str) -> list[str]:
+    """What the database says of a table, without its name."""
+    seen = inspect(engine)
+    columns = [{**column, "type": repr(column["type"])} for column in seen.get_columns(table)]
+    parts = (*columns, seen.get_pk_constraint(table)["constrained_columns"], *seen.get_indexes(table))
+    return [str(part).replace(table, "TABLE") for part in parts]
+
+
 def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
     """The table is made on request, and the statements are to be had."""
     outbox = SQLAlchemyOutbox(engine)
@@ -280,6 +288,9 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
     outbox.open()
     SQLAlchemyOutbox(engine, create=True).open()
     assert outbox.status().rows == 0
+    made = SQLAlchemyOutbox(engine, table="made", create=True)
+    made.open()
+    assert description(engine, "made") == description(engine, outbox.table.name)
 
 
 def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable[[], Engine]) -> None:

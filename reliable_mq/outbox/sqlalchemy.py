@@ -80,7 +80,8 @@ class SQLAlchemyOutbox:
     what was added by whomever, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
     is a relay in a process of its own.
 
-    Tested with PostgreSQL, MariaDB and SQLite. Relays ask the database every ``poll_interval`` seconds.
+    Tested with PostgreSQL (psycopg), MariaDB (PyMySQL) and SQLite; not with MySQL, nor with asyncpg. Relays ask the
+    database every ``poll_interval`` seconds.
 
     Args:
         engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and this object's own methods have
