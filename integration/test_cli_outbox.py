@@ -157,6 +157,24 @@ def test_a_relay_that_does_not_get_done_gives_up_in_time_or_when_it_is_told_to(
 
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_a_relay_that_is_told_to_stop_does_so_soon(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
+) -> None:
+    """However much there is to relay, and whatever its broker does: others take over, or the next start."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    store(outbox, "orders", "a")
+    proxy = fault_proxy(vhost.url)
+    proxy.hold_confirms()
+    with Relay(proxy.url, where) as relay:
+        vhost.wait_for_messages("orders", 1)
+        began = time.monotonic()
+        assert relay.end(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 15
+    assert outbox.status().rows == 1
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
 def test_what_only_a_newer_version_can_relay_is_something_to_look_at(outbox: Outbox, where: str) -> None:
     """The exit status of ``status`` is 1, as for what was set aside."""
     store(outbox, "orders", "a")

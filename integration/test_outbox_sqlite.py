@@ -197,6 +197,28 @@ def test_a_publisher_that_was_closed_is_left_at_once(
 
 
 @pytest.mark.usefixtures("publisher_face")
+def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_removed(
+    vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
+) -> None:
+    """More waits than can be relayed in that time; nothing that stays in the outbox has been published."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b""), "", "orders", True, None) for _ in range(3000)], [])
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    proxy = fault_proxy(vhost.url)
+    proxy.delay(0.05)
+    with Publisher(proxy.url, outbox=outbox, max_outstanding=10) as publisher:
+        publisher.connect()
+        wait_until(lambda: publisher.statistics.confirmed > 0, timeout=20, what="a row that is published")
+        began = time.monotonic()
+        publisher.close(1)
+    assert time.monotonic() - began < 10
+    found = len(bodies(vhost, "orders"))
+    assert 0 < found < 3000
+    assert outbox.status().rows == 3000 - found
+
+
+@pytest.mark.usefixtures("publisher_face")
 def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_back(
     vhost: VirtualHost, tmp_path: Path
 ) -> None:

@@ -150,7 +150,8 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         left = 0
         try:
             if await self._wait_stored(limit):
-                left = await self._wait_relayed(None, deadline, lambda: not self.relay.ended and worth_waiting())
+                enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for what is outstanding then
+                left = await self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError):
             logger.exception("closing the publisher of %r", self.outbox)
         # What is on its way to a broker that is not there stays where it is.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["outbox"]
 
 _INTERRUPTED: Final = 130
+_LEAVE: Final = 5.0  # seconds for a relay that is told to stop; what it leaves behind is for others, or its next start
 _TABLE: Final = "reliable_mq_outbox"
 
 outbox = typer.Typer(
@@ -106,7 +107,10 @@ def relay(
     ] = None,
     metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
 ) -> None:
-    """Publish what is in an outbox, confirmed, until Ctrl-C or SIGTERM. Any number may share a database's table."""
+    """Publish what is in an outbox, confirmed, until Ctrl-C or SIGTERM. Any number may share a database's table.
+
+    It stops within seconds: what it has not got confirmed by then is for another one, or for its next start.
+    """
     stopped = threading.Event()
     received: list[int] = []
 
@@ -131,6 +135,7 @@ def relay(
                 else:
                     errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
                     wait_heeding_signals(stopped)
+                    publisher.close(_LEAVE)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except TimeoutError as error:
