@@ -139,6 +139,8 @@ def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
         wait_until(lambda: consumer.statistics.handled == 20, timeout=30, what="handled")
     assert left == [(0, {ClaimStatus.IN_PROGRESS})]
     assert inbox.effects() == sorted(ids)
+    claims = inbox.store.claim_many([f"orders|{key}" for key in ids], 1.0)
+    assert {claim.status for claim in claims} == {ClaimStatus.DONE}
 
 
 def test_a_transaction_of_the_users_own_takes_the_record_in(vhost: VirtualHost, inbox: Inbox) -> None:

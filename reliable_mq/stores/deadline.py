@@ -5,9 +5,9 @@ stays open. So the call is made on a thread of its own. Whoever has waited long 
 was given, where one can be found, which ends most; the rest end when the server answers, or its machine. What has to
 stay on its caller's thread is ended in the same way, by a thread that looks at the time.
 
-Invariants: a call returns or raises within its deadline; at most ``most`` threads exist, and where all of them hang,
-further calls fail at once; a connection is shut only while the call that hangs has it; no thread outlives its process
-or keeps it from ending.
+Invariants: a call returns or raises within its deadline; where ``most`` threads exist and all of them hang, further
+calls fail at once, but for those that something else bounds; a connection is shut only while the call that hangs has
+it; no thread outlives its process or keeps it from ending.
 """
 
 from __future__ import annotations
@@ -84,13 +84,18 @@ class Calls:
         self._count = 0
         self._closed = 0  # times
 
-    def call(self, function: Callable[[Lifeline], T], timeout: float) -> T:
+    def call(self, function: Callable[[Lifeline], T], timeout: float, *, beyond: bool = False) -> T:
         """Call on another thread, and wait for it.
+
+        Args:
+            function: given what ends it from outside.
+            timeout: seconds.
+            beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
 
         Raises:
             TimeoutError: it did not return within ``timeout`` seconds.
         """
-        thread = self._take()
+        thread = self._take(beyond=beyond)
         call = _Call(function)
         thread.give(call)
         if not call.ended.acquire(timeout=timeout):
@@ -100,13 +105,9 @@ class Calls:
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[Lifeline]:
-        """In the block, which stays on its thread, what the lifeline holds is cut after ``timeout`` seconds.
-
-        Raises:
-            TimeoutError: there is no thread left to look at the time.
-        """
+        """In the block, which stays on its thread, what the lifeline holds is cut after ``timeout`` seconds."""
         lifeline, over = Lifeline(), threading.Event()
-        self._take().give(_Call(lambda _: None if over.wait(timeout) else lifeline.cut()))
+        self._take(beyond=True).give(_Call(lambda _: None if over.wait(timeout) else lifeline.cut()))
         try:
             yield lifeline
         finally:
@@ -121,13 +122,13 @@ class Calls:
         for thread in idle:
             thread.give(None)
 
-    def _take(self) -> _Thread:
+    def _take(self, *, beyond: bool) -> _Thread:
         if os.getpid() != self._made_in:  # a forked child, which has none of the threads
             self._made_in, self._lock, self._idle, self._count = os.getpid(), threading.Lock(), deque(), 0
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            if self._count >= self._most:
+            if self._count >= self._most and not beyond:
                 raise TimeoutError(f"{self._count} earlier questions are without an answer")
             self._count += 1
             return _Thread(self._name, self._idle_again, self._closed)

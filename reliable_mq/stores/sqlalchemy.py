@@ -211,7 +211,7 @@ class SQLAlchemyStore(Questions):
             if self._calls is None:
                 return self._begin(Lifeline())
             context = copy_context()  # of the handler, for what the session's events may look up there
-            return self._calls.call(lambda lifeline: context.run(self._begin, lifeline), self.timeout)
+            return self._calls.call(lambda lifeline: context.run(self._begin, lifeline), self.timeout, beyond=True)
         except ConfigurationError:
             raise
         except Exception as error:  # whatever the driver raises

@@ -89,3 +89,57 @@ def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
         calls.call(lambda _: 7, 10)
     go_on.set()
     calls.close()
+
+
+def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
+    calls, connection = Calls("test"), Connection()
+    begun = time.monotonic()
+    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+        assert connection.near.recv(1) == b""
+    assert lifeline.is_cut
+    assert time.monotonic() - begun < 5
+    calls.close()
+    close(connection)
+
+
+def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
+    """Also when its time is over afterwards; its thread is there for the next one."""
+    calls, connection = Calls("test", most=1), Connection()
+    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+        pass
+    lifeline.cut()  # as late as can be
+    connection.far.send(b"x")
+    assert connection.near.recv(1) == b"x"
+    assert call_when_idle(calls) == 7
+    calls.close()
+    close(connection)
+
+
+def test_where_every_thread_hangs_a_block_has_its_time_looked_at_all_the_same() -> None:
+    """So has a call whose number others bound: a handler's transaction must not fail for want of a thread."""
+    calls, connection, over = Calls("test", most=1), Connection(), threading.Event()
+    with pytest.raises(TimeoutError, match="no answer"):
+        calls.call(lambda _: over.wait(30), 0.05)
+    with pytest.raises(TimeoutError, match="without an answer"):
+        calls.call(lambda _: 7, 5)
+    assert calls.call(lambda _: 7, 5, beyond=True) == 7
+    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+        assert connection.near.recv(1) == b""
+    over.set()
+    calls.close()
+    close(connection)
+
+
+def call_when_idle(calls: Calls) -> int:
+    """When the one thread has ended what it did, which nobody waits for."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return calls.call(lambda _: 7, 5)
+        except TimeoutError:
+            assert time.monotonic() < deadline
+
+
+def close(connection: Connection) -> None:
+    connection.near.close()
+    connection.far.close()

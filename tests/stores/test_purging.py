@@ -52,3 +52,21 @@ def test_claims_purge_what_is_over(make: Make, tmp_path: Path) -> None:
         make_it_time(subject)
         subject.store.claim_many(["b"], LEASE)
         assert subject.store.purge() == 0, "nothing is left of it"
+
+
+@pytest.mark.parametrize("make", in_sqlalchemy)
+def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a question would take twice the timeout, once a minute."""
+    with make(tmp_path) as subject:
+        store = getattr(subject.store, "store", subject.store)
+        ask, deadlines = store._ask, []
+
+        def spy(steps: Callable[..., object], deadline: float | None = None) -> object:
+            deadlines.append(deadline)
+            return ask(steps, deadline)
+
+        monkeypatch.setattr(store, "_ask", spy)
+        make_it_time(subject)
+        subject.store.claim_many(["a"], LEASE)
+    assert len(deadlines) == 2
+    assert deadlines[0] == deadlines[1] is not None
