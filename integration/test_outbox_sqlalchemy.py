@@ -316,6 +316,12 @@ def test_wrong_arguments_are_refused_where_they_are_given(engine: Engine, outbox
     """Not when the transaction is flushed, and not by the relay."""
     with pytest.raises(ConfigurationError, match="engine"):
         SQLAlchemyOutbox("sqlite://")
+    for autocommits in (
+        engine.execution_options(isolation_level="AUTOCOMMIT"),
+        create_engine(engine.url, isolation_level="AUTOCOMMIT"),
+    ):
+        with pytest.raises(ConfigurationError, match="commits every statement by itself"):
+            SQLAlchemyOutbox(autocommits)
     with Session(engine) as session:
         with pytest.raises(ConfigurationError, match="Message"):
             outbox.add(session, b"body", routing_key="orders")

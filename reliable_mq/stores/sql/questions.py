@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, SQLAlchemyError
 
+from reliable_mq.autocommit import AUTOCOMMIT, is_autocommit, level_of
 from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
@@ -49,7 +50,6 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "postgresql": PostgreSQL,
     "sqlite": SQLite,
 }
-AUTOCOMMIT: Final = "AUTOCOMMIT"
 AGAIN_AT_MOST: Final = 10  # times
 _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
 _PURGE_EVERY: Final = 60.0  # seconds
@@ -66,7 +66,7 @@ class Questions:
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
             )
-        if _is_autocommit(_level_of(engine)):
+        if is_autocommit(level_of(engine)):
             raise ConfigurationError(
                 f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that no transaction of "
                 "a handler would be one: give create_engine() another isolation_level, or none"
@@ -169,25 +169,15 @@ def check_transaction(connection: Connection | None) -> None:
     """
     if connection is None:
         raise ResourceClosedError("the connection is closed")
-    level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
+    level = connection.get_execution_options().get("isolation_level") or level_of(connection.engine)
     dbapi: Any = connection.connection.dbapi_connection
     said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
     begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite says
-    if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
+    if is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
         raise ConfigurationError(
             f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
             "transaction: give its engine another isolation_level, or none"
         )
-
-
-def _level_of(engine: Engine | AsyncEngine) -> object:
-    """The isolation level that an engine was given; None where it was given none."""
-    given: object = engine.get_execution_options().get("isolation_level")
-    return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # that of create_engine()
-
-
-def _is_autocommit(level: object) -> bool:
-    return isinstance(level, str) and level.upper() == AUTOCOMMIT
 
 
 def execution_options(sql: Dialect) -> dict[str, Any]:
