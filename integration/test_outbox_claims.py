@@ -48,7 +48,7 @@ def test_a_relay_passes_over_rows_that_another_is_taking_and_does_not_wait(table
         with other.begin():
             found = other.execute(ids).scalars().all()
             other.execute(select(columns.id).where(columns.id.in_(found)).with_for_update())
-            taken = pool.submit(take, claims).result(2)
+            taken = pool.submit(take, claims).result(10)
     assert [row.message.body for row in taken] == [b"b", b"d", b"e"]
     assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
 

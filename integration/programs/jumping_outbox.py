@@ -21,7 +21,7 @@ from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 if TYPE_CHECKING:
     from reliable_mq.outbox import Claims
 
-LEASE = 1.0  # seconds
+LEASE = 2.0  # seconds
 DELAY = 0.7  # seconds
 LATE = 4.0  # seconds that a busy machine may add
 
