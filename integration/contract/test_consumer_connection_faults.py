@@ -185,9 +185,11 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     indirect=["consumer_face"],
 )
 def test_f06_f07_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str, consumer_face: str
 ) -> None:
     """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
+    # pika grants five seconds on top; then a question that is not answered in ten tells as much.
+    patience = 8 if consumer_face == "aio" else 30
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler, heartbeat=1, reconnect_wait=SOON) as consumer:
@@ -195,7 +197,7 @@ def test_f06_f07_connection_is_a_black_hole(
         handler.wait_done(10)
         proxy.black_hole(direction, new_connections=False)
         publish(vhost, "orders", numbered(10, first=10), checker)
-        wait_until(lambda: consumer.reconnects == 1, timeout=30, what="replaced")
+        wait_until(lambda: consumer.reconnects == 1, timeout=patience, what="replaced")
         handler.wait_bodies(numbered(20), timeout=30)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
