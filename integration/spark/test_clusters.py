@@ -1,4 +1,4 @@
-"""Queue mode on clusters: executors in processes of their own, which import the package and get the messages."""
+"""Queues and streams on clusters: executors in processes of their own, which import the package."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
 
-ORDERS = Queue("orders")
+ORDERS, EVENTS = Queue("orders"), Queue("events", type="stream")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
-def published(vhost: VirtualHost, count: int) -> set[str]:
+def published(vhost: VirtualHost, count: int, queue: Queue = ORDERS) -> set[str]:
     messages = [Message(b"%d" % number) for number in range(count)]
-    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
-        assert publisher.publish_many(messages, routing_key="orders").ok
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        assert publisher.publish_many(messages, routing_key=queue.name).ok
     return {message.message_id for message in messages}
 
 
-def settings(vhost: VirtualHost, directory: Path, master: str) -> dict[str, object]:
-    source = {"url": vhost.url, "queue": "orders", "maxMessagesPerTrigger": "200", "minPartitions": "2"}
+def settings(vhost: VirtualHost, directory: Path, master: str, **kind: str) -> dict[str, object]:
+    source = {"url": vhost.url, "maxMessagesPerTrigger": "200", "minPartitions": "2", **kind}
     return {"sources": {"orders": source}, "directory": str(directory), "master": master, "drain": True}
 
 
@@ -35,7 +35,7 @@ def settings(vhost: VirtualHost, directory: Path, master: str) -> dict[str, obje
 def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: Path, found: bool) -> None:
     """Registered by hand, or found as the module that the wheel brings."""
     expected = published(vhost, 1000)
-    given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]"), "register": not found}
+    given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]", queue="orders"), "register": not found}
     with Application("spark_to_files", given, tmp_path / "log", discovered=found) as application:
         application.wait(400)
     rows = committed_rows(tmp_path / "orders" / "output")
@@ -43,11 +43,14 @@ def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: 
     assert rows.total() == len(expected)
 
 
-def test_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["queue", "stream"])
+def test_f59_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tmp_path: Path, kind: str) -> None:
     """On a standalone cluster: its tasks run again elsewhere, with the same messages, and nothing is read twice."""
-    expected = published(vhost, 1000)
+    queue = ORDERS if kind == "queue" else EVENTS
+    expected = published(vhost, 1000, queue)
+    source = {kind: queue.name} | ({"startingOffsets": "earliest"} if kind == "stream" else {})
     with StandaloneCluster(tmp_path) as cluster:
-        given = {**settings(vhost, tmp_path, cluster.url), "pause": 0.005}
+        given = {**settings(vhost, tmp_path, cluster.url, **source), "pause": 0.005}
         with Application("spark_to_files", given, tmp_path / "log") as application:
             application.wait_until(lambda: list(tmp_path.glob("orders/reading-*")), timeout=240, what="a task")
             cluster.kill_executor()
