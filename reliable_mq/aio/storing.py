@@ -24,9 +24,9 @@ from reliable_mq.errors import OutboxError, UsageError
 from reliable_mq.outbox.storing import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
-    LOOK_INTO_OUTBOX,
     QUESTIONS,
     BaseStoringLane,
+    Looks,
     not_open,
 )
 
@@ -252,14 +252,14 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
 
     async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
         """Wait until nothing is left up to the row ``last``; return what is left at the end."""
-        pause, longest = LOOK_INTO_OUTBOX
+        looks = Looks()
         while True:
+            began = time.monotonic()
             left, _ = await self._ask(partial(self.outbox.backlog, last), deadline)
-            remaining = deadline - time.monotonic()
-            if not left or remaining <= 0 or not worth_waiting():
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
                 return left
-            await asyncio.sleep(min(remaining, pause))
-            pause = min(2 * pause, longest)
+            await asyncio.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import Outbox
     from reliable_mq.outbox.relay import Carrier
 
-__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "LOOK_INTO_OUTBOX", "QUESTIONS", "BaseStoringLane", "not_open"]
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BaseStoringLane", "Looks", "not_open"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,31 @@ ANSWER_AT_LEAST: Final = 0.5
 QUESTIONS: Final = 8
 """Questions to the outbox that may hang, each on a thread; further ones fail at once."""
 
-LOOK_INTO_OUTBOX: Final = (0.01, 0.25)
-"""Seconds between two looks into the outbox, the first and the longest."""
-
+_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two looks into the outbox, the first and the longest
+_LOOK_SHARE: Final = 20  # where a look takes long, so many times longer until the next: it costs the relay its pace
 _FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the publisher is left
 _FAILURES_SAID_EVERY: Final = 10.0  # seconds
+
+
+class Looks:
+    """When to look into the outbox again, for somebody who waits until it is empty."""
+
+    def __init__(self) -> None:
+        self._shortest, self._longest = _LOOK_AFTER
+        self._pause = self._shortest
+        self._before: tuple[int, float] | None = None  # what was left, and when
+
+    def pause_after(self, left: int, now: float, took: float) -> float:
+        """Give the seconds until the next look, when the last one took so many and so many rows are left.
+
+        Half of the time until the last one may be gone, at the rate of late.
+        """
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        if self._before is not None and left < self._before[0]:
+            rows, since = self._before
+            pause = max(min(pause, left * (now - since) / (rows - left) / 2), self._shortest)
+        self._before = left, now
+        return max(pause, _LOOK_SHARE * took)
 
 
 C = TypeVar("C", bound=StoredPublication)

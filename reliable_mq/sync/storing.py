@@ -18,9 +18,9 @@ from reliable_mq.errors import OutboxError, UsageError
 from reliable_mq.outbox.storing import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
-    LOOK_INTO_OUTBOX,
     QUESTIONS,
     BaseStoringLane,
+    Looks,
     not_open,
 )
 from reliable_mq.stores.deadline import Calls
@@ -245,13 +245,12 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
         """Wait until nothing is left up to the row ``last``; return what is left at the end."""
-        pause, longest = LOOK_INTO_OUTBOX
+        looks = Looks()
         while True:
+            began = time.monotonic()
             left, _ = self._ask(lambda: self.outbox.backlog(last), deadline)
-            remaining = deadline - time.monotonic()
-            if not left or remaining <= 0 or not worth_waiting():
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
                 return left
-            with self.lock:
-                self._changed.wait(min(remaining, pause))
+            time.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
             self.check_waitable()
-            pause = min(2 * pause, longest)
