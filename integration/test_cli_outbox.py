@@ -134,6 +134,29 @@ def test_a_relay_runs_until_it_is_told_to_stop(
 
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
+    vhost: VirtualHost, outbox: Outbox, where: str, fault_proxy: FaultProxyFactory
+) -> None:
+    """It says so, and publishes once the broker is there; a job that is to empty it ends with status 1."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("orders")
+    store(outbox, "orders", "a")
+    proxy = fault_proxy(vhost.url)
+    proxy.refuse_connections()
+    assert run_cli("outbox", "relay", proxy.url, where, "--until-empty").returncode == 1
+    relay = start_cli("outbox", "relay", proxy.url, where)
+    try:
+        assert relay.stderr is not None
+        wait_until(lambda: b"going on trying" in relay.stderr.readline(), timeout=20, what="a word of it", interval=0)
+        proxy.accept_connections()
+        vhost.wait_for_messages("orders", 1)
+    finally:
+        relay.send_signal(signal.SIGTERM)
+        relay.communicate(timeout=30)
+    assert relay.returncode == 0
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
 def test_a_relay_that_does_not_get_done_gives_up_in_time_or_when_it_is_told_to(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:

@@ -287,11 +287,14 @@ def test_callbacks_may_use_the_publisher_in_every_way_but_to_close_it(
 def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(vhost: VirtualHost) -> None:
     """As many callbacks may wait as the window has places; then submit waits, too, and says what for."""
     release = threading.Event()
-    called = 0
+    called = at_once = 0
 
     def callback(_confirmation: Confirmation) -> None:
-        nonlocal called
-        assert release.wait(60)
+        nonlocal called, at_once
+        if threading.current_thread() is threading.main_thread():
+            at_once += 1  # it was confirmed before the callback was added
+        else:
+            assert release.wait(60)
         called += 1
 
     with Publisher(vhost.url, topology=[ORDERS], max_outstanding=10) as publisher:
@@ -306,7 +309,7 @@ def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(v
         with pytest.raises(PublishUnconfirmed, match=r"callbacks of \d+ earlier publishes") as caught:
             fill()
         assert caught.value.sent is False
-        assert 10 <= len(submitted) <= 25
+        assert 10 <= len(submitted) - at_once <= 25
         release.set()
         fill()
     assert called == len(submitted) == 100

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.terminal import errors, output
-from reliable_mq.errors import ConfigurationError, OutboxError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.signals import wait_heeding_signals
@@ -129,7 +129,7 @@ def relay(
         publisher = Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry)
         try:
             with publisher:
-                publisher.connect()
+                _connect(publisher, patient=not until_empty)
                 if until_empty:
                     _flush(publisher, timeout)
                 else:
@@ -142,6 +142,16 @@ def relay(
             raise OutboxError(str(error)) from error
     if received and received[0] == signal.SIGINT:
         raise typer.Exit(_INTERRUPTED)
+
+
+def _connect(publisher: Publisher, *, patient: bool) -> None:
+    """Connect; where the broker is away, and one is ``patient``, say so, and leave it to the publisher to try again."""
+    try:
+        publisher.connect()
+    except BrokerUnavailable as error:
+        if error.permanent or not patient:
+            raise
+        errors.print(f"{error}; going on trying", markup=False, highlight=False, soft_wrap=True)
 
 
 @outbox.command()

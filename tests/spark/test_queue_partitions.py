@@ -1,0 +1,38 @@
+"""How a batch of queue mode is cut into parts for its tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.delivery import Delivery
+from reliable_mq.spark.queues import _split
+
+MIB = 2**20
+
+
+def deliveries(count: int, size: int) -> list[Delivery]:
+    body = bytes(size)  # one for all: only its length counts
+    return [Delivery("tag", number, False, "", "orders", b"\x00\x00", body) for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "least", "parts"),
+    [
+        (1, 10, None, 1),
+        (1000, 10, None, 1),
+        (60, MIB, None, 4),  # one for every 16 MiB
+        (60, MIB, 2, 4),
+        (60, MIB, 10, 10),
+        (3, 10, 10, 3),  # none is empty
+        (1, 120 * MIB, None, 1),  # a message is in one part, however large it is
+    ],
+)
+def test_a_batch_is_cut_into_parts_of_16_mib_at_most_or_as_many_as_are_asked_for(
+    count: int, size: int, least: int | None, parts: int
+) -> None:
+    """In order, of about the same size, and nothing is left out."""
+    batch = deliveries(count, size)
+    found = list(_split(batch, least))
+    assert len(found) == parts
+    assert [each for part in found for each in part] == batch
+    assert max(map(len, found)) - min(map(len, found)) <= 1
