@@ -78,6 +78,11 @@ class Relay:
         return self._process.returncode
 
 
+def declare(vhost: VirtualHost, queue: str) -> None:
+    with vhost.connect() as connection:
+        connection.channel().queue_declare(queue)
+
+
 def store(outbox: Outbox, queue: str, *message_ids: str) -> None:
     outbox.open()
     outbox.write([NewRow(Message(b"", message_id=name), "", queue, True, None) for name in message_ids], [])
@@ -87,8 +92,7 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     vhost: VirtualHost, outbox: Outbox, where: str
 ) -> None:
     """Relay until it is empty, see what was set aside and why, put one back, remove the other."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     store(outbox, "orders", "a", "b")
     store(outbox, "later", "c", "d")
     relayed = run_cli("outbox", "relay", vhost.url, where, "--until-empty", "--timeout", "30")
@@ -108,8 +112,7 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     assert run_cli("outbox", "retry", where, "c", "unknown").returncode == 1
     purged = run_cli("outbox", "purge", where, "d")
     assert (purged.returncode, purged.stdout) == (0, b"1 messages removed\n")
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("later")
+    declare(vhost, "later")
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
     assert [name for name, _ in bodies(vhost, "later")] == ["c"]
     assert run_cli("outbox", "status", where).returncode == 0
@@ -122,8 +125,7 @@ def test_a_relay_runs_until_it_is_told_to_stop(
     vhost: VirtualHost, outbox: Outbox, where: str, number: int, code: int, tmp_path: Path
 ) -> None:
     """It makes the outbox if asked; what is stored meanwhile is published; a signal ends it in good order."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     assert not (tmp_path / "outbox").exists()
     with Relay(vhost.url, where, "--create") as relay:
         assert (tmp_path / "outbox").exists()
@@ -138,8 +140,7 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
     vhost: VirtualHost, outbox: Outbox, where: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """It says so, and publishes once the broker is there; a job that is to empty it ends with status 1."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
@@ -161,8 +162,7 @@ def test_a_relay_that_does_not_get_done_gives_up_in_time_or_when_it_is_told_to(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:
     """No confirm comes: the exit status says so, and the message stays."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
     proxy.hold_confirms()
@@ -184,8 +184,7 @@ def test_a_relay_that_is_told_to_stop_does_so_soon(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, outbox: Outbox, where: str
 ) -> None:
     """However much there is to relay, and whatever its broker does: others take over, or the next start."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     store(outbox, "orders", "a")
     proxy = fault_proxy(vhost.url)
     proxy.hold_confirms()
@@ -213,8 +212,7 @@ def test_f33_of_two_relays_one_is_killed_and_the_other_publishes_everything(
     vhost: VirtualHost, outbox: Outbox, where: str
 ) -> None:
     """What the dead one had comes again when its lease is over; in a key nothing overtakes what was there first."""
-    with vhost.connect() as connection:
-        connection.channel().queue_declare("orders")
+    declare(vhost, "orders")
     names: list[str] = []
     in_order: list[str] = []
 

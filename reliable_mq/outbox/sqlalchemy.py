@@ -34,7 +34,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
-from reliable_mq.autocommit import AUTOCOMMIT, is_autocommit, level_of
+from reliable_mq.autocommit import refuse_autocommit
 from reliable_mq.core.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
 from reliable_mq.durations import Duration, seconds
@@ -112,11 +112,7 @@ class SQLAlchemyOutbox:
     ) -> None:
         if not isinstance(engine, (Engine, AsyncEngine)):
             raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
-        if is_autocommit(level_of(engine)):
-            raise ConfigurationError(
-                f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that a message would "
-                "stay where its transaction is rolled back: give create_engine() another isolation_level, or none"
-            )
+        refuse_autocommit(engine, "a message would stay where its transaction is rolled back")
         if not isinstance(table, str) or not table:
             raise ConfigurationError(f"table must be text that is not empty, not {table!r}")
         if ordering_key is not None and not callable(ordering_key):

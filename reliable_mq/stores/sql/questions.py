@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, SQLAlchemyError
 
-from reliable_mq.autocommit import AUTOCOMMIT, is_autocommit, level_of
+from reliable_mq.autocommit import AUTOCOMMIT, is_autocommit, level_of, refuse_autocommit
 from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
@@ -66,11 +66,7 @@ class Questions:
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
             )
-        if is_autocommit(level_of(engine)):
-            raise ConfigurationError(
-                f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that no transaction of "
-                "a handler would be one: give create_engine() another isolation_level, or none"
-            )
+        refuse_autocommit(engine, "no transaction of a handler would be one")
         self._sql = dialect(checked_table(table))
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self.timeout = seconds("timeout", timeout, positive=True)
