@@ -6,11 +6,13 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
+import docker
 import pika
 import pytest
+from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
-from integration.support.broker import OWNER_LABEL, Broker, _is_orphan, _owner
+from integration.support.broker import OWNER_LABEL, Broker, _is_orphan, _owner, remove_leftovers
 from integration.support.checker import Checker
 from integration.support.management import ManagementError
 from integration.support.waiting import wait_until
@@ -140,6 +142,30 @@ def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> No
     assert not _is_orphan(f"elsewhere:{process}:1")
     assert _is_orphan(f"{host}:{process}:{int(started) - 1}")
     assert _is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
+
+
+def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = broker._docker.client
+    leftovers = [
+        client.containers.create(broker._docker.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"}) for n in range(2)
+    ]
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-test")  # no other test process on this host takes part
+    listing = docker.APIClient.containers
+
+    def overtaken(api: docker.APIClient, **arguments: object) -> object:
+        listed = listing(api, **arguments)
+        leftovers[0].remove()
+        return listed
+
+    monkeypatch.setattr(docker.APIClient, "containers", overtaken)
+
+    remove_leftovers()
+
+    with pytest.raises(NotFound):
+        leftovers[1].reload()
+    broker._let_go()
 
 
 def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Checker) -> None:

@@ -380,8 +380,9 @@ def remove_leftovers() -> None:
     """Remove the containers of earlier test runs on this host that were killed before they could do it."""
     client = docker.from_env()
     try:
-        for container in client.containers.list(all=True, filters={"label": OWNER_LABEL}):
-            if _is_orphan(container.labels[OWNER_LABEL]):
+        # Sparse, for what is listed may be gone when it is looked at: other test processes remove theirs meanwhile.
+        for container in client.containers.list(all=True, sparse=True, filters={"label": OWNER_LABEL}):
+            if _is_orphan(container.attrs["Labels"][OWNER_LABEL]):
                 with contextlib.suppress(NotFound, APIError):
                     container.remove(force=True, v=True)
     finally:
