@@ -3,8 +3,9 @@
 Spark does not call ``stop()`` at the end of a query. So the signal hands back what was read and not committed, for
 other consumers to have at once.
 
-Invariants: the handler itself takes no lock and waits for nothing, since it runs in the middle of whatever Spark's
-thread is doing; a second signal changes nothing; the process ends within the time given.
+Invariants: the handler itself waits for no lock and for nothing else, since it runs in the middle of whatever Spark's
+thread is doing, which may be itself, for the signal before (`threading.Event` has a lock, and `threading` one that all
+threads start under); a second signal changes nothing; the process ends within the time given.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable
 
 __all__ = ["on_termination"]
@@ -28,7 +30,7 @@ def on_termination(hand_back: Callable[[], None]) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    received = threading.Event()
+    first = threading.Lock()  # taken by the first signal, and waited for by none
 
     def end() -> None:
         try:
@@ -40,8 +42,7 @@ def on_termination(hand_back: Callable[[], None]) -> None:
             os._exit(0)
 
     def on_signal(_number: int, _frame: object) -> None:
-        if not received.is_set():
-            received.set()
-            threading.Thread(target=end, name="spark-termination", daemon=True).start()
+        if first.acquire(blocking=False):
+            start_new_thread(end, ())
 
     signal.signal(signal.SIGTERM, on_signal)

@@ -1,0 +1,40 @@
+"""SIGTERM in the reader's process, which Spark sends twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_LINES = 8
+_PROGRAM = f"""
+import os, signal, sys
+from itertools import count
+from reliable_mq.spark.termination import on_termination
+
+def terminated_twice(line):
+    lines = count()
+
+    def interrupt(frame, event, argument):
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGTERM)
+        return interrupt
+
+    on_termination(lambda: print("handed back", flush=True))
+    signal.alarm(20)  # ends it where nothing else does
+    sys.settrace(interrupt)
+    signal.raise_signal(signal.SIGTERM)
+    sys.settrace(None)
+    while True:
+        signal.pause()
+
+for line in range({_LINES}):
+    child = os.fork() or terminated_twice(line)
+    print(line, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_signal_that_interrupts_the_one_before_changes_nothing() -> None:
+    """At each line of its handler, and of what that calls: the process hands back once, and ends."""
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [said for line in range(_LINES) for said in ("handed back", f"{line} 0")]
+    assert not done.stderr
