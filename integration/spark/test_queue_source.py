@@ -296,7 +296,7 @@ def test_what_spark_could_not_do_safely_is_refused(spark: SparkSession, vhost: V
     to_orders = {"url": vhost.url, "routingKey": "orders"}
     counted = read(spark, vhost.url).groupBy("queue").count().selectExpr("cast(count as string) as body")
     complete = counted.writeStream.format("rabbitmq").outputMode("complete").options(**to_orders)
-    with pytest.raises(PySparkException, match="use outputMode"):
+    with pytest.raises(PySparkException, match="foreachBatch"):
         complete.option("checkpointLocation", f"{checkpoint}-complete").start().awaitTermination(240)
     tracked = read(spark, vhost.url).select("body").writeStream.format("rabbitmq").options(**to_orders)
     tracked = tracked.option("asyncProgressTrackingEnabled", "true")

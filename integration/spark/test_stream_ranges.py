@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
-from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.options import read_options
@@ -206,6 +206,15 @@ def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
         batch(vhost.url, endingOffsets='{"events": 11}').partitions()
 
 
+@pytest.mark.parametrize("given", [{}, {"endingOffsets": '{"events": 5}'}])
+def test_a_beginning_behind_the_end_is_refused(vhost: VirtualHost, given: dict[str, str]) -> None:
+    """Whether that is an option, too, or what there is: the batch would be empty without a word."""
+    publish(vhost, 10)
+    with pytest.raises(ConfigurationError, match="startingOffsets of stream 'events' is 11, and the batch ends before"):
+        batch(vhost.url, startingOffsets='{"events": 11}', **given).partitions()
+    assert batch(vhost.url, startingOffsets='{"events": 10}').partitions() == []
+
+
 def test_a_stream_without_messages_is_an_empty_batch(vhost: VirtualHost) -> None:
     """Which it is known to be after some seconds."""
     publish(vhost, 0)
@@ -361,4 +370,20 @@ def test_while_the_broker_is_away_nothing_is_new(vhost: VirtualHost, fault_proxy
     wait_until(lambda: reader.latestOffset({"events": 5}, ANY) == {"events": 5}, timeout=10, what="nothing is new")
     proxy.accept_connections()
     wait_until(lambda: reader.latestOffset({"events": 5}, ANY) == {"events": 10}, timeout=30, what="it goes on")
+    reader.stop()
+
+
+def test_a_query_that_ends_does_not_end_for_a_broker_that_is_away(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """Spark takes it for the end that nothing is new."""
+    publish(vhost, 5)
+    publish(vhost, 7, queue=Queue("more", type="stream"))
+    proxy = fault_proxy(vhost.url)
+    reader = source(proxy.url, stream="events,more")
+    reader.prepareForTriggerAvailableNow()
+    proxy.refuse_connections()
+    proxy.cut()
+    with pytest.raises(BrokerUnavailable):
+        reader.latestOffset({"events": 5}, ANY)
     reader.stop()

@@ -136,7 +136,7 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     """Check the schema that a query gave with ``.schema(...)``, or ours; gives the names of its columns in order.
 
     Raises:
-        ConfigurationError: it has a column that is not read, or has it in another type.
+        ConfigurationError: it has a column that is not read, has it in another type, or says that it is never null.
     """
     for field in schema:
         if field.name not in READ_SCHEMA.fieldNames():
@@ -148,6 +148,11 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
             raise ConfigurationError(
                 f"column {field.name!r} of the schema is {field.dataType.simpleString()}, and RabbitMQ gives "
                 f"{ours.simpleString()}: read it so, and cast it"
+            )
+        if not field.nullable or field.dataType != ours:
+            raise ConfigurationError(
+                f"column {field.name!r} of the schema, or a value in it, is NOT NULL, and Spark takes the columns of a "
+                "source in Python as they are, which may be null: leave NOT NULL out"
             )
     return tuple(schema.fieldNames())
 

@@ -70,7 +70,7 @@ class RabbitMQDataSource(Shipped, DataSource, metaclass=ShippedClass):
         if overwrite:
             raise ConfigurationError(
                 "outputMode('complete') cannot be: it replaces what was written before, and what is in a queue is not "
-                "for a publisher to delete; use outputMode('update') or 'append'"
+                "for a publisher to delete; use outputMode('append'), or foreachBatch with a batch write in it"
             )
         options = write_options(self.options)
         return Sink(options, check_written_schema(schema, options))

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _FRESH: Final = 0.25  # seconds for which an end that was looked up is good enough: Spark asks every 10 ms
 _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is empty
 _QUICK: Final = 0.25  # the same where it will be asked again
+_AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
 
 
@@ -65,6 +66,7 @@ class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._names = tuple(names)
         self._planner = _Planner(options)
         self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
+        self._away_until: float | None = None  # where the broker is away: not to be asked before
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Give where a new query begins, marked as such."""
@@ -84,6 +86,7 @@ class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Give the end of the next batch; ``start`` where there is nothing new, or the broker is away for now.
 
         Raises:
+            BrokerUnavailable: it is away, and Spark would take ``start`` for the end of a query with AvailableNow.
             ConfigurationError: trigger(once), or a checkpoint that is none of ours.
             ConsumeError: a stream ends before where the query has been (``failOnDataLoss``).
         """
@@ -95,15 +98,20 @@ class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow)
         begin, initial = from_checkpoint(start)
         if initial:
             return dict(begin)
+        if self._away_until is not None and time.monotonic() < self._away_until:
+            return start
         try:
             ends = self._planner.ends(sure=False) if self._target is None else None
             end = dict(self._target or {}) if ends is None else {name: end.position for name, end in ends.items()}
             known, begin = begin, self._planner.reconciled(begin, end)
         except BrokerUnavailable as error:
-            if error.permanent:
+            if error.permanent or self._target is not None:
                 raise
-            logger.warning("no new messages for now: %s", error)
+            if self._away_until is None:
+                logger.warning("no new messages for now: %s", error)
+            self._away_until = time.monotonic() + _AWAY
             return start
+        self._away_until = None
         # The batch begins where `start` says: what begins elsewhere has nothing in it, and is read by the next one.
         pinned = {name: position for name, position in begin.items() if known.get(name) != position}
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
@@ -168,13 +176,13 @@ class StreamBatch(Shipped, DataSourceReader):
         """Give the ranges between ``startingOffsets`` and ``endingOffsets``.
 
         Raises:
-            ConfigurationError: an offset to end at is not there yet.
+            ConfigurationError: an offset to end at is not there yet, or one to begin at is behind the end.
             BrokerUnavailable, TopologyMismatch: the streams cannot be looked at.
         """
         planner = _Planner(self._options)
         try:
             end = planner.ending(self._options.ending_offsets)
-            begin = planner.positions("startingOffsets", self._options.starting_offsets)
+            begin = planner.beginning(self._options.starting_offsets, end)
         finally:
             planner.close()
         return split(ranges_of(begin, end), self._options.min_partitions)
@@ -240,6 +248,17 @@ class _Planner:
                     f"{ends[name] - 1}; the end itself is not read"
                 )
         return wanted
+
+    def beginning(self, given: StartingPositions, end: Mapping[str, int]) -> dict[str, int]:
+        """Give where a batch begins, by the options; an offset that they give lies before the batch's ``end``."""
+        begin = self.positions("startingOffsets", given)
+        for name, position in begin.items():
+            if not isinstance(given, str) and position == given[name] and position > end[name]:
+                raise ConfigurationError(
+                    f"startingOffsets of stream {name!r} is {position}, and the batch ends before {end[name]}: there "
+                    "is nothing between"
+                )
+        return begin
 
     def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
         """Give the beginning of the next batch for the streams that there are now.

@@ -14,6 +14,7 @@ from pyspark.sql.types import (
     MapType,
     ShortType,
     StringType,
+    StructField,
     StructType,
     TimestampType,
 )
@@ -172,12 +173,28 @@ def test_only_what_is_asked_for_is_decoded() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [("value binary", "column 'value', and RabbitMQ has body"), ("body string", "'body' of the schema is string")],
+    [
+        ("value binary", "column 'value', and RabbitMQ has body"),
+        ("body string", "'body' of the schema is string"),
+    ],
 )
 def test_a_schema_that_cannot_be_read_is_refused(given: str, says: str) -> None:
     """With the column's name, and what there is."""
     with pytest.raises(ConfigurationError, match=says):
         check_read_schema(schema(given))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        StructField("body", BinaryType(), nullable=False),
+        StructField("headers", MapType(StringType(), StringType(), valueContainsNull=False)),
+    ],
+)
+def test_a_schema_that_says_never_null_is_refused(field: StructField) -> None:
+    """Spark compares it with what it gets once the query runs, and would say no more than that they differ."""
+    with pytest.raises(ConfigurationError, match=f"column '{field.name}' of the schema.*leave NOT NULL out"):
+        check_read_schema(StructType([field]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Stream mode where no broker is: what a query does meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from reliable_mq.spark.options import read_options
+from reliable_mq.spark.streams import StreamSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reliable_mq.spark.options import StreamOptions
+
+ANY = ReadMaxRows(2**62)
+
+
+class Closing:
+    """Takes connections and closes them."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"amqp://127.0.0.1:{self._listener.getsockname()[1]}/"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._listener:
+            while True:
+                connection, _ = self._listener.accept()
+                with connection:
+                    if connection.recv(1) == b"!":
+                        return
+                    self.connections += 1
+
+    def close(self) -> None:
+        with socket.create_connection(self._listener.getsockname()) as connection:
+            connection.sendall(b"!")
+        self._thread.join()
+
+
+@pytest.fixture
+def closing_server() -> Iterator[Closing]:
+    with closing(Closing()) as server:
+        yield server
+
+
+def source(url: str) -> StreamSource:
+    options: StreamOptions = read_options({"url": url, "stream": "events"}, streaming=True)  # type: ignore[assignment]
+    return StreamSource(options, ["body"])
+
+
+def test_a_broker_that_is_away_is_asked_for_once_a_second(
+    closing_server: Closing, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spark asks a hundred times a second; and one warning says it all."""
+    reader = source(closing_server.url)
+    began = time.monotonic()
+    while closing_server.connections < 2:
+        assert reader.latestOffset({"events": 5}, ANY) == {"events": 5}
+    assert time.monotonic() - began >= 1.0
+    assert [record.message[:23] for record in caplog.records if "no new" in record.message] == [
+        "no new messages for now"
+    ]
+    reader.stop()
