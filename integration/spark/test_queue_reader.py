@@ -253,7 +253,7 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
     balance = checker.close()
     assert balance.left == balance.dead_lettered == 0
     assert 0 < len(balance.duplicated) <= 3 * 40
-    assert 0 < reading.source._pump.stale <= 3 * 40
+    assert 0 < reading.source._pump.statistics.stale_acks <= 3 * 40
 
 
 def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
@@ -286,7 +286,7 @@ def test_available_now_ends_over_a_lost_connection_too(
     publish(vhost, 50)
     while reading.batch():
         continue
-    assert reading.source._pump.reconnects == 1
+    assert reading.source._pump.statistics.reconnects == 1
     assert 200 <= len(reading.rows) <= 240  # later ones, in place of those that came again: they are further back
     assert 200 <= sum(reading.rows.values()) <= 240
     vhost.wait_for_messages("orders", 250 - len(reading.rows), timeout=10)
@@ -335,8 +335,8 @@ def test_f51_heartbeats_go_on_however_long_a_batch_takes(
     with caplog.at_level(logging.WARNING, "reliable_mq.spark"):
         assert reading.batch(lambda: threading.Event().wait(4)) == 10
         reading.batch()
-    assert reading.source._pump.reconnects == 0
-    assert reading.source._pump.stale == 0
+    assert reading.source._pump.statistics.reconnects == 0
+    assert reading.source._pump.statistics.stale_acks == 0
     reading.source.stop()
     vhost.wait_for_messages("orders", 0)
 
@@ -392,7 +392,7 @@ def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_el
     reading = query(vhost.url, most=10)
 
     def long() -> None:
-        wait_until(lambda: not reading.source._pump._subscribed, timeout=60, what="cancelled")
+        wait_until(lambda: not reading.source._pump._subscriptions.queues, timeout=60, what="cancelled")
 
     assert reading.batch(long) == 10
     reading.until(60)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 from reliable_mq.core.codec import ChannelSink
 
 if TYPE_CHECKING:
+    from reliable_mq.core.codec import RawDelivery
     from reliable_mq.core.recovery import Loss
     from reliable_mq.core.setup import ServerInfo
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["Client", "TimerHandle"]
+__all__ = ["Client", "QuietClient", "TimerHandle"]
 
 
 class TimerHandle(Protocol):
@@ -54,3 +55,37 @@ class Client(ChannelSink, Protocol):
 
     def write_drained(self) -> None:
         """The socket has taken the last of what was buffered. Not after a ``write`` that it took at once."""
+
+
+class QuietClient(Client):
+    """Takes no notice of anything; a client that few kinds of events concern overrides these."""
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
+
+    def lost(self, generation: int, loss: Loss) -> None: ...
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None: ...
+
+    def blocked(self, reason: str) -> None: ...
+
+    def unblocked(self) -> None: ...
+
+    def cancelled(self, consumer_tag: str) -> None: ...
+
+    def read_finished(self) -> None: ...
+
+    def write_drained(self) -> None: ...
+
+    def acked(self, tag: int, multiple: bool) -> None: ...
+
+    def nacked(self, tag: int, multiple: bool) -> None: ...
+
+    def returned(
+        self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes
+    ) -> None: ...
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None: ...
+
+    def got(self, delivery: RawDelivery, message_count: int) -> None: ...
+
+    def got_empty(self) -> None: ...

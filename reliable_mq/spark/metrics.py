@@ -63,12 +63,14 @@ STREAM_RECONNECTS = Family("spark_stream_reconnects", "counter", "Connections of
 
 @dataclass(slots=True)
 class QueueStatistics:
-    """What the reader of queue mode counts, by queue."""
+    """What the reader of queue mode counts: the first three by queue."""
 
     delivered: Counter[str] = field(default_factory=Counter)
     acked: Counter[str] = field(default_factory=Counter)
     handed_back: Counter[str] = field(default_factory=Counter)
     batches: int = 0
+    stale_acks: int = 0
+    reconnects: int = 0
 
 
 @dataclass(slots=True)
@@ -100,8 +102,6 @@ def queue_readings(
     ready: Mapping[str, int],
     held_bytes: int,
     connected: bool,
-    reconnects: int,
-    stale_acks: int,
 ) -> Iterator[Reading]:
     """One look at the reader of queue mode."""
     for queue in queues:
@@ -112,8 +112,8 @@ def queue_readings(
     yield Reading(BATCHES, (), statistics.batches)
     yield Reading(HELD_BYTES, (), held_bytes)
     yield Reading(CONNECTED, (), connected)
-    yield Reading(RECONNECTS, (), reconnects)
-    yield Reading(STALE_ACKS, (), stale_acks)
+    yield Reading(RECONNECTS, (), statistics.reconnects)
+    yield Reading(STALE_ACKS, (), statistics.stale_acks)
 
 
 class Exporter:

@@ -21,17 +21,17 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from reliable_mq.connection.client import Client
-from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.codec import encode_ack, encode_nack
+from reliable_mq.connection.client import QuietClient
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.recovery import Recovery
-from reliable_mq.core.setup import Cancel, CheckQueue, Consume, SetPrefetch, StepRefused, refusal
+from reliable_mq.core.setup import CheckQueue, StepRefused, refusal
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.metrics.registry import register
 from reliable_mq.spark.appetite import Appetite, Move
 from reliable_mq.spark.batches import Batches, Position
 from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
+from reliable_mq.spark.settling import Settling
+from reliable_mq.spark.subscriptions import Subscriptions
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
 
@@ -57,7 +57,7 @@ _COUNT_EVERY: Final = 1.0  # seconds, for the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
 
-class Pump(Client):
+class Pump(QuietClient):
     """See the module. Making it does not connect.
 
     Args:
@@ -66,15 +66,11 @@ class Pump(Client):
 
     Attributes:
         error: why it has ended by itself, if it has.
-        stale: acks that were dropped, since their channel was gone.
-        reconnects: channels lost and made again.
         statistics: what it counts.
     """
 
     def __init__(self, options: QueueOptions, session: str) -> None:
         self.error: ReliableMQError | None = None
-        self.stale = 0
-        self.reconnects = 0
         self.statistics = QueueStatistics()
         self._options = options
         self._settings = settings = parse_url(options.url)
@@ -93,26 +89,22 @@ class Pump(Client):
         self._handed_back = threading.Event()
         # Of the I/O thread alone.
         self._appetite = Appetite(most=options.prefetch, most_bytes=2 * options.max_bytes, queues=len(options.queues))
-        self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
-        self._channel = 0
         self._sources: dict[str, Source] = {}  # by queue
-        self._consumers: dict[str, str] = {}  # queues, by the consumer tags of this channel
-        self._subscribed: list[str] = []  # the tags that the broker delivers to now
-        self._subscriptions = 0  # so far: no tag is used twice
         self._busy = False  # the subscriptions are being changed
         self._closing = False
         self._count_again = 0.0  # not before, for the backlog
         self._read: list[Delivery] = []  # not yet shown to Spark's thread
         self._metrics = exporter(options.metrics_directory)
         self._registration = self._metrics and register(self._metrics.registry, self._readings)
-        self._name = f"spark-{session}"
         self._io = IOThread(
-            name=self._name,
+            name=f"spark-{session}",
             settings=settings,
             setup=self._set_up,
             client=self,
             recovery=Recovery(hosts=len(settings.endpoints)),
         )
+        self._settling = Settling(self._io.write, self.statistics)
+        self._subscriptions = Subscriptions(f"spark-{session}", options.queues, self._wants, self._appetite)
 
     # -- for Spark's thread --------------------------------------------------------------------------------------------
 
@@ -213,8 +205,6 @@ class Pump(Client):
             ready=ready,
             held_bytes=held,
             connected=connected,
-            reconnects=self.reconnects,
-            stale_acks=self.stale,
         )
 
     def _wait_for_more(self, start: Position, most: int, called: float, deadline: float) -> float:
@@ -254,8 +244,7 @@ class Pump(Client):
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """A channel is set up, and subscribed."""
-        self._channel = channel
-        self._acks.opened(generation)
+        self._settling.opened(generation, channel)
         self._sources = {queue: Source(generation, channel, queue) for queue in self._options.queues}
         self._busy = False
         logger.info("reading %s on %s %s", ", ".join(self._options.queues), server.product, server.version)
@@ -265,9 +254,9 @@ class Pump(Client):
 
     def lost(self, generation: int, loss: Loss) -> None:
         """The channel is gone; the broker delivers again what was not acked."""
-        self.reconnects += not self._closing
-        self._acks.lost()
-        self._subscribed = []
+        self.statistics.reconnects += not self._closing
+        self._settling.lost()
+        self._subscriptions.lost()
         self._read = []
         self._busy = False
         self._answered()
@@ -291,25 +280,22 @@ class Pump(Client):
 
     def cancelled(self, consumer_tag: str) -> None:
         """The broker ended a subscription: the queue is gone or its leader, or a batch took too long."""
-        if consumer_tag not in self._subscribed or self._closing:
+        queue = self._subscriptions.cancelled(consumer_tag)
+        if queue is None or self._closing:
             return
-        queue = self._consumers[consumer_tag]
-        self._subscribed.remove(consumer_tag)
         logger.warning(
             "the broker cancelled the consumer of queue %r: the queue was deleted or moved, or a batch took longer "
             "than the consumer timeout, and will come again; subscribing again once the batch is committed",
             queue,
         )
-        with self._changed:
-            withdrawn = self._batches.withdraw(queue)
-        self._give_back(withdrawn)
+        self._withdraw(queue)
         self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
         """``basic.deliver``, as many as one read held."""
-        self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        self._settling.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
         for delivery in cast("list[Delivery]", deliveries):
-            delivery.source = self._sources[self._consumers[delivery.consumer_tag]]
+            delivery.source = self._sources[self._subscriptions.queue(delivery.consumer_tag)]
             self._read.append(delivery)
 
     def read_finished(self) -> None:
@@ -330,115 +316,63 @@ class Pump(Client):
         self._appetite.fed(len(read), size)
         self._adjust()
 
-    def blocked(self, reason: str) -> None:
-        """Of no concern to a connection that publishes nothing."""
-
-    def unblocked(self) -> None:
-        """Of no concern."""
-
-    def write_drained(self) -> None:
-        """Nothing waits for that."""
-
-    def acked(self, tag: int, multiple: bool) -> None:
-        """Never: nothing is published here."""
-
-    def nacked(self, tag: int, multiple: bool) -> None:
-        """Never: nothing is published here."""
-
-    def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
-        """Never: nothing is published here."""
-
-    def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """Never: nothing is asked for."""
-
-    def got_empty(self) -> None:
-        """Never: nothing is asked for."""
-
     # -- on the I/O thread: the work -----------------------------------------------------------------------------------
+
+    def _wants(self, queue: str) -> bool:
+        return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         """Count what is ready, and subscribe."""
-        self._consumers = {}
-        self._subscribed = []
-        step: Step
-        steps = self._subscribe() if not self._closing else _nothing()
         counted: dict[str, int] = {}
+        step: Step
         try:
             for queue in self._options.queues:
                 step = CheckQueue(queue)
                 state: QueueState = yield step
                 counted[queue] = state.messages
-            for step in steps:
+            for step in self._subscriptions.begin():
                 yield step
         except StepRefused as refused:
             raise refusal(step, refused) from refused
         with self._changed:
             self._ready, self._found = dict(counted), counted
 
-    def _subscribe(self) -> StepGenerator:
-        """Consume every queue, with the prefetch of now."""
-        yield SetPrefetch(self._appetite.prefetch)
-        self._appetite.renewed()
-        for queue in self._options.queues:
-            if self._remaining is None or self._remaining.get(queue, 0) > 0:
-                yield self._consume(queue)
-
-    def _consume(self, queue: str) -> Consume:
-        self._subscriptions += 1
-        tag = f"{self._name}-{self._subscriptions}"
-        self._consumers[tag] = queue
-        self._subscribed.append(tag)
-        return Consume(queue, tag)
-
-    def _unsubscribe(self, queue: str | None = None) -> StepGenerator:
-        """Cancel every consumer, or those of a queue, that there is when this is carried out."""
-        tags = [tag for tag in self._subscribed if queue in (None, self._consumers[tag])]
-        self._subscribed = [tag for tag in self._subscribed if tag not in tags]
-        for tag in tags:
-            yield Cancel(tag)
-
     def _stop_reading(self, queue: str) -> None:
         if self._connected and not self._closing:
-            self._io.run(self._unsubscribe(queue), partial(self._stopped_reading, queue))
+            self._io.run(self._subscriptions.end(queue), partial(self._stopped_reading, queue))
 
     def _stopped_reading(self, queue: str, _outcome: object) -> None:
-        with self._changed:
-            withdrawn = self._batches.withdraw(queue)
-        self._give_back(withdrawn)
+        self._withdraw(queue)
         self._adjust()
 
-    def _renew(self) -> StepGenerator:
-        yield from self._unsubscribe()
-        if not self._closing:
-            yield from self._subscribe()
+    def _withdraw(self, queue: str) -> None:
+        """Hand back what waits of a queue."""
+        with self._changed:
+            withdrawn = self._batches.withdraw(queue)
+        self._settling.hand_back(withdrawn)
 
     def _subscribe_again(self, queue: str) -> None:
         """Consume a queue again once no batch has any of it: a broker that lost patience gives that out again."""
-        if not self._connected or self._closing or queue in map(self._consumers.get, self._subscribed):
+        if not self._connected or self._closing or queue in self._subscriptions.queues:
             return
         with self._changed:
             waits = self._batches.planned(queue)
         if waits:
             self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
         else:
-            self._io.run(self._consume_again(queue), self._changed_subscriptions)
-
-    def _consume_again(self, queue: str) -> StepGenerator:
-        yield CheckQueue(queue)
-        yield SetPrefetch(self._appetite.granted)
-        yield self._consume(queue)
+            self._io.run(self._subscriptions.resume(queue), self._changed_subscriptions)
 
     def _adjust(self) -> None:
         """Change the subscriptions where what is held asks for it."""
         if self._busy or self._closing or not self._connected:
             return
-        move = self._appetite.move(self._batches.held, self._acks.outstanding)
+        move = self._appetite.move(self._batches.held, self._settling.outstanding)
         if move is not Move.STAY:
             self._busy = True
             if move is Move.RENEW:
                 with self._changed:
                     self._asked_at = time.monotonic()
-            steps = self._unsubscribe() if move is Move.PAUSE else self._renew()
+            steps = self._subscriptions.end() if move is Move.PAUSE else self._subscriptions.renew()
             self._io.run(steps, self._changed_subscriptions)
 
     def _answered(self) -> None:
@@ -461,20 +395,7 @@ class Pump(Client):
             self._adjust()
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
-        generation = self._acks.generation
-        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
-        tags = [delivery.delivery_tag for delivery in own]
-        if len(tags) < len(deliveries):
-            self.stale += len(deliveries) - len(tags)
-            logger.warning(
-                "%d of %d deliveries of a committed batch came on a channel that is gone: they will come again",
-                len(deliveries) - len(tags),
-                len(deliveries),
-            )
-        if tags:
-            self.statistics.acked.update(delivery.queue for delivery in own)
-            self._acks.finished(generation, tags, time.monotonic())
-            self._io.write(b"".join(encode_ack(self._channel, *frame) for frame in self._acks.flush()))
+        self._settling.ack(deliveries)
         self._adjust()
 
     def _count(self) -> None:
@@ -506,7 +427,7 @@ class Pump(Client):
             return
         self._closing = True
         if self._connected:
-            self._io.run(self._unsubscribe(), self._hand_back)
+            self._io.run(self._subscriptions.end(), self._hand_back)
         else:
             self._handed_back.set()
 
@@ -515,23 +436,5 @@ class Pump(Client):
         with self._changed:
             everything = self._batches.give_back()
             self._changed.notify_all()
-        self._give_back([*everything, *self._read])
+        self._settling.hand_back([*everything, *self._read])
         self._handed_back.set()
-
-    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Return to the broker what is of this channel."""
-        generation = self._acks.generation
-        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
-        tags = [delivery.delivery_tag for delivery in own]
-        if not tags:
-            return
-        self.statistics.handed_back.update(delivery.queue for delivery in own)
-        logger.info("handing back %d deliveries that are in no committed batch", len(tags))
-        acks, nacks = self._acks.hand_back(generation, tags)
-        frames = [encode_ack(self._channel, *frame) for frame in acks]
-        frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
-        self._io.write(b"".join(frames))
-
-
-def _nothing() -> StepGenerator:
-    yield from ()

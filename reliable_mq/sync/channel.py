@@ -15,8 +15,7 @@ from typing import Any, Self
 from tenacity import RetryCallState
 from tenacity.stop import stop_base
 
-from reliable_mq.connection.client import Client
-from reliable_mq.core.codec import RawDelivery
+from reliable_mq.connection.client import QuietClient
 from reliable_mq.core.recovery import Loss, Recovery
 from reliable_mq.core.setup import Reply, ServerInfo, Step, StepRefused
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -28,7 +27,7 @@ __all__ = ["StepChannel"]
 _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own deadlines
 
 
-class StepChannel(Client):
+class StepChannel(QuietClient):
     """A channel to carry out steps on. A context manager: entering connects. One thread at a time may use it.
 
     Args:
@@ -124,32 +123,6 @@ class StepChannel(Client):
         with self._changed:
             self._error = None if will_retry else error
             self._changed.notify_all()
-
-    # Nothing else happens on a channel that neither publishes nor consumes.
-
-    def blocked(self, reason: str) -> None: ...
-
-    def unblocked(self) -> None: ...
-
-    def cancelled(self, consumer_tag: str) -> None: ...
-
-    def read_finished(self) -> None: ...
-
-    def write_drained(self) -> None: ...
-
-    def acked(self, tag: int, multiple: bool) -> None: ...
-
-    def nacked(self, tag: int, multiple: bool) -> None: ...
-
-    def returned(
-        self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes
-    ) -> None: ...
-
-    def delivered(self, deliveries: list[RawDelivery]) -> None: ...
-
-    def got(self, delivery: RawDelivery, message_count: int) -> None: ...
-
-    def got_empty(self) -> None: ...
 
 
 class _Stop(stop_base):
