@@ -190,6 +190,36 @@ def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
     assert checker.close(effects_once=True).effects == 40
 
 
+@pytest.mark.parametrize(("consumer_face", "kind"), FACES_AND_SERVERS, indirect=["consumer_face"])
+def test_f42_a_consumer_cut_off_from_store_and_broker_after_an_effect_does_not_repeat_it(
+    vhost: VirtualHost,
+    checker: Checker,
+    database: Callable[[str], Database],
+    new_store: Callable[..., Any],
+    fault_proxy: Any,
+    kind: str,
+) -> None:
+    """Its message comes again long before the lease ends: then the store is told what it did not answer to."""
+    server = database(kind)
+    proxy = fault_proxy(vhost.url)
+    with Gate() as gate:
+        handler = Handler(gate, account=checker)
+        store = new_store(kind, timeout=0.5)
+        with Consumer(proxy.url, ORDERS, handler, concurrency=2, idempotency=store, idempotency_lease=600) as consumer:
+            publish(vhost, "orders", numbered(1), checker)
+            wait_until(lambda: handler.begun, timeout=20, what="the handler to begin")
+            server.pause()
+            proxy.cut()
+            wait_until(lambda: consumer.statistics.store_failures, timeout=30, what="the redelivery to be refused")
+            gate.open()
+            wait_until(lambda: consumer.statistics.stale, timeout=30, what="the effect, and a completion that failed")
+            server.unpause()
+            wait_until(lambda: consumer.statistics.acked, timeout=30, what="acked")
+            assert (consumer.statistics.duplicates, len(handler.begun)) == (1, 1)
+    checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close(effects_once=True).effects == 1
+
+
 MARKS: dict[str, dict[str, str]] = {
     "redis": {"claim": sha(CLAIM), "complete": sha(COMPLETE), "release": sha(RELEASE)},
     "postgresql": {"claim": "INSERT INTO reliable_mq", "complete": "SET state = 2", "release": "SET state = 0"},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.spark import drain
 from integration.support.spark_application import Application, batches_in, committed_rows
 from integration.support.spark_cluster import StandaloneCluster
 from reliable_mq import Message, Publisher, Queue
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
 
-ORDERS, EVENTS = Queue("orders"), Queue("events", type="stream")
+ORDERS, EVENTS, COPIES = Queue("orders"), Queue("events", type="stream"), Queue("copies")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
@@ -36,7 +38,7 @@ def test_a_local_cluster_reads_a_queue_to_its_end(vhost: VirtualHost, tmp_path: 
     """Registered by hand, or found as the module that the wheel brings."""
     expected = published(vhost, 1000)
     given = {**settings(vhost, tmp_path, "local-cluster[1,2,1024]", queue="orders"), "register": not found}
-    with Application("spark_to_files", given, tmp_path / "log", discovered=found) as application:
+    with Application("spark_queries", given, tmp_path / "log", discovered=found) as application:
         application.wait(400)
     rows = committed_rows(tmp_path / "orders" / "output")
     assert rows.keys() == expected
@@ -51,7 +53,7 @@ def test_f59_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tm
     source = {kind: queue.name} | ({"startingOffsets": "earliest"} if kind == "stream" else {})
     with StandaloneCluster(tmp_path) as cluster:
         given = {**settings(vhost, tmp_path, cluster.url, **source), "pause": 0.005}
-        with Application("spark_to_files", given, tmp_path / "log") as application:
+        with Application("spark_queries", given, tmp_path / "log") as application:
             application.wait_until(lambda: list(tmp_path.glob("orders/reading-*")), timeout=240, what="a task")
             cluster.kill_executor()
             reached = batches_in(tmp_path / "orders" / "checkpoint", "commits")
@@ -62,3 +64,38 @@ def test_f59_an_executor_killed_in_mid_task_loses_nothing(vhost: VirtualHost, tm
     rows = committed_rows(tmp_path / "orders" / "output")
     assert rows.keys() == expected
     assert rows.total() == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["queue", "stream"])
+@pytest.mark.parametrize("to", ["files", "queue"])
+def test_a_speculative_task_reads_what_the_first_one_reads(
+    vhost: VirtualHost, tmp_path: Path, kind: str, to: str
+) -> None:
+    """Beside it, on another host. Files have each row once; what a sink publishes again has the same id."""
+    queue = ORDERS if kind == "queue" else EVENTS
+    expected = published(vhost, 1600, queue)
+    source = {kind: queue.name, "maxMessagesPerTrigger": "1600", "minPartitions": "4"}
+    source |= {"startingOffsets": "earliest"} if kind == "stream" else {}
+    speculation = {
+        "spark.speculation": "true",
+        "spark.speculation.quantile": "0.5",
+        "spark.speculation.minTaskRuntime": "100ms",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "10",
+        "spark.sql.execution.python.udf.maxRecordsPerBatch": "10",
+    }
+    with StandaloneCluster(tmp_path, hosts=("127.0.0.1", "127.0.0.2")) as cluster:
+        given = {**settings(vhost, tmp_path, cluster.url, **source), "pause": 0.05, "straggler": True}
+        given |= {"spark": speculation}
+        if to == "queue":
+            with Publisher(vhost.url, topology=[COPIES]):
+                given |= {"to": {"url": vhost.url, "routingKey": COPIES.name}}
+        with Application("spark_queries", given, tmp_path / "log") as application:
+            application.wait(400)
+    assert list(tmp_path.glob("orders/reading-0-1-*")), "no task ran beside the first one"
+    if to == "files":
+        rows = committed_rows(tmp_path / "orders" / "output")
+        assert rows.total() == len(expected)
+    else:
+        rows = Counter(properties.message_id for properties, _body in drain(vhost, COPIES.name))
+        assert rows.total() > len(expected), "the first task was to publish some"
+    assert rows.keys() == expected

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.programs.spark_to_files import start
+from integration.programs.spark_queries import start
 from integration.support.spark_application import PHASES, Application, committed_rows, killed_in_each_phase
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
@@ -91,7 +91,7 @@ def test_f60_behind_a_pipeline_that_is_killed_each_message_takes_effect_once(
 
     for _ in range(3):
         enough = copied() + rng.randrange(20, 100)
-        with Application("spark_to_files", {**settings, "pause": 0.003}, tmp_path / "log") as application:
+        with Application("spark_queries", {**settings, "pause": 0.003}, tmp_path / "log") as application:
             application.wait_until(lambda enough=enough: copied() >= enough, timeout=240, what=f"{enough} copies")
             application.kill()
     for query in start(spark, {**settings, "drain": True}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from integration.programs.spark_to_files import start
+from integration.programs.spark_queries import start
 from integration.support.spark_application import committed_rows
 from reliable_mq import Message, Publisher, Queue
 

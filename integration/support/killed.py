@@ -49,7 +49,8 @@ class Killed:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                assert self._process.wait(60) == 0
+                code = self._process.wait(60)
+                assert code == 0, f"it ended with {code}"
             finally:
                 self._process.kill()
 

@@ -108,7 +108,7 @@ class Application:
 
 
 def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Callable[[], bool]:
-    """Whether a batch of `spark_to_files`, which nobody has planned yet, has come to one of the `PHASES`.
+    """Whether a batch of `spark_queries`, which nobody has planned yet, has come to one of the `PHASES`.
 
     Args:
         phase: its name.
@@ -141,7 +141,7 @@ def in_phase(phase: str, directory: Path, *, skip: int = 0, rows: int = 0) -> Ca
 def killed_in_each_phase(
     settings: Mapping[str, Any], directory: Path, rng: random.Random, *, of: str, timeout: float
 ) -> None:
-    """Run ``spark_to_files`` and SIGKILL it, once in each phase of a query, in some order, in some batch.
+    """Run ``spark_queries`` and SIGKILL it, once in each phase of a query, in some order, in some batch.
 
     The other queries are then wherever they are. The next application is made ready meanwhile.
     """
@@ -150,7 +150,7 @@ def killed_in_each_phase(
     with ExitStack() as stack:
 
         def made_ready() -> Application:
-            return stack.enter_context(Application("spark_to_files", held, directory / "log"))
+            return stack.enter_context(Application("spark_queries", held, directory / "log"))
 
         following = made_ready()
         for number, phase in enumerate(phases, 1):

@@ -22,13 +22,14 @@ from integration.support.spark_application import descendants
 from integration.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
 _PROGRAMS = Path(pyspark.__file__).parent / "bin"
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 _WORKER = re.compile("(Successfully registered) with master")
 _CONNECT = re.compile(r"Spark Connect server started at: (\S+)")
+_HERE = "127.0.0.1"
 _OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
@@ -65,7 +66,7 @@ class _Servers:
         log = self._directory / f"{name}.log"
         settings = {
             "PYSPARK_PYTHON": sys.executable,
-            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_IP": _HERE,
             "SPARK_LOCAL_DIRS": str(self._directory / "local"),
             **own,
         }
@@ -103,11 +104,12 @@ class _Servers:
 
 
 class StandaloneCluster(_Servers):
-    """A master and a worker; a context manager.
+    """A master and a worker, or several; a context manager.
 
     Args:
         directory: takes logs, and what executors write.
-        cores: of the worker.
+        cores: of a worker.
+        hosts: addresses of this machine, for a worker each: Spark takes them for hosts of their own.
 
     Attributes:
         url: of the master; once entered.
@@ -115,24 +117,26 @@ class StandaloneCluster(_Servers):
 
     url: str
 
-    def __init__(self, directory: Path, cores: int = 2) -> None:
+    def __init__(self, directory: Path, cores: int = 2, hosts: Sequence[str] = (_HERE,)) -> None:
         super().__init__(directory)
         self._cores = cores
+        self._hosts = hosts
 
     def _launch(self) -> None:
-        log = self._daemon("master", "Master", "--port", "0")
+        log = self._daemon("master", _HERE, "--port", "0")
         self.url = self._wait_for(log, _MASTER)
-        log = self._daemon("worker", "Worker", "--cores", str(self._cores), "--memory", "1g", self.url)
-        self._wait_for(log, _WORKER)
+        for host in self._hosts:
+            log = self._daemon("worker", host, "--cores", str(self._cores), "--memory", "1g", self.url)
+            self._wait_for(log, _WORKER)
 
-    def _daemon(self, name: str, kind: str, *arguments: str) -> Path:
-        where = ("--host", "127.0.0.1", "--webui-port", "0")
+    def _daemon(self, name: str, host: str, *arguments: str) -> Path:
         return self._start(
-            name,
+            f"{name}-{host}",
             "spark-class",
-            f"org.apache.spark.deploy.{name}.{kind}",
-            *where,
+            f"org.apache.spark.deploy.{name}.{name.title()}",
+            *("--host", host, "--webui-port", "0"),
             *arguments,
+            SPARK_LOCAL_IP=host,
             SPARK_WORKER_DIR=str(self._directory / "work"),
             SPARK_DAEMON_MEMORY="300m",
             SPARK_DAEMON_JAVA_OPTS=_OPTIONS,
@@ -197,7 +201,7 @@ class ConnectServer(_Servers):
 
     def _settings(self) -> Mapping[str, str]:
         own = {
-            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.address": _HERE,
             "spark.connect.grpc.binding.port": "0",
             "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
             "spark.log.level": "INFO",  # tells the port

@@ -16,13 +16,15 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
+Where the store did not answer when a claim was released or completed, it is told again before that key is claimed.
+
 Invariants:
 
 - every delivery has exactly one result;
 - with a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
   as done;
 - a handler that has returned is not called again for want of the store's answer;
-- a failed attempt is released before it is reported, so that the next one may claim;
+- a failed attempt is released before it is reported, or before its key is claimed again, so that the next one may;
 - where the handler's own transaction may be committed though it raised, no attempt is counted unless the store still
   has the claim: else its last attempt would be dead-lettered with its effect done.
 """
@@ -40,6 +42,7 @@ from reliable_mq.core.batching import verdicts
 from reliable_mq.core.claims import Claim, ClaimStatus, Commit, Hold
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import Failure, describe, printable
+from reliable_mq.core.owed import Owed
 
 __all__ = [
     "Call",
@@ -163,9 +166,13 @@ class Claiming:
         lease: seconds after which a claim that nobody settled may be taken over.
         max_attempts: after how many failed attempts the handler is not called any more.
         transaction: the store's method of that name, for the handler; None where it has none.
+
+    Attributes:
+        key, lease, max_attempts, transaction: as given.
+        owed: what the store is to be told again.
     """
 
-    __slots__ = ("_prefix", "key", "lease", "max_attempts", "transaction")
+    __slots__ = ("_prefix", "key", "lease", "max_attempts", "owed", "transaction")
 
     def __init__(
         self,
@@ -182,6 +189,7 @@ class Claiming:
         self.lease = lease
         self.max_attempts = max_attempts
         self.transaction = transaction
+        self.owed = Owed()
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Answer what to claim for a delivery; None where it has no key."""
@@ -214,17 +222,17 @@ def handling(
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
     claims = yield from _claim(fresh, claiming, results, wall_clock)
     handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
-    detail = yield from _release([claims[delivery] for delivery in left], failed=False)
+    detail = yield from _give_up(claiming, [claims[delivery] for delivery in left])
     results.extend(Outcome(delivery, What.NOT_BEGUN, detail) for delivery in left)
     for counts in (True, False):
         some = [result for result in failed if result.alone is counts]
-        answer = yield from _ask(Release([claims[result.delivery] for result in some], counts), len(some))
+        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
         results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
     if claiming.transaction is not None:
         results.extend(delivery for delivery in handled if _is_completed(delivery))
         handled = [delivery for delivery in handled if not _is_completed(delivery)]
     owed += [(delivery, claims[delivery]) for delivery in handled]
-    yield from _complete(owed, results)
+    yield from _complete(claiming, owed, results)
     return results
 
 
@@ -298,6 +306,8 @@ def _claim(
                 keys[delivery] = key
     new: dict[Delivery, Claim] = {}
     exhausted: list[Delivery] = []
+    if claiming.owed:
+        yield from _settle_before(claiming, keys, results)
     answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
     if isinstance(answer, str):
         results.extend(Outcome(delivery, What.STORE_FAILED, detail=answer) for delivery in keys)
@@ -318,19 +328,24 @@ def _claim(
         else:
             what = What.DUPLICATE if claim.status is ClaimStatus.DONE else What.IN_PROGRESS
             results.append(Outcome(delivery, what))
-    detail = yield from _release([new.pop(delivery) for delivery in exhausted], failed=False)
+    if keys and claiming.owed:  # the store answers: a good time for what is owed of other keys
+        for claims, failed in claiming.owed.settlements():
+            yield from _settle(claiming, claims, failed)
+    detail = yield from _give_up(claiming, [new.pop(delivery) for delivery in exhausted])
     results.extend(Outcome(delivery, What.EXHAUSTED, detail) for delivery in exhausted)
     return new
 
 
-def _release(claims: list[Claim], *, failed: bool) -> Generator[Step, Any, str]:
-    """Release. Where the store fails to, answer with what it said; the keys are then free when their lease ends."""
-    answer = yield from _ask(Release(claims, failed), len(claims))
+def _give_up(claiming: Claiming, claims: list[Claim]) -> Generator[Step, Any, str]:
+    """Release what was not tried. Where the store did not answer, answer with what it said."""
+    answer = yield from _settle(claiming, claims, failed=False)
     return answer if isinstance(answer, str) else ""
 
 
-def _complete(finished: list[tuple[Delivery, Claim]], results: list[Result]) -> Generator[Step, Any, None]:
-    answer = yield from _ask(Complete([claim for _, claim in finished]), len(finished))
+def _complete(
+    claiming: Claiming, finished: list[tuple[Delivery, Claim]], results: list[Result]
+) -> Generator[Step, Any, None]:
+    answer = yield from _settle(claiming, [claim for _, claim in finished], failed=None)
     if isinstance(answer, str):
         for delivery, claim in finished:
             delivery.claim = claim
@@ -339,6 +354,27 @@ def _complete(finished: list[tuple[Delivery, Claim]], results: list[Result]) -> 
     for (delivery, _), taken in zip(finished, answer, strict=True):
         delivery.claim = None
         results.append(delivery if taken else Outcome(delivery, What.STORE_FAILED, detail=_STALE))
+
+
+def _settle_before(claiming: Claiming, keys: dict[Delivery, str], results: list[Result]) -> Generator[Step, Any, None]:
+    """Tell the store again what it did not answer to of these keys; where it still does not, they are not claimed."""
+    for claims, failed in claiming.owed.settlements(set(keys.values())):
+        answer = yield from _settle(claiming, claims, failed)
+        if isinstance(answer, str):
+            unsettled = {claim.key for claim in claims}
+            for delivery in [delivery for delivery, key in keys.items() if key in unsettled]:
+                del keys[delivery]
+                results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+
+
+def _settle(claiming: Claiming, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
+    """Complete claims, or release them, as ``failed`` or not; answer as `_ask` does."""
+    answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
+    if isinstance(answer, str):
+        claiming.owed.add(claims, failed)
+    elif claiming.owed:
+        claiming.owed.answered(claims, failed)
+    return answer
 
 
 def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:

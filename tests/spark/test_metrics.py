@@ -66,14 +66,12 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
 ) -> None:
     """With its number as a label; the directory is made, and nothing else is left in it but a hidden lock."""
     metrics_of_one = started(tmp_path / "made" / "for it")
-    statistics = QueueStatistics(batches=2)
+    statistics = QueueStatistics(batches=2, reconnects=1)
     statistics.delivered["orders"] = 5
 
     register(
         metrics_of_one.registry,
-        lambda: queue_readings(
-            ["orders"], statistics, ready={"orders": 7}, held_bytes=100, connected=True, reconnects=1, stale_acks=0
-        ),
+        lambda: queue_readings(["orders"], statistics, ready={"orders": 7}, held_bytes=100, connected=True),
     )
     metrics_of_one.streams.rows["events"] = 3
     metrics_of_one.write()
@@ -84,6 +82,7 @@ def test_a_process_writes_its_metrics_into_a_file_that_the_node_exporter_reads(
     assert found["reliable_mq_spark_queue_ready", "queue=orders", "worker=0"] == 7
     assert found["reliable_mq_spark_queue_batches_total", "worker=0"] == 2
     assert found["reliable_mq_spark_queue_connected", "worker=0"] == 1
+    assert found["reliable_mq_spark_queue_reconnects_total", "worker=0"] == 1
     assert found["reliable_mq_spark_stream_rows_total", "stream=events", "worker=0"] == 3
 
 

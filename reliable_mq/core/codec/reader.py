@@ -268,15 +268,14 @@ class InboundReader:
             or _unpack_frame(data, header_end + 1) != (_BODY_FRAME, number, body_size)
         ):
             return 0
+        delivery = self._make_delivery(
+            *self._delivery_arguments(data, payload + 4, end),
+            data[start + 19 : header_end],
+            data[body_start:body_end],
+        )
         if batch is None:
             batch = self._batch = _Batch(state, sink)
-        batch.deliveries.append(
-            self._make_delivery(
-                *self._delivery_arguments(data, payload + 4, end),
-                data[start + 19 : header_end],
-                data[body_start:body_end],
-            )
-        )
+        batch.deliveries.append(delivery)
         return body_end + 1
 
     def _continues(self, batch: _Batch, state: _Channel | None, kind: int, method: int) -> bool:

@@ -452,6 +452,14 @@ def test_a_broken_stream_is_a_codec_error_for_good_and_what_came_before_is_told(
     assert recorder.events[2:] == [("acked", 1, 4, False)]
 
 
+@pytest.mark.parametrize("broken", [frames for name, frames in BROKEN.items() if name.startswith("deliver, ")])
+def test_a_broken_method_before_whole_content_delivers_nothing(broken: bytes) -> None:
+    recorder = attached()
+    with pytest.raises(CodecError, match="stream is broken"):
+        recorder.reader.feed(broken + HEADER + frame(3, b"ab"))
+    assert (recorder.events, recorder.batches) == ([], [])
+
+
 def test_a_delivery_shows_no_body() -> None:
     text = repr(RawDelivery("c", 5, False, "", "q", b"", b"secret"))
     assert "secret" not in text

@@ -2,12 +2,13 @@
 
 It writes Parquet files, or to RabbitMQ.
 
-Usage: ``python -m integration.programs.spark_to_files JSON``, with ``sources`` (by name of a query, the options, with
+Usage: ``python -m integration.programs.spark_queries JSON``, with ``sources`` (by name of a query, the options, with
 ``url`` and ``queue`` or ``stream``), ``directory`` (for what Spark writes, and, in one of the query's name, for its
 output and its checkpoint), ``to`` (options of our sink, in place of files), ``drain`` (whether to end when all is
-read), ``pause`` (seconds for a row and task), ``master``, ``register`` and ``held`` (whether to wait, with everything
-ready, for a line on the standard input). With a pause, every row that a task has begun with leaves a file
-``reading-*``.
+read), ``pause`` (seconds for a row and task), ``straggler`` (whether that is for the first attempt of the first task
+alone), ``master``, ``spark`` (settings of Spark), ``register`` and ``held`` (whether to wait, with everything ready,
+for a line on the standard input). With a pause, every row that a task has begun with leaves a file
+``reading-PARTITION-ATTEMPT-*``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyspark import TaskContext
 from pyspark.sql import SparkSession
 from pyspark.sql.functions import udf
 
@@ -35,7 +37,7 @@ COLUMNS = ("message_id", "offset", "body")
 def main(settings: dict[str, Any]) -> None:
     directory = Path(settings["directory"])
     builder = SparkSession.builder.master(settings.get("master", "local[2]"))
-    for name, value in json.loads(os.environ["SPARK_TEST_SETTINGS"]).items():
+    for name, value in {**json.loads(os.environ["SPARK_TEST_SETTINGS"]), **settings.get("spark", {})}.items():
         builder = builder.config(name, value)
     spark = builder.config("spark.local.dir", str(directory / f"local-{os.getpid()}")).getOrCreate()
     if settings.get("register", True):
@@ -73,14 +75,17 @@ def warm_up(spark: SparkSession, directory: Path) -> None:
 
 def written(rows: DataFrame, directory: Path, settings: dict[str, Any]) -> StreamingQuery:
     """Start to write them."""
-    pause, noted = settings.get("pause", 0.0), str(directory)
+    pause, straggler, noted = settings.get("pause", 0.0), settings.get("straggler", False), str(directory)
     directory.mkdir(exist_ok=True)
 
     @udf(rows.schema["body"].dataType, useArrow=False)
     def slowly(body: object) -> object:
         if pause:
-            Path(noted, f"reading-{uuid.uuid4().hex}").touch()
-            time.sleep(pause)
+            task = TaskContext.get()
+            assert task is not None
+            Path(noted, f"reading-{task.partitionId()}-{task.attemptNumber()}-{uuid.uuid4().hex}").touch()
+            if not straggler or (task.partitionId(), task.attemptNumber()) == (0, 0):
+                time.sleep(pause)
         return body
 
     rows = rows.withColumn("body", slowly("body"))

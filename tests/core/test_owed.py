@@ -1,0 +1,119 @@
+"""What a consumer owes its store: settlements that were not answered are told again, and hold up nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import IdempotencyStoreError
+from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, Outcome, Release, Step, What
+from reliable_mq.core.owed import Owed
+from tests.core.deliveries import delivery
+from tests.core.test_handling import HOUR, Runner, only, refuse
+
+
+def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt() -> None:
+    runner = Runner(refuse)
+    runner.broken = {Release}
+    assert isinstance(only(runner(delivery())), Failed)
+    runner.broken = set()
+    retried = delivery()
+    assert isinstance(only(runner(retried)), Failed)
+    assert runner.kinds == [ClaimKeys, Call, Release, Release, ClaimKeys, Call, Release]
+    assert retried.attempt == 2, "the first one was to be counted"
+    assert not runner.claiming or not runner.claiming.owed
+
+
+def test_a_handler_that_has_returned_is_not_called_for_another_delivery_of_the_same_message() -> None:
+    """The channel was lost with the answer: the broker delivers the message again."""
+    calls: list[object] = []
+    runner = Runner(calls.append)
+    runner.broken = {Complete}
+    assert isinstance(only(runner(delivery())), Outcome)
+    runner.broken = set()
+    again = delivery()
+    assert only(runner(again)) == Outcome(again, What.DUPLICATE)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
+    """Whether the store raises, or gives no answers."""
+    runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
+    if raises:
+        runner.broken = {Release}
+    else:
+        runner.answers = {Release: []}
+    runner(delivery(1, message_id="m1"))
+    held, other = delivery(2, message_id="m1"), delivery(3, message_id="m2")
+    said = "IdempotencyStoreError: no answer" if raises else "the store gave 0 answers to 1 questions"
+    assert runner(held, other) == [Outcome(held, What.STORE_FAILED, said), other]
+
+
+def test_a_store_that_answers_to_other_keys_is_told_of_those_that_do_not_come_again() -> None:
+    """They may come to another consumer."""
+    runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
+    runner.broken = {Release, Complete}
+    runner(delivery(1, message_id="m1"))
+    runner(delivery(2, message_id="m2"))
+    runner.broken = set()
+    runner(delivery(3, message_id="m3"))
+    first, second = runner.store.claim_many(["q|m1", "q|m2"], HOUR)
+    assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
+
+
+def test_the_latest_are_remembered() -> None:
+    owed = Owed(capacity=2)
+    claims = [Claim(key, ClaimStatus.NEW, 1) for key in "abc"]
+    for claim in claims:
+        owed.add([claim], failed=True)
+    owed.add([claims[2]], failed=None)
+    assert owed.settlements() == [([claims[2]], True), ([claims[2]], None)]
+    assert owed.settlements("ab") == []
+    owed.answered(claims, failed=True)
+    assert owed.settlements() == [([claims[2]], None)]
+
+
+class Unreliable(Runner):
+    """Settles, or not, and answers, or not, as ``faults`` says, one step after the other."""
+
+    faults: list[str]
+    fails: bool  # whether the handler does
+
+    def perform(self, step: Step) -> object:
+        fault = self.faults.pop() if self.faults and isinstance(step, (Complete, Release)) else "none"
+        answer = None if fault == "question lost" else super().perform(step)
+        if fault != "none":
+            raise IdempotencyStoreError(fault)
+        return answer
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@given(
+    st.lists(st.tuples(st.sampled_from(["m1", "m2", "m3"]), st.booleans())),
+    st.lists(st.sampled_from(["none", "question lost", "answer lost"])),
+)
+def test_whatever_is_lost_no_effect_is_doubled_and_no_key_stays_claimed(
+    batch: bool, deliveries: list[tuple[str, bool]], faults: list[str]
+) -> None:
+    effects: list[str] = []
+
+    def handle(argument: Any) -> None:
+        if runner.fails:
+            raise ValueError("no")
+        effects.extend(item.message_id for item in (argument if batch else [argument]))
+
+    runner = Unreliable(handle, batch=batch, max_attempts=1000)
+    runner.faults = faults
+    for message_id, runner.fails in deliveries:
+        runner(delivery(message_id=message_id))
+    runner.faults, runner.fails = [], False
+    runner(delivery(message_id="another"))
+    assert len(effects) == len(set(effects))
+    for message_id in ("m1", "m2", "m3"):
+        [claim] = runner.store.claim_many([f"q|{message_id}"], HOUR)
+        assert claim.status is (ClaimStatus.DONE if message_id in effects else ClaimStatus.NEW)
