@@ -108,7 +108,7 @@ def supervise(url: str, log: Path, settings: Settings) -> None:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             with log.open("a") as file:
                 file.write(f"died 0 {time.time():.3f}\n")
-        elif status:
+        elif status and not (ending and status == signal.SIGTERM):  # which ends one that has only begun to start
             raise SystemExit(f"a consumer ended by itself, with {status}")
 
 
