@@ -7,7 +7,6 @@ runs them. Everything it promises about deliveries is decided in :mod:`reliable_
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import warnings
@@ -24,6 +23,7 @@ from reliable_mq.aio.subscription import AsyncSubscription
 from reliable_mq.aio.worker_threads import WorkerThreads
 from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
+from reliable_mq.core.handlers import is_coroutine_function
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.durations import Duration, seconds
@@ -443,7 +443,7 @@ class AsyncConsumer:
         else:
             subscription = AsyncSubscription(self._options, self._settings, self._new_recovery())
             new_workers = partial(
-                HandlerTasks if _is_coroutine_function(self._handler) else WorkerThreads,
+                HandlerTasks if is_coroutine_function(self._handler) else WorkerThreads,
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
@@ -538,7 +538,3 @@ class AsyncConsumer:
                 reconnects=subscription.reconnects,
                 stalled_seconds=subscription.stalled_seconds,
             )
-
-
-def _is_coroutine_function(handler: object) -> bool:
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)

@@ -25,6 +25,7 @@ from reliable_mq.connection.consuming.workers import all_failed
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
+from reliable_mq.core.handlers import check_answer
 from reliable_mq.core.handling import Call, Failed, NotBegun, Outcome, What, handling
 from reliable_mq.core.statistics import Histogram
 
@@ -215,6 +216,8 @@ class HandlerTasks:
                 return all_failed(_deliveries(item), error)
             return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
+            if answer is not None:
+                check_answer(answer)
             return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
         except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
             self._sink.report(all_failed(_deliveries(item), error))
@@ -287,7 +290,9 @@ class HandlerTasks:
     async def _call(self, argument: Work) -> object:
         started = time.perf_counter()
         try:
-            return await self._handler(argument)
+            answer = await self._handler(argument)
+            if answer is not None:
+                check_answer(answer)
         except KeyboardInterrupt as error:
             raise _Interrupted(self._interrupted(error)) from error
         finally:
@@ -298,6 +303,7 @@ class HandlerTasks:
         self._loop.call_soon(_raise, error)
         return _CANCELLED
 
+        return answer
 
 class _Interrupted(asyncio.CancelledError):
     """A handler that ended with ``KeyboardInterrupt``, which was for the program."""

@@ -17,6 +17,7 @@ from reliable_mq.core.batching import Batcher
 from reliable_mq.core.breaker import Breaker
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.deadletters import DeadLetters, Target
+from reliable_mq.core.handlers import check_handler, is_coroutine_function
 from reliable_mq.core.handling import Claiming
 from reliable_mq.core.ladder import Ladder
 from reliable_mq.core.positions import StreamPosition
@@ -97,8 +98,8 @@ class ConsumerOptions:
         self.queue_name = queue if isinstance(queue, str) else queue.name
         if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
             _refuse(f"name must be text of 1 to {_LONGEST_NAME} bytes, not {name!r}")
-        if handler is not None and not callable(handler):
-            _refuse(f"handler must be callable, not {handler!r}")
+        if handler is not None:
+            check_handler(handler)
         _check_whole("prefetch", prefetch, 0, _LARGEST_PREFETCH)
         _check_whole("concurrency", concurrency, 1)
         for limit, value in (("max_body_bytes", max_body_bytes), ("max_header_bytes", max_header_bytes)):
@@ -110,6 +111,8 @@ class ConsumerOptions:
             _refuse(f"kill_switch must be a KillSwitch, not {kill_switch!r}")
         if idempotency_key is not None and not callable(idempotency_key):
             _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
+        if is_coroutine_function(idempotency_key):
+            _refuse("idempotency_key is a coroutine function, which nothing here would await")
         if ack_every is not None:
             _check_whole("ack_every", ack_every, 1)
         if batch_size is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from reliable_mq.connection.consuming.workers import Workers
 from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
+from reliable_mq.core.handlers import is_coroutine_function
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.durations import Duration, seconds
@@ -157,7 +158,7 @@ class Consumer:
             raise ConfigurationError(
                 f"idempotency is a store for AsyncConsumer, which nothing here would await: {idempotency!r}"
             )
-        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
+        if is_coroutine_function(handler):
             raise ConfigurationError("handler is a coroutine function, which nothing here would await")
         self._options = ConsumerOptions(
             queue,

@@ -168,6 +168,24 @@ def test_whatever_a_handler_raises_is_its_own_failure(error: BaseException, stor
     asyncio.run(main())
 
 
+def test_a_handler_that_returns_what_nobody_awaits_has_failed(store: Any) -> None:
+    """Acking it would lose the message: nothing was done."""
+
+    async def work() -> None:
+        raise AssertionError
+
+    async def handle(_: Delivery) -> object:
+        return work()
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(2))
+            await sink.wait_for(2)
+            assert failures(sink.results) == ["reliable_mq.errors.UsageError"] * 2
+
+    asyncio.run(main())
+
+
 def test_a_batch_handler_answers_per_item(store: Any) -> None:
     async def handle(_: list[Delivery]) -> list[Any]:
         return [Ack, None, RetryLater(5), DeadLetter("bad")]

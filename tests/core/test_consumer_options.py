@@ -22,6 +22,10 @@ def handle(_delivery: object) -> None:
     pass
 
 
+async def awaited(_delivery: object) -> str:
+    return "key"
+
+
 def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> ConsumerOptions:
     return ConsumerOptions(queue, handler, **{"name": "test", **given})
 
@@ -37,6 +41,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"handler": 5}, "handler must be callable, not 5"),
         ({"prefetch": -1}, "prefetch must be a whole number from 0 to 65535, not -1"),
         ({"prefetch": 65536}, "prefetch must be"),
+        ({"handler": lambda _: (yield)}, "handler is a generator function"),
         ({"prefetch": True}, "prefetch must be"),
         ({"prefetch": 1.5}, "prefetch must be"),
         ({"concurrency": 0}, "concurrency must be a whole number of at least 1, not 0"),
@@ -46,6 +51,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"idempotency_key": "id"}, "idempotency_key must be callable"),
         ({"idempotency_lease": 0}, "idempotency_lease must be"),
         ({"ack_every": 0}, "ack_every must be"),
+        ({"idempotency_key": awaited}, "idempotency_key is a coroutine function"),
         ({"ack_every": 11, "prefetch": 10}, "ack_every=11 does not fit prefetch=10"),
         ({"ack_interval": -1}, "ack_interval must be"),
         ({"ack_mode": "never"}, "ack_mode must be 'manual' or 'automatic', not 'never'"),

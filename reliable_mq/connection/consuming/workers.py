@@ -7,7 +7,6 @@ handler runs; deliveries are begun in the order in which they were put.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import time
@@ -19,9 +18,9 @@ from reliable_mq.connection.consuming.groups import Groups, Work
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
+from reliable_mq.core.handlers import check_answer
 from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, NotBegun, Release, handling
 from reliable_mq.core.statistics import Histogram
-from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -293,12 +292,11 @@ def call(handler: Callable[[Any], object], argument: Work) -> object:
     """Call a plain handler.
 
     Raises:
-        UsageError: it returned a coroutine, which has done nothing yet, and nothing here would await.
+        UsageError: it returned what has done nothing yet.
     """
     answer = handler(argument)
-    if answer is not None and inspect.iscoroutine(answer):
-        answer.close()
-        raise UsageError("the handler returned a coroutine; define it with async def, and give it to an AsyncConsumer")
+    if answer is not None:
+        check_answer(answer)
     return answer
 
 

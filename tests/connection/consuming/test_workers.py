@@ -142,6 +142,15 @@ def test_whatever_a_handler_raises_is_its_own_failure_and_ends_no_worker(
         assert failures(sink.results) == [type(error).__name__]
 
 
+def test_a_handler_that_returns_what_has_not_run_has_failed(store: MemoryStore | None) -> None:
+    """Acking it would lose the message: nothing was done."""
+
+    with running(lambda item: (tag for tag in [item.delivery_tag]), store=store) as (workers, sink):
+        workers.put(items(2))
+        sink.wait_for(2)
+        assert failures(sink.results) == ["reliable_mq.errors.UsageError"] * 2
+
+
 def test_a_batch_handler_gets_lists_and_answers_per_item(store: MemoryStore | None) -> None:
     work = items(4)
     verdicts = [Ack, None, RetryLater(5), DeadLetter("bad")]

@@ -1,0 +1,69 @@
+"""What can be a handler, and which answers say that none of it has run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from reliable_mq import ConfigurationError, UsageError
+from reliable_mq.core.handlers import check_answer, check_handler, is_coroutine_function
+
+
+def plain(_delivery: object) -> None:
+    pass
+
+
+async def coroutine(_delivery: object) -> None:
+    pass
+
+
+def generator(_delivery: object) -> Iterator[None]:
+    yield
+
+
+async def async_generator(_delivery: object) -> AsyncIterator[None]:
+    yield
+
+
+class Plain:
+    def __call__(self, _delivery: object) -> None:
+        pass
+
+    handle = generator
+
+
+class Coroutine:
+    async def __call__(self, _delivery: object) -> None:
+        pass
+
+
+class Generator:
+    def __call__(self, _delivery: object) -> Iterator[None]:
+        yield
+
+
+@pytest.mark.parametrize("handler", [plain, Plain(), print, list, partial(plain, 1), coroutine, Coroutine()])
+def test_what_can_be_called_is_a_handler(handler: Any) -> None:
+    check_handler(handler)
+    assert is_coroutine_function(handler) is (handler is coroutine or isinstance(handler, Coroutine))
+
+
+@pytest.mark.parametrize("handler", [generator, async_generator, partial(generator), Plain().handle, Generator()])
+def test_a_generator_function_is_none_since_a_call_runs_nothing_of_it(handler: Any) -> None:
+    with pytest.raises(ConfigurationError, match="handler is a generator function"):
+        check_handler(handler)
+
+
+@pytest.mark.parametrize("answer", [5, "text", [], object()])
+def test_any_other_answer_is_none_of_our_business(answer: object) -> None:
+    check_answer(answer)
+
+
+@pytest.mark.parametrize("make", [coroutine, generator, async_generator])
+def test_code_that_was_made_and_has_not_run_is_no_answer(make: Any) -> None:
+    """And nobody is told that it was never awaited."""
+    with pytest.raises(UsageError, match="nothing has run"):
+        check_answer(make(None))
