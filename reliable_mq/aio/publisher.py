@@ -275,6 +275,7 @@ class AsyncPublisher:
         Raises:
             TimeoutError: some are still outstanding, and still being published; or the outbox does not say.
             OutboxError: the outbox cannot be read.
+            UsageError: with an outbox alone: closed, and what is left waits for the next start.
         """
         if self._outbox is not None:
             limit = None if timeout is None else seconds("timeout", timeout)
@@ -298,7 +299,9 @@ class AsyncPublisher:
         Raises:
             BrokerUnavailable: no host could be reached; with ``permanent`` where trying again cannot help.
             TopologyMismatch: what is declared differs from what the broker has.
+            UsageError: it was closed.
         """
+        self._check_not_closed()
         first = self._lane is None
         lane = self._lane or await self._open(_FOR_EVER, required=True)
         error = None if first else await lane.wait_connected(self._options.first_verdict)
@@ -345,6 +348,7 @@ class AsyncPublisher:
         Where no host can be reached now, the publisher goes on trying, and publishes wait; what time cannot heal is
         raised. With an outbox it is opened, and connecting is left to the relay.
         """
+        self._check_not_closed()
         try:
             if self._outbox is not None:
                 await self._store_lane(self._outbox, None)
@@ -428,6 +432,10 @@ class AsyncPublisher:
         if not lane.take(confirmation):
             await lane.wait_for_room(confirmation)
         return confirmation
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise UsageError("this publisher is closed: make another")
 
     # With an outbox
 

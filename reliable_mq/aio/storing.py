@@ -131,13 +131,18 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         Raises:
             OutboxError: the outbox cannot say what is in it.
             TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
         """
         self.check_usable()
+        self._check_relayed()
         deadline = time.monotonic() + limit
         if not await self._wait_stored(limit):
             return max(self._window.count, 1)
         _, last = await self._ask(self.outbox.backlog, deadline)
-        return await self._wait_relayed(last, deadline, lambda: True)
+        left = await self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
 
     async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
         """Store all that was submitted; relay for up to ``limit`` seconds while it is ``worth_waiting``; end.
@@ -260,6 +265,8 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
             if not left or now >= deadline or not worth_waiting():
                 return left
             await asyncio.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
+            if self.relay.ended:  # closed, by another task
+                return left
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -206,6 +206,10 @@ class BaseStoringLane(Generic[C]):
         if self._closed:
             raise UsageError("this publisher is closed; nothing was stored")
 
+    def _check_relayed(self) -> None:
+        if self.relay.ended:
+            raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
+
     def _no_room(self, confirmation: C) -> OutboxError:
         return OutboxError(
             f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",

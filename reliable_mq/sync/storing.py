@@ -124,12 +124,17 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         Raises:
             OutboxError: the outbox cannot say what is in it.
             TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
         """
+        self._check_relayed()
         deadline = time.monotonic() + timeout
         if not self._wait_stored(timeout):
             return max(self._window.count, 1)
         _, last = self._ask(self.outbox.backlog, deadline)
-        return self._wait_relayed(last, deadline, lambda: True)
+        left = self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
 
     def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> None:
         """Store all that was submitted; relay for up to ``timeout`` seconds while it is ``worth_waiting``; end.
@@ -254,3 +259,5 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
                 return left
             time.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
             self.check_waitable()
+            if self.relay.ended:  # closed, by another thread
+                return left

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.waiting import until
-from reliable_mq import AsyncPublisher, Message, OutboxError, Outcome
+from reliable_mq import AsyncPublisher, Message, OutboxError, Outcome, UsageError
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -120,5 +120,24 @@ def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox) -
         outbox.may_write.set()
         await (await first)
         await publisher.close()
+
+    asyncio.run(main())
+
+
+def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> None:
+    """Nobody relays any more: what is left would be waited for without end."""
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
+        await publisher.publish(message(1))
+        flushed = asyncio.create_task(publisher.flush())
+        with pytest.raises(TimeoutError):
+            await publisher.flush(0.1)
+        await publisher.close(0)
+        async with asyncio.timeout(20):
+            with pytest.raises(UsageError, match="for the next start"):
+                await flushed
+        with pytest.raises(UsageError, match="for the next start"):
+            await publisher.flush()
 
     asyncio.run(main())

@@ -588,8 +588,9 @@ def test_closing_waits_for_confirms_and_ends_in_good_order(broker: ScriptedBroke
     assert all(confirmation.done() for confirmation in confirmations)
     assert errors(confirmations) == [None] * 100
     broker.wait(lambda: broker.connections[0].closed_in_good_order, "the closing handshake")
-    with pytest.raises(UsageError, match="closed"):
-        publisher.publish(Message(b"x"), routing_key=KEY)
+    for call in (lambda: publisher.publish(Message(b"x"), routing_key=KEY), publisher.connect, publisher.__enter__):
+        with pytest.raises(UsageError, match="this publisher is closed"):
+            call()
 
 
 def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
