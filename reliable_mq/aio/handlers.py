@@ -87,6 +87,7 @@ class HandlerTasks:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: deque[asyncio.Future[None]] = deque()
+        self._held = False  # nothing more is to begin
         self._closed = False
         self._numbers = itertools.count(1)
 
@@ -102,6 +103,11 @@ class HandlerTasks:
         self.items.extendleft(reversed(deliveries))
         self._fill()
         return True
+
+    def hold(self) -> None:
+        """Begin with nothing more. What waits, and what is put in by now, is there to be withdrawn. Any thread."""
+        self._held = True
+        self.epoch += 1
 
     def withdraw(self) -> list[Delivery]:
         """Take back what no handler has begun with; what a task holds of it is handed back to the sink instead."""
@@ -151,7 +157,7 @@ class HandlerTasks:
 
     def _fill(self) -> None:
         """See to it that as many tasks are at work as there is work for."""
-        missing = len(self.items)
+        missing = 0 if self._held else len(self.items)
         while missing and self._idle:
             _wake(self._idle.popleft())
             missing -= 1
@@ -178,7 +184,7 @@ class HandlerTasks:
         resumed = time.perf_counter()
         try:
             while True:
-                if not items:
+                if self._held or not items:
                     if self._closed:
                         return
                     await self._wait()
@@ -210,14 +216,14 @@ class HandlerTasks:
         started = time.perf_counter()
         try:
             answer = await self._handler(item)
+            if answer is not None:
+                check_answer(answer)
             found = verdicts(answer, len(item)) if self._batch and isinstance(item, list) else None
         except asyncio.CancelledError as error:
             if not task.cancelling():  # it was what the handler awaited
                 return all_failed(_deliveries(item), error)
             return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
-            if answer is not None:
-                check_answer(answer)
             return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
         except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
             self._sink.report(all_failed(_deliveries(item), error))
@@ -297,13 +303,13 @@ class HandlerTasks:
             raise _Interrupted(self._interrupted(error)) from error
         finally:
             self.handler_seconds.observe(time.perf_counter() - started)
+        return answer
 
     def _interrupted(self, error: KeyboardInterrupt) -> str:
         """Hand on to the program what interrupted it here: it is not for the handler."""
         self._loop.call_soon(_raise, error)
         return _CANCELLED
 
-        return answer
 
 class _Interrupted(asyncio.CancelledError):
     """A handler that ended with ``KeyboardInterrupt``, which was for the program."""

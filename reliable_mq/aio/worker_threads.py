@@ -51,6 +51,10 @@ class WorkerThreads:
         """Hand out deliveries, or batches."""
         self._workers.put(work)
 
+    def hold(self) -> None:
+        """Begin with nothing more. Any thread."""
+        self._workers.hold()
+
     def withdraw(self) -> list[Delivery]:
         """Take back what no handler has begun with."""
         return self._workers.withdraw()

@@ -236,6 +236,28 @@ def test_what_has_not_begun_can_be_withdrawn(store: Any) -> None:
     asyncio.run(main())
 
 
+def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
+    """What waits, and what is put in by now, is there to be withdrawn."""
+    seen: list[Delivery] = []
+    work = items(12)
+
+    async def main() -> None:
+        async def handle(item: Delivery) -> None:
+            seen.append(item)
+            if len(seen) == 2:
+                tasks.hold()
+
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(work[:10])
+            await sink.wait_for(2)
+            tasks.put(work[10:])
+            assert await tasks.stop(DEADLINE)
+            assert seen == work[:2]
+            assert sink.handed_back + tasks.withdraw() == work[2:]
+
+    asyncio.run(main())
+
+
 def test_a_handler_that_is_cancelled_has_not_failed_and_others_take_over(store: Any) -> None:
     """Its claim is given up: whoever gets the delivery next may begin."""
     work = items(3)

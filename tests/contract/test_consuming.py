@@ -15,6 +15,7 @@ from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, KillSwitch, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
 from reliable_mq.connection.consuming.subscription import BaseSubscription
 from reliable_mq.core import headers
+from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:
@@ -158,6 +159,33 @@ def test_an_unfinished_delivery_goes_back_when_the_consumer_stops(
     back = [one for one in broker.settlements if one.verdict != "ack"]
     assert all(one.requeue for one in back)
     assert broker.connections[0].closed_in_good_order
+
+
+@pytest.mark.parametrize("kind", ["plain", "claimed", "batches"])
+def test_a_handler_that_stops_the_consumer_is_the_last(
+    broker: ScriptedBroker, new_consumer: NewConsumer, kind: str
+) -> None:
+    """However quick handlers are, and however late the connection comes to know: what was prefetched goes back."""
+    handed: list[Delivery | list[Delivery]] = []
+    all_there = threading.Event()
+
+    def handle(argument: Delivery | list[Delivery]) -> None:
+        assert all_there.wait(10)
+        handed.append(argument)
+        if len(handed) == 3:
+            consumer.stop()
+
+    options = {"claimed": {"idempotency": MemoryStore()}, "batches": {"batch_size": 2}}
+    consumer = new_consumer(handle, **options.get(kind, {}))
+    with consumer:
+        channel = broker.consuming
+        for number in range(100):
+            channel.deliver(b"%d" % number, message_id=f"m{number}")
+        wait_until(lambda: consumer.statistics.delivered == 100, timeout=10, what="delivered")
+        all_there.set()
+        wait_until(lambda: not consumer.connected, timeout=10, what="stopping")
+    assert len(handed) == 3
+    assert len(acked(broker.settlements)) == (6 if kind == "batches" else 3)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -226,6 +226,9 @@ class BasePullSubscription(BaseSubscription):
             self._arrived.extend(item for item in work if isinstance(item, Delivery))
             self._changed.notify_all()
 
+    def hold(self) -> None:
+        """Nothing: no handler begins with anything."""
+
     def withdraw(self) -> list[Delivery]:
         """Give back what nobody has taken."""
         with self._changed:

@@ -124,10 +124,13 @@ class Republisher(Protocol):
 
 
 class Outlet(Protocol):
-    """Where deliveries are handed out. Called on the loop; must not block."""
+    """Where deliveries are handed out. Called on the loop, but for `hold`; must not block."""
 
     def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
         """These are to be handled."""
+
+    def hold(self) -> None:
+        """Begin with nothing more: what waits, and what is put in by now, will be withdrawn. Any thread."""
 
     def withdraw(self) -> list[Delivery]:
         """Give back what nobody has begun with."""
@@ -265,8 +268,15 @@ class BaseSubscription:
         return self._io.call_later(delay, fn)
 
     def stop(self) -> None:
-        """Begin to stop and return at once: nothing new is handed out, what is being handled is waited for."""
+        """Begin to stop and return at once: nothing new is handed out, what is being handled is waited for.
+
+        A handler that calls this is the last one on its thread, or task, however late the loop comes to know of it.
+        """
         self._io.call_soon(self._begin_to_stop)
+        if not self.session.automatic:
+            self.outlet.hold()
+            if self.isolation is not None:
+                self.isolation.hold()
 
     def stop_now(self) -> None:
         """Stop without waiting for what is being handled."""

@@ -44,7 +44,7 @@ class ResultSink(Protocol):
 
 
 class Workers:
-    """See the module. `put` and `withdraw` may be called from any thread.
+    """See the module. `put`, `hold` and `withdraw` may be called from any thread.
 
     Args:
         name: of the threads.
@@ -89,6 +89,10 @@ class Workers:
         """Hand out deliveries, or batches. Does not block."""
         self._waiting.put(work)
 
+    def hold(self) -> None:
+        """Begin with nothing more. What waits, and what is put in by now, is there to be withdrawn."""
+        self._waiting.hold()
+
     def withdraw(self) -> list[Delivery]:
         """Take back what no handler has begun with; what a worker holds of it is handed back to the sink instead."""
         withdrawn: list[Delivery] = []
@@ -123,7 +127,7 @@ class Workers:
 
 
 class _Waiting:
-    """What no worker has taken yet. Taking it needs no lock; an epoch ends when what was waiting is withdrawn."""
+    """What no worker has taken yet. Taking it needs no lock; an epoch ends when what waits is withdrawn or held."""
 
     def __init__(self) -> None:
         self.items: deque[Work] = deque()
@@ -131,10 +135,11 @@ class _Waiting:
         self._changed = threading.Condition()
         self._idle = 0
         self._closed = False
+        self._held: deque[Work] | None = None  # what is not to be taken any more
 
     def put(self, work: Iterable[Work]) -> None:
         with self._changed:
-            self.items.extend(work)
+            (self.items if self._held is None else self._held).extend(work)
             self._notify()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
@@ -146,15 +151,15 @@ class _Waiting:
             self._notify()
             return True
 
-    def withdraw(self) -> list[Work]:
-        withdrawn: list[Work] = []
+    def hold(self) -> None:
         with self._changed:
-            self.epoch += 1
-            while True:
-                try:
-                    withdrawn.append(self.items.popleft())
-                except IndexError:
-                    return withdrawn
+            if self._held is None:
+                self._held = deque(self._taken_out())
+
+    def withdraw(self) -> list[Work]:
+        with self._changed:
+            held, self._held = self._held, None if self._held is None else deque()
+            return [*(held or ()), *self._taken_out()]
 
     def close(self) -> None:
         with self._changed:
@@ -171,6 +176,16 @@ class _Waiting:
                 self._changed.wait()
                 self._idle -= 1
         return True
+
+    def _taken_out(self) -> list[Work]:
+        """Under the lock. What no worker has taken; nothing that one has taken begins any more."""
+        self.epoch += 1
+        items: list[Work] = []
+        while True:
+            try:
+                items.append(self.items.popleft())
+            except IndexError:
+                return items
 
     def _notify(self) -> None:
         if self._idle:
