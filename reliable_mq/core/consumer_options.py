@@ -28,7 +28,7 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.identity import OWN_VERSION
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.topology import OWN, Declaration, OwnDeadLetter, Queue, declarations
-from reliable_mq.topology.arguments import Arguments
+from reliable_mq.topology.arguments import Arguments, check_name
 
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
@@ -95,7 +95,7 @@ class ConsumerOptions:
     ) -> None:
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
-        self.queue_name = queue if isinstance(queue, str) else queue.name
+        self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
         if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
             _refuse(f"name must be text of 1 to {_LONGEST_NAME} bytes, not {name!r}")
         if handler is not None:
@@ -350,7 +350,7 @@ class ConsumerOptions:
             return None
         if not isinstance(given, Queue | str) or not given:
             _refuse(f"dead_letter must be a Queue, the name of one or None, not {given!r}")
-        name = given if isinstance(given, str) else given.name
+        name = check_name("dead_letter", given) if isinstance(given, str) else given.name
         if name == self.queue_name:
             _refuse("dead_letter is the queue itself: what is given up would come back for ever")
         return name

@@ -92,9 +92,9 @@ class Recovery:
         if hosts < 1:
             raise ConfigurationError(f"hosts: at least one is needed, not {hosts}")
         if wait is not None and not isinstance(wait, wait_base):
-            raise ConfigurationError(f"wait: a tenacity wait object is needed, not {type(wait).__name__}")
+            raise ConfigurationError(f"reconnect_wait must be one of tenacity's waits, not {type(wait).__name__}")
         if stop is not None and not isinstance(stop, stop_base):
-            raise ConfigurationError(f"stop: a tenacity stop object is needed, not {type(stop).__name__}")
+            raise ConfigurationError(f"reconnect_stop must be one of tenacity's stops, not {type(stop).__name__}")
         self._hosts = hosts
         self._default_wait = _HalfJitter(random or SystemRandom())
         self._wait = self._default_wait if wait is None else wait

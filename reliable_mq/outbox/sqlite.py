@@ -32,6 +32,7 @@ from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering
 from reliable_mq.outbox.sqlite_claims import SQLiteClaims
 from reliable_mq.outbox.sqlite_errors import is_full, outbox_error, uncertain
 from reliable_mq.outbox.sqlite_reserve import Reserve
+from reliable_mq.paths import file_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,12 +127,9 @@ class SQLiteOutbox:
         timeout: Duration = 30.0,
         poll_interval: Duration = 0.1,
     ) -> None:
-        name = os.fspath(path)
-        if not isinstance(name, str) or not name or name.startswith((":memory:", "file:")):
-            raise ConfigurationError(f"path must be that of a file, not {path!r}")
         if ordering_key is not None and not callable(ordering_key):
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
-        self.path = Path(name).absolute()
+        self.path = file_path(path).absolute()
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self._timeout = seconds("timeout", timeout, positive=True)
         self._ordering_key = ordering_key

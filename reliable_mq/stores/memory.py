@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 
 if TYPE_CHECKING:
@@ -39,18 +40,16 @@ class MemoryStore:
         clock: a monotonic clock, in seconds.
 
     Raises:
-        ConfigurationError: ``max_entries`` is below 1, or ``retention`` is not positive.
+        ConfigurationError: ``max_entries`` is no whole number of at least 1, or ``retention`` is not positive.
     """
 
     def __init__(
-        self, *, max_entries: int = 1_000_000, retention: float = _DAY, clock: Callable[[], float] = time.monotonic
+        self, *, max_entries: int = 1_000_000, retention: Duration = _DAY, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if max_entries < 1:
-            raise ConfigurationError(f"max_entries must be at least 1, not {max_entries}")
-        if not retention > 0:
-            raise ConfigurationError(f"retention must be a positive number of seconds, not {retention}")
+        if not isinstance(max_entries, int) or isinstance(max_entries, bool) or max_entries < 1:
+            raise ConfigurationError(f"max_entries must be a whole number of at least 1, not {max_entries!r}")
         self._max_entries = max_entries
-        self._retention = retention
+        self._retention = seconds("retention", retention, positive=True)
         self._clock = clock
         self._lock = threading.Lock()
         self._claimed: OrderedDict[str, _Known] = OrderedDict()  # in the order in which they were claimed

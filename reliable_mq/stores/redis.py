@@ -306,9 +306,13 @@ def _where(url: object) -> str:
     """Say where it is, without what is secret."""
     if not isinstance(url, str):
         return "a client of yours"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 6379
+    except ValueError as error:
+        raise ConfigurationError(f"url is none of Redis's: {error}") from error
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or "localhost"
-    return parts.path if parts.scheme == "unix" else f"{host}:{parts.port or 6379}"
+    return parts.path if parts.scheme == "unix" else f"{host}:{port}"
 
 
 def _from_url(kind: Any, url: str, timeout: float, retry: object, options: dict[str, Any]) -> Any:

@@ -12,12 +12,12 @@ import os
 import sqlite3
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
-from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
+from reliable_mq.errors import IdempotencyStoreError
+from reliable_mq.paths import file_path
 from reliable_mq.stores.questions import (
     DAY,
     Doubts,
@@ -51,7 +51,8 @@ class SQLiteStore:
     Connects at the first question. The file must be on a local disk: SQLite's locks do not work over networks.
 
     Args:
-        path: of the file, which is created where it is not there; it may have other tables.
+        path: of the file, which is created where it is not there; it may have other tables. In memory, there is
+            ``MemoryStore``.
         retention: seconds for which a done key is remembered at least, and the failures of one that is not.
         timeout: seconds that a question waits for others, at most.
         table: the name of the table.
@@ -68,9 +69,7 @@ class SQLiteStore:
         timeout: Duration = 5.0,
         table: str = "reliable_mq_claims",
     ) -> None:
-        if not str(path) or str(path) == ":memory:" or Path(path).is_dir():
-            raise ConfigurationError(f"path must be that of a file, not {str(path)!r}; in memory, there is MemoryStore")
-        self._path = Path(path)
+        self._path = file_path(path)
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self._timeout = seconds("timeout", timeout, positive=True)
         self._sql = SQLite(checked_table(table))

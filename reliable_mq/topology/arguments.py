@@ -54,6 +54,8 @@ def check_short_string(what: str, value: object) -> str:
         raise ConfigurationError(f"{what} holds a lone surrogate, which UTF-8 cannot carry") from None
     if length > SHORT_STRING_BYTES:
         raise ConfigurationError(f"{what} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
+    if "\0" in value:
+        raise ConfigurationError(f"{what} holds a NUL character, which AMQP forbids: remove it")
     return value
 
 

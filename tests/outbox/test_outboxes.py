@@ -193,7 +193,10 @@ def go_through(steps: list[Any], make: Callable[[Path, ExitStack], Outbox]) -> N
         model.finish()
 
 
-@pytest.mark.parametrize("arguments", [{"path": ""}, {"path": ":memory:"}, {"path": "x", "timeout": -1}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"path": ""}, {"path": ":memory:"}, {"path": 5}, {"path": "/"}, {"path": "a\0b"}, {"path": "x", "timeout": -1}],
+)
 def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
     """Before anything is opened."""
     with pytest.raises(ConfigurationError):

@@ -64,6 +64,7 @@ def test_a_store_of_the_asyncio_face_is_refused_by_a_consumer_of_the_other() -> 
     ("wrong", "named"),
     [
         ({"url": "http://localhost"}, "url"),
+        ({"url": "redis://localhost:x"}, "url"),
         ({"url": 7}, "url"),
         ({"retention": 0}, "retention"),
         ({"timeout": 0}, "timeout"),

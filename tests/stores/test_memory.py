@@ -150,7 +150,15 @@ def test_when_full_of_claims_it_fails_and_claims_nothing(clock: Clock) -> None:
     assert claim(store, "b").status is NEW
 
 
-@pytest.mark.parametrize(("wrong", "named"), [({"max_entries": 0}, "max_entries"), ({"retention": 0}, "retention")])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"max_entries": 0}, "max_entries"),
+        ({"max_entries": 1.5}, "max_entries"),
+        ({"retention": 0}, "retention"),
+        ({"retention": "a day"}, "retention"),
+    ],
+)
 def test_nonsense_is_refused(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         MemoryStore(**wrong)

@@ -147,6 +147,8 @@ def test_leases_go_on_over_a_restart_of_the_machine(tmp_path: Path, monkeypatch:
         ({"path": ":memory:"}, "path"),
         ({"path": ""}, "path"),
         ({"path": "/"}, "path"),
+        ({"path": "a\0b"}, "path"),
+        ({"path": None}, "path"),
         ({"retention": 0}, "retention"),
         ({"timeout": -1}, "timeout"),
         ({"table": "x; DROP TABLE y"}, "table"),
