@@ -21,8 +21,8 @@ ORDERS, EVENTS, COPIES = Queue("orders"), Queue("events", type="stream"), Queue(
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
-def published(vhost: VirtualHost, count: int, queue: Queue = ORDERS) -> set[str]:
-    messages = [Message(b"%d" % number) for number in range(count)]
+def published(vhost: VirtualHost, count: int, queue: Queue = ORDERS, padding: bytes = b"") -> set[str]:
+    messages = [Message(b"%d" % number + padding) for number in range(count)]
     with Publisher(vhost.url, topology=[queue]) as publisher:
         assert publisher.publish_many(messages, routing_key=queue.name).ok
     return {message.message_id for message in messages}
@@ -73,13 +73,14 @@ def test_a_speculative_task_reads_what_the_first_one_reads(
 ) -> None:
     """Beside it, on another host. Files have each row once; what a sink publishes again has the same id."""
     queue = ORDERS if kind == "queue" else EVENTS
-    expected = published(vhost, 1600, queue)
+    expected = published(vhost, 1600, queue, bytes(4096))  # Spark passes rows on when it has 64 KiB of them
     source = {kind: queue.name, "maxMessagesPerTrigger": "1600", "minPartitions": "4"}
     source |= {"startingOffsets": "earliest"} if kind == "stream" else {}
     speculation = {
         "spark.speculation": "true",
         "spark.speculation.quantile": "0.5",
-        "spark.speculation.minTaskRuntime": "100ms",
+        "spark.speculation.multiplier": "1.2",
+        "spark.speculation.efficiency.enabled": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "10",
         "spark.sql.execution.python.udf.maxRecordsPerBatch": "10",
     }
