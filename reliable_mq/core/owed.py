@@ -9,7 +9,6 @@ Invariants: a settlement is owed until the store answers, whatever the answer is
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ __all__ = ["Owed"]
 
 
 class Owed:
-    """See the module. Thread-safe.
+    """See the module. For several threads: whatever is shared is done by one operation of a dict.
 
     A settlement is a claim and what became of it: None where it is complete, else whether it failed.
 
@@ -32,27 +31,24 @@ class Owed:
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
         self._settlements: dict[tuple[Claim, bool | None], None] = {}
-        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._settlements)
 
     def add(self, claims: Iterable[Claim], failed: bool | None) -> None:
         """The store was told of these, and did not answer."""
-        with self._lock:
-            self._settlements.update(dict.fromkeys((claim, failed) for claim in claims))
-            while len(self._settlements) > self._capacity:
-                del self._settlements[next(iter(self._settlements))]
+        self._settlements.update(dict.fromkeys((claim, failed) for claim in claims))
+        if len(self._settlements) > self._capacity:
+            for oldest in list(self._settlements)[: -self._capacity]:
+                self._settlements.pop(oldest, None)
 
     def answered(self, claims: Iterable[Claim], failed: bool | None) -> None:
         """It has answered to these, some of which may have been owed."""
-        with self._lock:
-            for claim in claims:
-                self._settlements.pop((claim, failed), None)
+        for claim in claims:
+            self._settlements.pop((claim, failed), None)
 
     def settlements(self, keys: Container[str] | None = None) -> list[tuple[list[Claim], bool | None]]:
         """Give what is owed, by what became of it; for these keys alone, where some are given."""
-        with self._lock:
-            owed = [each for each in self._settlements if keys is None or each[0].key in keys]
+        owed = [each for each in list(self._settlements) if keys is None or each[0].key in keys]
         kinds = dict.fromkeys(failed for _, failed in owed)
         return [([claim for claim, failed in owed if failed is kind], kind) for kind in kinds]
