@@ -20,10 +20,12 @@ from integration.support.waiting import wait_until
 from reliable_mq import IdempotencyStoreError
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, ClaimStatus, RedisStore, SQLAlchemyStore
 from tests.stores import subjects
-from tests.stores.contract import StoreContract
+from tests.stores.contract import StoreContract, contended
+from tests.stores.linearizability import explain
 from tests.stores.subjects import LEASE, RETENTION, Blocking, Subject
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterator
 
     from integration.support.databases import Database
@@ -180,6 +182,27 @@ def claimed_again(breakable: Breakable) -> list[Any]:
         except IdempotencyStoreError as error:
             last = error
     raise last
+
+
+@pytest.mark.parametrize("kind", KINDS if soaking() else KINDS[:-1])  # MariaDB's locks outlive a connection for long
+def test_f43_histories_of_claimants_whose_answers_are_lost_are_linearizable(
+    database: Callable[[str], Database], rng: random.Random, kind: str
+) -> None:
+    """Each answer may be that of a store which has, or has not, done what it did not answer to."""
+    name = kind.partition("_")[0]
+    share = 0.3 if name == "redis" else 0.1  # one to the others has several parts
+    losing = threading.Event()
+    with (
+        LossyProxy(database(name).port, lambda _: losing.is_set() and rng.random() < share) as proxy,
+        closing(Breakable(kind, database, timeout=10.0, port=proxy.port)) as made,
+    ):
+        losing.set()
+        history = contended(made.store, rng.randrange(1000))
+        losing.clear()
+    assert sum(event.answer is None for event in history) > 5
+    for key in "abc":
+        events = [event for event in history if event.key == key]
+        assert explain(events, asked_again=True), key
 
 
 # -- what a question costs --------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class IdempotencyStore(Protocol):
             failed: whether an attempt failed, which counts; else nothing was tried.
 
         Returns:
-            Per claim, in order, whether it was held; False, and nothing counted, where its token is stale.
+            Per claim, in order, whether it was held; False, and nothing counted, where its token is stale. A store that
+            asks its server again by itself, where the connection broke, may say False of what the first question has
+            released.
         """
         ...
 

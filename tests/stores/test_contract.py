@@ -51,3 +51,25 @@ def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
     assert not explain([claimed(1, 0.0), done, Event("a", "release", 1, True, 4.0, 5.0)])
     assert explain([claimed(1, 0.0)._replace(what="brief"), claimed(2, 1.5), done._replace(answer=False)])
     assert not explain([claimed(1, 0.0)._replace(what="brief"), claimed(2, 1.5), done._replace(begun=4, ended=5)])
+
+
+def test_a_history_with_a_lost_answer_may_be_explained_either_way() -> None:
+    """That of a claim once: two holders after it are one too many."""
+
+    def claimed(token: int | None, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> Event:
+        return Event("a", "claim", 0, token and Claim("a", status, token), begun, begun + 1)
+
+    def settled(what: str, answer: bool | None, begun: float) -> Event:
+        return Event("a", what, 1, answer, begun, begun + 1)
+
+    assert explain([claimed(None, 0.0), claimed(1, 2.0)])
+    assert explain([claimed(None, 0.0), claimed(9, 2.0, ClaimStatus.IN_PROGRESS), claimed(1, 4.0)])
+    assert not explain([claimed(None, 0.0), claimed(1, 2.0), claimed(2, 4.0)])
+    assert not explain([claimed(1, 0.0), claimed(None, 2.0), claimed(2, 4.0)])
+    twice = [claimed(1, 0.0), settled("release", False, 2.0), claimed(2, 4.0)]
+    assert [explain(twice, asked_again=again) for again in (False, True)] == [False, True]
+    for what in ("complete", "release"):
+        history = [claimed(1, 0.0), settled(what, None, 2.0)]
+        assert explain([*history, claimed(9, 4.0, ClaimStatus.IN_PROGRESS), settled(what, True, 6.0)])
+        assert explain([*history, claimed(9, 4.0, ClaimStatus.DONE)]) is (what == "complete")
+        assert explain([*history, claimed(2, 4.0)]) is (what == "release")
