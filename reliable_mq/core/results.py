@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Results"]
 
 _UNIDENTIFIED: Final = (
-    "not handed to a handler: it has no message_id, by which the idempotency store would know it; give the consumer "
-    "idempotency_key, a function of a delivery"
+    "not handed to a handler: it has no message_id, or idempotency_key gave none, by which the idempotency store would "
+    "know it; give the consumer an idempotency_key, a function of a delivery, that gives one"
 )
 _LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
 _WAY_TO_QUARANTINE: Final = 1.0  # seconds, where the policy's first delay is not less
