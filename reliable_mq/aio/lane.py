@@ -156,6 +156,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         self._closed = True
         self._end()
         self._io.stop()
+        self._alarm.cancel()
 
     @property
     def outstanding(self) -> int:

@@ -355,7 +355,7 @@ class AsyncPublisher:
             else:
                 self._lane or await self._open(_FOR_EVER)
         except asyncio.CancelledError:
-            await self.close(0)
+            await self._leave(0)
             raise
         return self
 
@@ -364,17 +364,11 @@ class AsyncPublisher:
     ) -> None:
         """Flush and close. Raises what failed unseen, but never in place of an exception of the body."""
         try:
-            await self.close()
+            await self._leave(_CLOSE_TIMEOUT)
         except PublishError:
             if exc_type is None:
                 raise
             logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
-        except asyncio.CancelledError:  # nobody will take the closing up again
-            if self._storing is not None:
-                self._storing.abort()
-            if self._opening is not None:
-                self._opening.abort()
-            raise
 
     def __del__(self) -> None:
         if self._opening is not None and not self._closed and os.getpid() == self._made_in:
@@ -432,6 +426,24 @@ class AsyncPublisher:
         if not lane.take(confirmation):
             await lane.wait_for_room(confirmation)
         return confirmation
+
+    async def _leave(self, timeout: float) -> None:
+        """Close. Where that is cancelled, nobody takes it up again: end all the same."""
+        try:
+            await self.close(timeout)
+        except asyncio.CancelledError:
+            self._abort()
+            raise
+
+    def _abort(self) -> None:
+        """Give up what is unsettled, and disconnect without waiting for it."""
+        self._closed = True
+        if self._storing_opens is not None:
+            self._storing_opens.abort()
+        if self._opening is not None:
+            self._opening.abort()
+        if self._registration is not None:
+            self._registration.close()
 
     def _check_not_closed(self) -> None:
         if self._closed:

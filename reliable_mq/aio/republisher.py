@@ -69,6 +69,7 @@ class AsyncRepublisher:
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
+        self._publisher._abort()  # noqa: SLF001  # no user has this publisher, or this way out
 
     async def _run(self) -> None:
         while self._waiting:

@@ -28,16 +28,21 @@ class Threads:
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._started = 0
+        self._stopped = False
         self._busy = 0
 
     def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
         """Call ``fn`` on a thread; the future is that of its result. Cancelling it ends the waiting alone."""
         future: asyncio.Future[T] = self._loop.create_future()
+        call = partial(self._call, fn, future)
         self._busy += 1
+        if self._stopped:  # nobody would end a thread that waits for more
+            self._start(call, "late")
+            return future
         if self._busy > self._started and self._started < self._most:
             self._started += 1
-            threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
-        self._calls.put(partial(self._call, fn, future))
+            self._start(self._run, self._started)
+        self._calls.put(call)
         return future
 
     @property
@@ -46,10 +51,17 @@ class Threads:
         return self._busy
 
     def stop(self) -> None:
-        """End the threads, each when it has nothing more to do. Does not wait."""
+        """End the threads, each when it has nothing more to do. Does not wait.
+
+        A call that comes later, of a task that is being cancelled, say, has a thread of its own, which ends with it.
+        """
+        self._stopped = True
         for _ in range(self._started):
             self._calls.put(None)
         self._started = 0
+
+    def _start(self, run: Callable[[], None], which: int | str) -> None:
+        threading.Thread(target=run, name=f"{self._name}-{which}", daemon=True).start()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -113,9 +113,10 @@ class Connector:
         self._run_timer: TimerHandle | None = None
 
     def begin(self) -> None:
-        """Connect, and go on until `close`."""
-        self._recovery.begin(time.monotonic())
-        self._connect()
+        """Connect, and go on until `close`, which may have come before."""
+        if self._state is _State.WAITING:
+            self._recovery.begin(time.monotonic())
+            self._connect()
 
     # -- what the client asks for ----------------------------------------------------------------------------------
 

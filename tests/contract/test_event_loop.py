@@ -15,11 +15,22 @@ import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 
 from integration.support.waiting import until
-from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Message, PublishUnconfirmed, StaleDelivery
+from reliable_mq import (
+    AsyncConsumer,
+    AsyncPublisher,
+    Consumer,
+    DeadLetter,
+    Message,
+    PublishUnconfirmed,
+    Queue,
+    StaleDelivery,
+)
 from reliable_mq.aio.driver import Link
+from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from pathlib import Path
 
     from reliable_mq import Delivery
     from tests.contract.scripted_broker import Published, ScriptedBroker
@@ -441,5 +452,97 @@ def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedB
             assert all(one.verdict == "nack" and one.requeue for one in broker.settlements)
             broker.ready.append(b"c")
             assert await take(1, 5) == [b"c"]
+
+    run(main())
+
+
+# -- closing that is cancelled, or comes early -------------------------------------------------------------------------
+
+
+async def nothing_runs(before: set[asyncio.Task[Any]]) -> None:
+    """Wait until no tasks are left but those from before."""
+    await until(lambda: asyncio.all_tasks() <= before)
+
+
+async def cancelled_twice(task: asyncio.Task[None], closing: Callable[[], bool]) -> None:
+    """Cancel a task, and once more while it closes because of that."""
+    task.cancel()
+    await until(closing)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_publisher_that_is_closed_before_it_has_begun_to_connect_never_does(broker: ScriptedBroker, run: Any) -> None:
+    """Nobody would close that connection."""
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        publisher = AsyncPublisher(broker.url)
+        publishing = asyncio.create_task(publisher.publish(Message(b"x"), routing_key="q"))
+        await asyncio.sleep(0)
+        publishing.cancel()
+        await publisher.close(0)
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        async with AsyncPublisher(broker.url):  # which takes longer
+            pass
+        await nothing_runs(before)
+
+    run(main())
+    assert len(broker.connections) == 1
+
+
+@pytest.mark.parametrize("outbox", [False, True])
+def test_leaving_a_publisher_that_is_cancelled_twice_leaves_nothing_behind(
+    broker: ScriptedBroker, run: Any, tmp_path: Path, outbox: bool
+) -> None:
+    """It is closed; what the broker does not confirm is not waited for, nothing connects again or is complained of."""
+    registry = CollectorRegistry()
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        publisher = AsyncPublisher(
+            broker.url, outbox=SQLiteOutbox(tmp_path / "outbox") if outbox else None, registry=registry
+        )
+        entered = asyncio.Event()
+
+        async def enter() -> None:
+            async with publisher:
+                await publisher.submit(Message(b"x"), routing_key="q")
+                entered.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(enter())
+        await entered.wait()
+        await until(lambda: broker.published)
+        closing = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, closing.set)
+        await cancelled_twice(task, closing.is_set)
+        assert "closed" in repr(publisher)
+        await nothing_runs(before)
+
+    run(main())
+    gc.collect()
+    assert b"connected" not in generate_latest(registry)
+
+
+def test_a_consumer_that_is_cancelled_twice_leaves_no_connection_for_dead_letters(
+    broker: ScriptedBroker, run: Any
+) -> None:
+    """Though the broker owes it a confirm there."""
+
+    async def handle(_: Delivery) -> None:
+        raise DeadLetter("no")
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        consumer = AsyncConsumer(broker.url, Queue("orders"), handle)
+        task = asyncio.create_task(consumer.run())
+        await until(lambda: broker.consumed)
+        broker.consuming.deliver(b"x")
+        await until(lambda: broker.published)
+        await cancelled_twice(task, lambda: not consumer.connected)
+        await nothing_runs(before)
 
     run(main())

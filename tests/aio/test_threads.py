@@ -1,0 +1,43 @@
+"""Threads for calls that may block: what is called late, and what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from integration.support.waiting import until
+from reliable_mq.aio.threads import Threads
+
+
+def running() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-")]
+
+
+def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
+    """A task that is cancelled gives back what it has claimed: nobody would end a thread that waits for more."""
+
+    async def main() -> None:
+        threads = Threads("test", 2)
+        assert await threads.call(lambda: 1) == 1
+        threads.stop()
+        assert await threads.call(lambda: 2) == 2
+        await until(lambda: not running())
+        assert threads.busy == 0
+
+    asyncio.run(main())
+
+
+def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
+    go_on = threading.Event()
+
+    async def main() -> None:
+        threads = Threads("test", 1)
+        hanging = threads.call(lambda: go_on.wait(20))
+        threads.stop()
+        async with asyncio.timeout(10):
+            assert await threads.call(lambda: 2) == 2
+        go_on.set()
+        assert await hanging
+        await until(lambda: not running())
+
+    asyncio.run(main())
