@@ -305,6 +305,8 @@ class Publisher:
         if self._storing is not None:
             self._close_storing(self._storing, limit)
             limit = 0.0  # what the relay has not got confirmed is still in the outbox
+        elif self._storing_opens is not None:  # opening it was interrupted
+            self._storing_opens.abort()
         lane = self._opening
         if lane is not None:
             lane.check_closable()

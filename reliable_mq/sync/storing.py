@@ -166,6 +166,14 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
             logger.exception("closing %r", self.outbox)
         self._questions.close()
 
+    def abort(self) -> None:
+        """End without waiting, however far it was opened. What is stored stays."""
+        with self.lock:
+            self._closed = True
+        self.relay.stop(0.0)
+        self._writer.stop()
+        self._questions.close()
+
     # For confirmations
 
     def expect_callbacks(self) -> None:
