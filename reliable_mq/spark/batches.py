@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from reliable_mq.core.codec import RawDelivery
     from reliable_mq.core.delivery import Delivery
 
 __all__ = ["Batches", "Position", "size_of"]
@@ -34,7 +35,7 @@ __all__ = ["Batches", "Position", "size_of"]
 _OVERHEAD: Final = 512  # bytes that a delivery takes beside its body and properties
 
 
-def size_of(delivery: Delivery) -> int:
+def size_of(delivery: RawDelivery) -> int:
     """Bytes that a delivery takes in memory, about."""
     return len(delivery.body) + len(delivery.properties) + _OVERHEAD
 

@@ -10,7 +10,7 @@ memory is bounded by the prefetch; a wait ends with what it waits for, at its de
 from __future__ import annotations
 
 from struct import Struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq.core.codec import CodecError, Properties, encode_ack
 from reliable_mq.core.setup import Cancel, Consume, SetPrefetch, StepRefused, refusal
@@ -125,6 +125,11 @@ class StreamChannel(StepChannel):
         self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
 
     # On the I/O thread
+
+    def _performed(self, outcome: list[Any], result: object) -> None:
+        """What came before the answer to a step can be taken, or forgotten, by the one who waits for the answer."""
+        self.read_finished()
+        super()._performed(outcome, result)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """A channel, with no subscription on it: what was lost stays lost for the one who reads."""

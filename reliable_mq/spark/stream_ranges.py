@@ -3,7 +3,8 @@
 Invariants: what is given is every message of the range that the stream still has, in order, each once, however often
 the connection is lost on the way; a range ends only where an offset at or behind its end was seen, so it never ends
 early: one that does not fill in time is an error; messages that the stream has dropped before they were read are data
-loss, which is an error unless ``failOnDataLoss`` is false. Memory is bounded by twice the prefetch.
+loss, which is an error unless ``failOnDataLoss`` is false. Memory is bounded by twice the prefetch, and, as far as the
+sizes of messages can be told from those before them, by twice `_HELD` bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.spark.appetite import Appetite
+from reliable_mq.spark.batches import size_of
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.offsets import StreamRange
@@ -35,6 +38,7 @@ __all__ = ["RangeReader"]
 logger = logging.getLogger(__name__)
 
 _ROWS: Final = 2000  # of an Arrow batch, at most
+_HELD: Final = 32 * 2**20  # bytes that may be on their way, or in an Arrow batch, about
 _GATHER: Final = 0.05  # seconds for which a batch is gathered
 _PATIENCE: Final = 60.0  # seconds without a message, or without a broker, before a task gives up
 _PROBE: Final = 5.0  # seconds for the first message when nothing but the ends is asked for
@@ -59,6 +63,7 @@ class RangeReader:
         self._range = each
         self._names = names
         self._position = each.start  # all before it was given
+        self._appetite = Appetite(most=options.prefetch, most_bytes=_HELD, queues=1)
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)
@@ -94,8 +99,13 @@ class RangeReader:
                 threading.Event().wait(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
-        stream, end, prefetch = self._range.stream, self._range.end, self._options.prefetch
-        channel.consume(stream, self._position, prefetch)
+        while self._position < self._range.end:
+            yield from self._subscription(channel)
+
+    def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
+        """Read on, to the end, or until the sizes of messages ask for quite another prefetch."""
+        stream, end, prefetch = self._range.stream, self._range.end, self._appetite.prefetch
+        tag = channel.consume(stream, self._position, prefetch)
         joined = False
         while self._position < end:
             deliveries = channel.take(_GATHER, min(max(prefetch // 2, 1), _ROWS, end - self._position))
@@ -108,9 +118,11 @@ class RangeReader:
             if not joined and offsets[0] > self._position:
                 self._check_truncated()
             joined = True
-            after = bisect_left(offsets, end)
-            for first in range(bisect_left(offsets, self._position), after, _ROWS):
-                last = min(first + _ROWS, after)
+            self._appetite.fed(len(deliveries), sum(map(size_of, deliveries)))
+            wanted = self._appetite.prefetch
+            after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
+            for first in range(bisect_left(offsets, self._position), after, rows):
+                last = min(first + rows, after)
                 yield record_batch(deliveries[first:last], stream, self._names)
                 self._progress_at = time.monotonic()  # whoever takes the rows may take their time
                 if self._metrics is not None:
@@ -118,6 +130,9 @@ class RangeReader:
                 self._position = offsets[last - 1] + 1
             if offsets[-1] >= end - 1:
                 self._position = end
+            elif 2 * wanted <= prefetch or (2 * prefetch <= wanted and prefetch < end - self._position):
+                channel.cancel(tag)
+                return
 
     def _wait_on(self) -> None:
         """Nothing came for a moment: say why, once that has been so for too long."""

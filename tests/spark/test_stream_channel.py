@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.core.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.stream_channel import offset_of
+from reliable_mq.spark.stream_channel import StreamChannel, offset_of
+from reliable_mq.url import parse_url
 
 
 def delivery(table: bytes | None) -> RawDelivery:
@@ -40,3 +41,12 @@ def test_the_offset_is_found_wherever_it_is(headers: bytes) -> None:
 def test_a_delivery_without_one_comes_from_no_stream(headers: bytes | None) -> None:
     """Missing, of another type, broken."""
     assert offset_of(delivery(headers)) is None
+
+
+def test_what_came_before_an_answer_is_there_with_it() -> None:
+    """In one read, of which the rest may take its time: it would be taken for deliveries of the next subscription."""
+    channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
+    before = delivery(table(OFFSET))
+    channel.delivered([before])
+    channel._performed([], None)
+    assert channel.take(0.0) == [before]
