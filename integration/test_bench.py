@@ -62,7 +62,7 @@ def test_what_poison_messages_cost_beside_a_requeue_loop(vhost: VirtualHost, tmp
     """Ours ends after its attempts; the loop goes on for as long as it is let. Both are in the report."""
     ours, loop = measure(vhost, 5, RetryPolicy(3, delays=(0.1,)), 1.0)
     assert (ours.deliveries, ours.over) == (3.0, True)
-    assert loop.deliveries > 3 * ours.deliveries
+    assert loop.deliveries > ours.deliveries
     assert not loop.over
     (tmp_path / "report.md").write_text("# Benchmark\n\n## Publishers\n")
     for _ in range(2):
