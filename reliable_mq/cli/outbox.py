@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -24,7 +24,7 @@ from reliable_mq.cli.terminal import errors, output
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
 from reliable_mq.sync.publisher import Publisher
-from reliable_mq.sync.signals import wait_heeding_signals
+from reliable_mq.sync.signals import next_signal
 
 if TYPE_CHECKING:
     from reliable_mq.outbox import SQLAlchemyOutbox
@@ -111,12 +111,10 @@ def relay(
 
     It stops within seconds: what it has not got confirmed by then is for another one, or for its next start.
     """
-    stopped = threading.Event()
-    received: list[int] = []
+    received: SimpleQueue[int] = SimpleQueue()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        stopped.set()
+        received.put(number)
         if until_empty:
             raise KeyboardInterrupt  # out of the wait
 
@@ -134,14 +132,14 @@ def relay(
                     _flush(publisher, timeout)
                 else:
                     errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
-                    wait_heeding_signals(stopped)
+                    first = next_signal(received)
                     publisher.close(_LEAVE)
+                    if first == signal.SIGINT:
+                        raise typer.Exit(_INTERRUPTED)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except TimeoutError as error:
             raise OutboxError(str(error)) from error
-    if received and received[0] == signal.SIGINT:
-        raise typer.Exit(_INTERRUPTED)
 
 
 def _connect(publisher: Publisher, *, patient: bool) -> None:

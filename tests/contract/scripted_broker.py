@@ -112,7 +112,7 @@ class Channel:
         self.send(commands.Channel.Close(code, text, 60, 40))
 
     def deliver(self, body: bytes, *, redelivered: bool = False, **properties: Any) -> int:
-        """Deliver to the only consumer; return the delivery tag."""
+        """Deliver to the consumer that subscribed first; return the delivery tag."""
         method = self._delivery(redelivered)
         self.send(method, *content(commands.Basic.Properties(**properties), body))
         return self.delivered
@@ -125,7 +125,7 @@ class Channel:
         return self.delivered
 
     def _delivery(self, redelivered: bool) -> commands.Basic.Deliver:
-        [(tag, queue)] = self.consumers.items()
+        tag, queue = next(iter(self.consumers.items()))  # another one may be that of quarantine
         self.delivered += 1
         self.unacked.add(self.delivered)
         return commands.Basic.Deliver(tag, self.delivered, redelivered, "", queue)

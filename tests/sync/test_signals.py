@@ -5,19 +5,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from queue import SimpleQueue
 
-from reliable_mq.sync.signals import wait_heeding_signals
+import pytest
+
+from reliable_mq.sync.signals import next_signal, wait_heeding_signals
 
 
-def test_a_signal_that_another_thread_got_is_handled_while_the_main_one_waits() -> None:
-    """As one is that comes just before the wait: nothing interrupts it."""
+@pytest.mark.parametrize("for_any", [False, True])
+def test_a_signal_that_another_thread_got_is_handled_while_the_main_one_waits(for_any: bool) -> None:
+    """As one is that comes just before the wait, be it for an event or for any signal: nothing interrupts it."""
     over = threading.Event()
+    received: SimpleQueue[int] = SimpleQueue()
     waiting = threading.Event()
     handled_by: list[threading.Thread] = []
 
-    def handle(_number: int, _frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         handled_by.append(threading.current_thread())
         over.set()
+        received.put(number)
 
     def be_killed() -> None:
         waiting.wait(10)
@@ -26,13 +32,16 @@ def test_a_signal_that_another_thread_got_is_handled_while_the_main_one_waits() 
 
     before = signal.signal(signal.SIGTERM, handle)
     rescued = threading.Event()
-    late = threading.Timer(5, lambda: (rescued.set(), over.set()))
+    late = threading.Timer(5, lambda: (rescued.set(), over.set(), received.put(0)))
     victim = threading.Thread(target=be_killed)
     try:
         victim.start()
         late.start()
         waiting.set()
-        wait_heeding_signals(over)
+        if for_any:
+            assert next_signal(received) == signal.SIGTERM
+        else:
+            wait_heeding_signals(over)
         assert handled_by == [threading.main_thread()]
         assert not rescued.is_set()
     finally:
