@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.core.codec import CodecError, Properties, RawDelivery
+from reliable_mq.core.codec import CodecError, Properties, RawDelivery, plain_message_id
 from reliable_mq.errors import ConsumeError, UsageError
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ class Delivery(RawDelivery):
     @property
     def message_id(self) -> str | None:
         """The id that its publisher gave it."""
-        return self._text("message_id")
+        found = plain_message_id(self.properties) if self._decoded is None else None
+        return self._text("message_id") if found is None else found
 
     @property
     def correlation_id(self) -> str | None:

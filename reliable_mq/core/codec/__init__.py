@@ -20,6 +20,7 @@ from reliable_mq.core.codec.properties import (
     encode_property,
     encode_values,
     join_properties,
+    plain_message_id,
     rewrite_properties,
     split_properties,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "encode_values",
     "header_frame_size",
     "join_properties",
+    "plain_message_id",
     "publish_head",
     "rewrite_properties",
     "split_properties",

@@ -22,6 +22,7 @@ from reliable_mq.core.codec import (
     encode_table,
     encode_values,
     join_properties,
+    plain_message_id,
     rewrite_properties,
     split_properties,
 )
@@ -123,6 +124,31 @@ def test_a_plain_message_is_written_as_pika_writes_it() -> None:
     for message_id in ("0190a5f2-6b7e-7c3d-9a41-3f5e2d1c0b9a", "x" * 255, "é"):
         theirs = pika.BasicProperties(delivery_mode=2, message_id=message_id)
         assert encode_properties(Plain(message_id)) == b"".join(theirs.encode())
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (b"\x10\x80\x02\x02m1", "m1"),
+        (b"\x10\x80\x02\x00", ""),
+        (b"\x10\x80\x02\x02\xffm", "\udcffm"),
+        (b"\x10\x80\x01\x02m1", None),
+        (b"\x00\x80\x02m1", None),
+        (b"\x10\x80\x02\x02m", None),
+        (b"\x10\x80\x02\x02m12", None),
+        (b"\x10\x80\x02" + b"\x10" * 300, None),
+        (b"\x10\x80", None),
+        (b"", None),
+    ],
+)
+def test_the_id_of_a_plain_message_is_found_without_decoding(raw: bytes, found: str | None) -> None:
+    """And of no other: those that are not persistent, have more, or are broken."""
+    assert plain_message_id(raw) == found
+
+
+@given(st.binary(max_size=255).map(lambda text: b"\x10\x80\x02" + bytes((len(text),)) + text))
+def test_the_id_of_a_plain_message_is_the_one_that_is_decoded(raw: bytes) -> None:
+    assert plain_message_id(raw) == Properties(raw).message_id
 
 
 def test_encoded_properties_are_sent_as_they_are() -> None:
