@@ -137,9 +137,11 @@ def test_f47_a_signal_that_is_somebody_elses_is_left_to_them(vhost: VirtualHost,
 @pytest.mark.parametrize("store", [False, True])
 def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, run_async: Any, store: bool) -> None:
     """Their deliveries go back, no attempt is counted, and nothing is left."""
+    begun: list[Delivery] = []
     ended: list[str] = []
 
-    async def handle(_: Delivery) -> None:
+    async def handle(delivery: Delivery) -> None:
+        begun.append(delivery)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -147,6 +149,7 @@ def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, ru
             raise
 
     async def main() -> None:
+        begun.clear()
         ended.clear()
         memory = MemoryStore() if store else None
         consumer = AsyncConsumer(vhost.url, ORDERS, handle, concurrency=2, idempotency=memory)
@@ -154,8 +157,7 @@ def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, ru
         await until(lambda: consumer.connected)
         if not left(vhost):
             await asyncio.to_thread(publish, vhost, "orders", numbered(5))
-        await until(lambda: consumer.statistics.delivered == 5)
-        await asyncio.sleep(0)
+        await until(lambda: consumer.statistics.delivered == 5 and len(begun) == 2)
         running.cancel()
         started = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
@@ -173,14 +175,17 @@ def test_a_handler_that_does_not_end_is_cancelled_after_the_stop_timeout(
 ) -> None:
     """Leaving the block takes that long and little more; its delivery is there for the next one."""
 
-    async def handle(_: Delivery) -> None:
-        await asyncio.Event().wait()
-
     async def main() -> None:
-        async with AsyncConsumer(vhost.url, ORDERS, handle, stop_timeout=0.3) as consumer:
+        begun = asyncio.Event()
+
+        async def handle(_: Delivery) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async with AsyncConsumer(vhost.url, ORDERS, handle, stop_timeout=0.3):
             if not left(vhost):
                 await asyncio.to_thread(publish, vhost, "orders", numbered(1))
-            await until(lambda: consumer.statistics.delivered == 1)
+            await asyncio.wait_for(begun.wait(), 20)
             started = time.monotonic()
         assert 0.3 <= time.monotonic() - started < 10
         assert "still being handled after 0.3 s" in caplog.text

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -171,9 +172,10 @@ class Side(asyncio.Protocol):
             self._transport.write(data)
 
     def end_writing(self) -> None:
-        """Send a FIN; go on reading."""
+        """Send a FIN; go on reading, which tells where the peer has reset the connection already."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
 
     def read(self, wanted: bool) -> None:
         """Read on, or stop."""
@@ -195,7 +197,7 @@ class Side(asyncio.Protocol):
         if self.ended:
             self._transport.close()
         else:
-            self._transport.write_eof()
+            self.end_writing()
             self._transport.resume_reading()
 
     def reset(self) -> None:
