@@ -211,6 +211,7 @@ def test_a_stop_ends_the_subscription_before_it_hands_back(
         handler = Handler(then=gate)
         with Consumer(proxy.url, ORDERS, handler, prefetch=20) as consumer:
             publish(any_vhost, "orders", numbered(50))
+            handler.wait_begun(1)
             wait_until(lambda: consumer.statistics.delivered == 20, timeout=10, what="delivered")
             proxy.rewrite(note)
             consumer.stop()
