@@ -45,9 +45,10 @@ from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.broker import LINES, Broker, ensure_image, remove_leftovers
+from integration.support.broker import LINES, Broker
 from integration.support.checker import Checker
-from integration.support.databases import Database, ensure_databases
+from integration.support.containers import remove_leftovers, set_up
+from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.management import VirtualHost
 from integration.support.recorder import Recorded
@@ -151,7 +152,7 @@ def _brokers() -> Iterator[Callable[[str], Broker]]:
 
         def get(line: str) -> Broker:
             if line not in running:
-                ensure_image(line)
+                set_up("image", line)
                 running[line] = stack.enter_context(Broker(line))
             return running[line]
 
@@ -262,7 +263,7 @@ def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Databa
 
     def get(kind: str) -> Database:
         if kind not in _databases:
-            ensure_databases()
+            set_up("databases")
             _databases[kind] = Database(kind).launch()
         return _databases[kind]
 

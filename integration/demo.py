@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 
-from integration.support.broker import Broker, remove_leftovers
+from integration.support.broker import Broker
+from integration.support.containers import remove_leftovers
 
 
 def main(arguments: list[str]) -> int:
@@ -18,8 +19,8 @@ def main(arguments: list[str]) -> int:
     remove_leftovers()
     print("starting RabbitMQ in a container", file=sys.stderr)
     with Broker() as broker:
-        hooks = ["--kill-command", f"docker kill {broker.container_id}"]
-        hooks += ["--restart-command", f"docker start {broker.container_id}"]
+        hooks = ["--kill-command", f"docker kill {broker.container.id}"]
+        hooks += ["--restart-command", f"docker start {broker.container.id}"]
         command = [sys.executable, "-m", "reliable_mq.cli", "demo", "--url", broker.url, *hooks, *arguments]
         return subprocess.run(command, check=False).returncode
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.spark_orders import LIMIT
-from integration.support.broker import Broker, remove_leftovers
+from integration.support.broker import Broker
+from integration.support.containers import remove_leftovers
 from integration.support.programs import ROOT, environment
 from integration.support.spark import SETTINGS
 from integration.support.spark_application import batches_in, descendants

@@ -12,8 +12,9 @@ import pytest
 from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
-from integration.support.broker import OWNER_LABEL, Broker, _is_orphan, _owner, remove_leftovers
+from integration.support.broker import Broker
 from integration.support.checker import Checker
+from integration.support.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from integration.support.management import ManagementError
 from integration.support.waiting import wait_until
 
@@ -95,6 +96,21 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Br
     private_broker.wait_ready(timeout=10)
 
 
+def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(private_broker: Broker) -> None:
+    writing = "touch /tmp/on; while [ -e /tmp/on ]; do dd if=/dev/zero of=/tmp/$1 bs=16M count=4 conv=fsync; done"
+    for writer in range(4):
+        private_broker.container.exec_run(["sh", "-c", writing, "sh", f"written-{writer}"], detach=True)
+
+    try:
+        for _ in range(3):
+            private_broker.pause()
+            assert private_broker.status() == "paused"
+            private_broker.unpause()
+    finally:
+        private_broker.heal()
+        private_broker._exec("rm", "/tmp/on")
+
+
 @pytest.mark.parametrize("private_broker", ["newest", "4.0"], indirect=True)
 @pytest.mark.parametrize("alarm", ["set_memory_alarm", "set_disk_alarm"])
 def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, alarm: str) -> None:
@@ -135,21 +151,22 @@ def test_a_broker_can_be_given_configuration_and_files() -> None:
 
 
 def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> None:
-    host, process, started = _owner().rsplit(":", 2)
+    host, process, started = owner().rsplit(":", 2)
 
-    assert broker._docker.labels[OWNER_LABEL] == _owner()
-    assert not _is_orphan(_owner())
-    assert not _is_orphan(f"elsewhere:{process}:1")
-    assert _is_orphan(f"{host}:{process}:{int(started) - 1}")
-    assert _is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
+    assert broker.container.labels[OWNER_LABEL] == owner()
+    assert not is_orphan(owner())
+    assert not is_orphan(f"elsewhere:{process}:1")
+    assert is_orphan(f"{host}:{process}:{int(started) - 1}")
+    assert is_orphan(f"{host}:4194305:{started}")  # above the largest process id there can be
 
 
 def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = broker._docker.client
+    client = broker.container.client
     leftovers = [
-        client.containers.create(broker._docker.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"}) for n in range(2)
+        client.containers.create(broker.container.image, labels={OWNER_LABEL: f"this-test:4194305:{n}"})
+        for n in range(2)
     ]
     monkeypatch.setattr(socket, "gethostname", lambda: "this-test")  # no other test process on this host takes part
     listing = docker.APIClient.containers
@@ -165,7 +182,7 @@ def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
 
     with pytest.raises(NotFound):
         leftovers[1].reload()
-    broker._let_go()
+    broker.let_go()
 
 
 def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Checker) -> None:

@@ -33,8 +33,8 @@ def test_it_adds_up_though_the_broker_is_killed(private_broker: Broker, private_
     done = run_cli(
         "demo",
         *("--url", private_vhost.url, "--messages", "6000", "--rate", "2000", "--kills", "1"),
-        *("--kill-command", f"docker kill {private_broker.container_id}"),
-        *("--restart-command", f"docker start {private_broker.container_id}"),
+        *("--kill-command", f"docker kill {private_broker.container.id}"),
+        *("--restart-command", f"docker start {private_broker.container.id}"),
         timeout=150,
     )
     lines = done.stdout.decode().splitlines()

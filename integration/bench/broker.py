@@ -133,15 +133,16 @@ def started(line: str) -> Iterator[BenchBroker]:
     Its address on the container network is used where this machine can reach it: docker's proxy for ports published on
     loopback would take CPU time from everyone who is measured.
     """
-    from integration.support.broker import Broker, ensure_image, remove_leftovers
+    from integration.support.broker import Broker
+    from integration.support.containers import remove_leftovers, set_up
 
-    ensure_image(line)
+    set_up("image", line)
     remove_leftovers()
-    with Broker(line) as container:
-        networks = container._docker.attrs["NetworkSettings"]["Networks"].values()
+    with Broker(line) as broker:
+        networks = broker.container.attrs["NetworkSettings"]["Networks"].values()
         address = next((network["IPAddress"] for network in networks if network["IPAddress"]), "")
         direct = address and listens(address)
-        yield BenchBroker(f"amqp://guest:guest@{address}:{AMQP_PORT}/" if direct else container.url)
+        yield BenchBroker(f"amqp://guest:guest@{address}:{AMQP_PORT}/" if direct else broker.url)
 
 
 def listens(address: str) -> bool:

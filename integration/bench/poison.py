@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from integration.bench.paths import OUTPUT
 from integration.bench.report import Table
-from integration.support.broker import Broker, ensure_image
+from integration.support.broker import Broker
+from integration.support.containers import set_up
 from integration.support.management import VirtualHost
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
@@ -138,7 +139,7 @@ def _cpu(broker: Broker, run: Callable[[], T]) -> tuple[float, T]:
 
 def main(count: int, seconds: int) -> None:
     logging.getLogger("reliable_mq").setLevel(logging.CRITICAL)  # each poison message is a line, and that is not asked
-    ensure_image("newest")
+    set_up("image", "newest")
     with Broker("newest") as broker:
         vhost = VirtualHost(broker, "bench")
         vhost.create()

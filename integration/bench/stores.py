@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from integration.bench.contenders.ours_consumer_stores import KINDS, new_store
-from integration.support.databases import ensure_databases
+from integration.support.containers import set_up
 
 if TYPE_CHECKING:
     from reliable_mq.stores import IdempotencyStore
@@ -40,7 +40,7 @@ def rates(store: IdempotencyStore, together: int, seconds: float, name: str) -> 
 
 
 def main(seconds: float) -> int:
-    ensure_databases()
+    set_up("databases")
     print(f"{'':12}  {'claims/s':>19}  {'completions/s':>19}")
     print(f"{'store':12}" + f"  {'one':>9} {TOGETHER:>9}" * 2)
     missed = []

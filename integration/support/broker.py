@@ -1,10 +1,6 @@
 """A RabbitMQ broker in a container, with the faults that can be done to a broker as a whole.
 
-Invariants: the host ports are chosen once and kept by `kill`, `stop` and `start`, so that a URL stays good. They lie
-outside the range that the kernel takes local ports from: a client that tries again and again to connect to a dead port
-inside that range ends up connected to itself, and the broker could not bind it again. A method that changes the
-broker's state returns when the change is in effect, or raises after its deadline. Containers carry a label that names
-the process that owns them; `remove_leftovers` removes those whose process is gone and no others.
+Invariants: the host ports are chosen once and kept by `kill`, `stop` and `start`, so that a URL stays good.
 """
 
 from __future__ import annotations
@@ -12,21 +8,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import os
-import random
 import re
 import socket
-import subprocess
 import tarfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
-import docker
 from docker.errors import APIError, NotFound
 from testcontainers.core.config import testcontainers_config
 from testcontainers.core.container import DockerContainer
 
+from integration.support.containers import OWNER_LABEL, ContainedServer, free_port, owner
 from integration.support.management import Management
 from integration.support.waiting import wait_until
 
@@ -38,7 +30,6 @@ if TYPE_CHECKING:
 # The reaper is an image from a registry, which may be out of reach; we remove our containers ourselves.
 testcontainers_config.ryuk_disabled = True
 
-OWNER_LABEL = "reliable-mq.integration.owner"
 LINES = ("newest", "4.0")
 START_DEADLINE = 90.0
 
@@ -64,10 +55,9 @@ base64:encode_to_string(begin
     unicode:characters_to_binary(Text)
 end)."""
 _QUOTED = re.compile(r'"([A-Za-z0-9+/=]*)"')
-_SETUP = Path(__file__).parent.parent / "setup.sh"
 
 
-class Broker:
+class Broker(ContainedServer):
     """One broker, from `launch` to `remove`.
 
     Args:
@@ -91,7 +81,7 @@ class Broker:
         self._files = {**(files or {}), "/etc/rabbitmq/conf.d/95-test.conf": conf.encode()}
         # Erlang sizes its port table by the descriptor limit, which in a container can be a thousand million.
         self._environment = {"ERL_MAX_PORTS": "65536", **(environment or {})}
-        self._container: DockerContainer | None = None
+        self._made: DockerContainer | None = None
         self._to_undo: dict[str, Callable[[], None]] = {}
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -103,15 +93,15 @@ class Broker:
             TimeoutError: it did not within 90 s; the container's log is in the message.
         """
         for attempt in range(10):
-            self._ports = {inside: _free_port() for inside in _PORTS}
+            self._ports = {inside: free_port() for inside in _PORTS}
             container = DockerContainer(f"reliable-mq/rabbitmq:{self.line}")
-            container.with_kwargs(labels={OWNER_LABEL: _owner()}).with_envs(**self._environment)
+            container.with_kwargs(labels={OWNER_LABEL: owner()}).with_envs(**self._environment)
             for path, content in self._files.items():
                 container.with_copy_into_container(content, path)
             local = container.get_docker_client().host() in {"localhost", "127.0.0.1"}
             for inside, outside in self._ports.items():
                 container.ports[f"{inside}/tcp"] = ("127.0.0.1" if local else "0.0.0.0", outside)
-            self._container = container
+            self._made = container
             try:
                 container.start()
             except APIError as error:
@@ -122,16 +112,16 @@ class Broker:
             else:
                 break
         self.host = "127.0.0.1" if local else container.get_container_host_ip()
-        self._let_go()
+        self.let_go()
         self.wait_ready()
         return self
 
     def remove(self) -> None:
         """Kill the container and remove it with its data. Doing it twice is fine."""
-        if self._container is not None:
+        if self._made is not None:
             with contextlib.suppress(NotFound):
-                self._container.stop()
-            self._container = None
+                self._made.stop()
+            self._made = None
 
     def __enter__(self) -> Self:
         return self.launch()
@@ -168,10 +158,10 @@ class Broker:
         return Management(f"http://{self.host}:{self._ports[MANAGEMENT]}")
 
     @property
-    def container_id(self) -> str:
-        """What docker calls it, for commands of its own."""
-        identity: str = self._docker.id
-        return identity
+    def container(self) -> Container:
+        if self._made is None:
+            raise RuntimeError("this broker was never launched, or is removed")
+        return self._made.get_wrapped_container()
 
     @property
     def metrics_url(self) -> str:
@@ -187,15 +177,9 @@ class Broker:
     @property
     def cpu_seconds(self) -> float:
         """CPU time that everything in the container has taken so far."""
-        usage = self._docker.stats(stream=False, one_shot=True)["cpu_stats"]["cpu_usage"]["total_usage"]
-        self._let_go()
+        usage = self.container.stats(stream=False, one_shot=True)["cpu_stats"]["cpu_usage"]["total_usage"]
+        self.let_go()
         return float(usage) / 1e9
-
-    def logs(self, tail: int = 200) -> str:
-        """The last lines that the broker logged."""
-        text: bytes = self._docker.logs(tail=tail)
-        self._let_go()
-        return text.decode(errors="replace")
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -207,33 +191,23 @@ class Broker:
         that is saved after 500 ms. That loss is the broker's and no client can prevent it, so the table is saved first.
         """
         self.evaluate("[dets:sync(Table) || Table <- dets:all()]")
-        self._docker.kill()
-        self._wait_for_status("exited")
+        super().kill()
 
     def stop(self, timeout: float = 60) -> None:
         """SIGTERM and an orderly shutdown: clients get ``connection.close`` with 320."""
-        self._docker.stop(timeout=int(timeout))
-        self._wait_for_status("exited")
+        self.container.stop(timeout=int(timeout))
+        self.wait_for_status("exited")
 
     def start(self, *, timeout: float = START_DEADLINE) -> None:
         """Start again what was killed or stopped, on the same ports and the same data."""
-        self._docker.start()
-        self._let_go()
+        self.container.start()
+        self.let_go()
         self.wait_ready(timeout)
 
     def restart(self) -> None:
         """An orderly `stop`, then `start`."""
         self.stop()
         self.start()
-
-    def pause(self) -> None:
-        """Freeze every process of the broker; its sockets stay, and the kernel goes on accepting connections for it."""
-        self._docker.pause()
-        self._wait_for_status("paused")
-
-    def unpause(self) -> None:
-        self._docker.unpause()
-        self._wait_for_status("running")
 
     def set_memory_alarm(self, on: bool) -> None:
         """Set the memory watermark to nothing, or back to the default."""
@@ -255,17 +229,13 @@ class Broker:
                 entry = tarfile.TarInfo(path.lstrip("/"))
                 entry.size, entry.mode = len(content), 0o644
                 tar.addfile(entry, io.BytesIO(content))
-        self._docker.put_archive("/", archive.getvalue())
-        self._let_go()
+        self.container.put_archive("/", archive.getvalue())
+        self.let_go()
         self.evaluate("ssl:clear_pem_cache()")
 
     def heal(self) -> None:
         """Undo what was done: a broker that is paused, dead or under an alarm is well again."""
-        status = self._status()
-        if status == "paused":
-            self.unpause()
-        elif status != "running":
-            self.start()
+        super().heal()
         for undo in list(self._to_undo.values()):
             undo()
 
@@ -307,7 +277,7 @@ class Broker:
         """
 
         def ready() -> bool:
-            if self._status() == "exited":
+            if self.status() == "exited":
                 raise TimeoutError(f"the broker ended while it started:\n{self.logs()}")
             return self._answers()
 
@@ -321,9 +291,6 @@ class Broker:
         except OSError:
             return False
 
-    def _wait_for_status(self, status: str) -> None:
-        wait_until(lambda: self._status() == status, timeout=30, what=f"container {status}")
-
     def _remember(self, fault: str, undo: Callable[[], None], *, on: bool) -> None:
         if on:
             self._to_undo[fault] = undo
@@ -336,80 +303,10 @@ class Broker:
 
         wait_until(reached, timeout=30, what=f"alarm {'on' if on else 'off'}", interval=0.2)
 
-    # -- docker --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _docker(self) -> Container:
-        if self._container is None:
-            raise RuntimeError("this broker was never launched, or is removed")
-        return self._container.get_wrapped_container()
-
-    def _status(self) -> str:
-        container = self._docker
-        container.reload()
-        self._let_go()
-        status: str = container.status
-        return status
-
     def _exec(self, *command: str) -> str:
-        code, output = self._docker.exec_run(list(command))
-        self._let_go()
+        code, output = self.container.exec_run(list(command))
+        self.let_go()
         text: str = output.decode(errors="replace")
         if code != 0:
             raise RuntimeError(f"{' '.join(command)}: exit code {code}\n{text}")
         return text
-
-    def _let_go(self) -> None:
-        """Close the docker client's idle connections: tests count this process's descriptors."""
-        self._docker.client.close()
-
-
-def ensure_image(line: str) -> None:
-    """See to it that docker runs and that the image of a line exists; builds what is missing, which takes minutes.
-
-    Raises:
-        RuntimeError: it cannot be had on this machine; the message says what to do.
-    """
-    command = [_SETUP, "image", line]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"no broker image for {line}:\n{done.stderr}")
-
-
-def remove_leftovers() -> None:
-    """Remove the containers of earlier test runs on this host that were killed before they could do it."""
-    client = docker.from_env()
-    try:
-        # Sparse, for what is listed may be gone when it is looked at: other test processes remove theirs meanwhile.
-        for container in client.containers.list(all=True, sparse=True, filters={"label": OWNER_LABEL}):
-            if _is_orphan(container.attrs["Labels"][OWNER_LABEL]):
-                with contextlib.suppress(NotFound, APIError):
-                    container.remove(force=True, v=True)
-    finally:
-        client.close()
-
-
-def _owner(process: int | str = "self") -> str:
-    """Host, process id and start time: a process id alone is used again."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return f"{socket.gethostname()}:{os.getpid() if process == 'self' else process}:{fields[19]}"
-
-
-def _is_orphan(owner: str) -> bool:
-    host, process, _started = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return False
-    try:
-        return _owner(process) != owner
-    except FileNotFoundError:
-        return True
-
-
-def _free_port() -> int:
-    low, high = (int(n) for n in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    candidates = [port for port in range(10_000, 65_000) if not low <= port <= high]
-    for port in random.SystemRandom().sample(candidates, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port outside the range of local ports")

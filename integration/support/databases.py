@@ -1,23 +1,20 @@
 """A database server in a container, with the faults that can be done to it.
 
-Invariants: as those of :mod:`integration.support.broker`: the host port is chosen once and kept; a method that changes
-the state of the server returns when the change is in effect, or raises after its deadline.
+Invariants: the host port is chosen once and kept by `kill` and `start`, so that a URL stays good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import docker
 from docker.errors import APIError, NotFound
 from sqlalchemy import create_engine, text
 
-from integration.support.broker import OWNER_LABEL, _free_port, _owner
+from integration.support.containers import OWNER_LABEL, ContainedServer, free_port, owner
 from integration.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -35,12 +32,11 @@ _QUICK = {
     "postgresql": ["-c", "fsync=off"],
     "mariadb": ["--innodb-flush-log-at-trx-commit=2"],
 }
-_SETUP = Path(__file__).parent.parent / "setup.sh"
 _DEADLINE = 60.0
 _STARTUP = b"\0\3\0\0user\0postgres\0database\0postgres\0\0"
 
 
-class Database:
+class Database(ContainedServer):
     """One server, from `launch` to `remove`. Nobody needs a password.
 
     Args:
@@ -62,13 +58,13 @@ class Database:
             TimeoutError: it did not within 60 s; the container's log is in the message.
         """
         for attempt in range(10):
-            self.port = _free_port()
+            self.port = free_port()
             try:
                 self._made = self._client.containers.run(
                     "reliable-mq/databases:latest",
                     [self.kind, *([] if self._durable else _QUICK[self.kind])],
                     detach=True,
-                    labels={OWNER_LABEL: _owner()},
+                    labels={OWNER_LABEL: owner()},
                     ports={f"{_PORTS[self.kind]}/tcp": ("127.0.0.1", self.port)},
                 )
             except APIError as error:
@@ -83,7 +79,7 @@ class Database:
     def remove(self) -> None:
         """Kill the container and remove it with its data."""
         with contextlib.suppress(NotFound):
-            self._container.remove(force=True, v=True)
+            self.container.remove(force=True, v=True)
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -91,6 +87,12 @@ class Database:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+    @property
+    def container(self) -> Container:
+        if self._made is None:
+            raise RuntimeError("this database was never launched")
+        return self._made
 
     @property
     def url(self) -> str:
@@ -119,32 +121,10 @@ class Database:
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """SIGKILL; returns when the server is dead."""
-        self._container.kill()
-        self._wait_for_status("exited")
-
     def start(self) -> None:
         """Start again what was killed, on the same port and the same data."""
-        self._container.start()
+        self.container.start()
         self.wait_ready()
-
-    def pause(self) -> None:
-        """Freeze every process of the server, as SIGSTOP does; the kernel goes on accepting connections for it."""
-        self._container.pause()
-        self._wait_for_status("paused")
-
-    def unpause(self) -> None:
-        self._container.unpause()
-        self._wait_for_status("running")
-
-    def heal(self) -> None:
-        """A server that is paused or dead is well again."""
-        status = self._status()
-        if status == "paused":
-            self.unpause()
-        elif status != "running":
-            self.start()
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -156,13 +136,8 @@ class Database:
         """
         wait_until(self._answers, timeout=_DEADLINE, what=lambda: f"{self.kind} ready:\n{self.logs()}", interval=0.1)
 
-    def logs(self) -> str:
-        output: bytes = self._container.logs(tail=100)
-        self._client.close()
-        return output.decode(errors="replace")
-
     def _answers(self) -> bool:
-        if self._status() == "exited":
+        if self.status() == "exited":
             raise TimeoutError(f"{self.kind} ended while it started:\n{self.logs()}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
             connection.settimeout(5)
@@ -175,29 +150,3 @@ class Database:
                 return answer == b"R"  # authentication: an error is "E", also while it starts
             return bool(connection.recv(1))
         return False
-
-    def _wait_for_status(self, status: str) -> None:
-        wait_until(lambda: self._status() == status, timeout=30, what=f"container {status}")
-
-    def _status(self) -> str:
-        self._container.reload()
-        self._client.close()  # idle connections: tests count this process's descriptors
-        status: str = self._container.status
-        return status
-
-    @property
-    def _container(self) -> Container:
-        if self._made is None:
-            raise RuntimeError("this database was never launched")
-        return self._made
-
-
-def ensure_databases() -> None:
-    """See to it that docker runs and that the image exists; builds what is missing, which takes a minute or two.
-
-    Raises:
-        RuntimeError: it cannot be had on this machine; the message says what to do.
-    """
-    done = subprocess.run([_SETUP, "databases"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"no image of databases:\n{done.stderr}")
