@@ -19,6 +19,7 @@ from sqlalchemy.pool import NullPool
 
 from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import Gate, Handler, numbered, publish, send
+from integration.support.databases import with_driver
 from integration.support.forks import Forks
 from integration.support.lossy import LossyProxy
 from integration.support.programs import ROOT, environment, faketime
@@ -369,18 +370,27 @@ def all_acked(vhost: VirtualHost, file: Path, ids: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "face"),
-    [("postgresql", "sync"), ("postgresql", "aio"), ("mariadb", "sync"), ("sqlite", "sync")],
+    ("kind", "face", "driver"),
+    [
+        ("postgresql", "sync", ""),
+        ("postgresql", "aio", "psycopg_async"),
+        ("mariadb", "sync", ""),
+        ("sqlite", "sync", ""),
+        *(
+            pytest.param(kind, "aio", driver, marks=pytest.mark.soak)
+            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+        ),
+    ],
 )
 def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
-    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str, driver: str
 ) -> None:
     """Row 34 as well. One process after another dies, each at another step; the last finds what is left to do."""
     url = new_inbox(database, tmp_path, kind)
     ids = publish_orders(vhost, 60)
     steps = STEPS if soaking() or (kind, face) == ("postgresql", "sync") else ("effect", "completed")
     with Forks("storing") as forks:
-        program = (vhost.url, url, face, "inbox")
+        program = (vhost.url, with_driver(url, driver), face, "inbox")
         let_die(forks, *program, steps=steps if soaking() or kind == "postgresql" else steps[:1])
         let_finish(vhost, forks, *program, finished=lambda: len(effects_in(url)) >= len(ids))
     assert effects_in(url) == Counter(ids)
@@ -441,16 +451,20 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-def test_f36_eight_processes_of_eight_threads_effect_each_id_once(
-    database: Callable[[str], Database], tmp_path: Path
+@pytest.mark.parametrize("face", ["sync", pytest.param("aio", marks=pytest.mark.soak)])
+def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
+    database: Callable[[str], Database], tmp_path: Path, face: str
 ) -> None:
     """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""
     ids, processes = (1000 if soaking() else 60), 8
-    urls = [database("redis").fresh(), f"file://{tmp_path / 'store.db'}"]
-    for kind in ("postgresql", "mariadb"):
-        urls.append(database(kind).fresh())
-        SQLAlchemyStore(create_engine(urls[-1], poolclass=NullPool)).create_table()
-    command = [sys.executable, "-m", "integration.programs.contending"]
+    urls = [database("redis").fresh()]
+    if face == "sync":
+        urls.append(f"file://{tmp_path / 'store.db'}")
+    for kind, driver in (("postgresql", "asyncpg"), ("mariadb", "asyncmy")):
+        url = database(kind).fresh()
+        SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
+        urls.append(with_driver(url, "" if face == "sync" else driver))
+    command = [sys.executable, "-m", "integration.programs.contending", face]
     programs = [
         subprocess.Popen(
             [*command, str(number), str(processes), str(ids), str(tmp_path / "effects"), *urls],

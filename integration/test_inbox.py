@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from integration.support.consuming import numbered, publish
+from integration.support.databases import with_driver
 from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncConsumer, Consumer, IdempotencyStoreError, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
@@ -188,17 +189,24 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
     assert [issubclass(kind, Mine) for kind in seen] == [True]
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
+@pytest.mark.parametrize(
+    ("kind", "driver"),
+    [
+        ("sqlite", "aiosqlite"),
+        ("postgresql", "psycopg_async"),
+        ("postgresql", "asyncpg"),
+        ("mariadb", "asyncmy"),
+    ],
+)
 def test_a_coroutine_has_the_same_on_its_loop(
-    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, run_async: Any, kind: str
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, run_async: Any, kind: str, driver: str
 ) -> None:
     """One delivery at a time, and a connection of its own."""
-    path = tmp_path / "orders.db"
-    inbox = Inbox(f"sqlite:///{path}" if kind == "sqlite" else database(kind).fresh())
-    url = f"sqlite+aiosqlite:///{path}" if kind == "sqlite" else inbox.engine.url
+    url = f"sqlite:///{tmp_path / 'orders.db'}" if kind == "sqlite" else database(kind).fresh()
+    inbox = Inbox(url)
 
     async def scenario() -> None:
-        engine = create_async_engine(url)
+        engine = create_async_engine(with_driver(url, driver))
         store = AsyncSQLAlchemyStore(engine)
         calls: list[Any] = []
 

@@ -10,14 +10,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import numbered, publish
+from integration.support.databases import with_driver
 from integration.support.lossy import LossyProxy
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, IdempotencyStoreError, Queue, RetryPolicy
@@ -191,6 +192,7 @@ def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
     server = database(kind)
     engine = create_engine(prepared(server.fresh()))
     store = SQLAlchemyStore(engine, timeout=TIMEOUT)
+    connect(engine)
     keys = ["begin", "end", "roll back", "inbox"]
     begin, end, back, own = (held(claim, store.transaction) for claim in store.claim_many(keys, 2.0))
     engine.dispose()  # or it would begin on a connection that is there, which asks nothing
@@ -200,14 +202,17 @@ def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
         raise AssertionError("the handler was let in")
     in_time(begun)
     server.unpause()
+    connect(engine)
     with pytest.raises(IdempotencyStoreError, match="no answer within"), end.transaction() as session:
         begun = frozen(server, session)
     in_time(begun)
     server.unpause()
+    connect(engine)
     with pytest.raises(KeyError) as caught, back.transaction() as session:
         raise KeyError(frozen(server, session))
     in_time(caught.value.args[0])
     server.unpause()
+    connect(engine)
     with Session(engine) as session:
         begun = frozen(server, session)
         with pytest.raises(IdempotencyStoreError, match="no answer within"):
@@ -219,6 +224,12 @@ def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
     assert not effects(engine.url.render_as_string(hide_password=False))
     store.close()
     engine.dispose()
+
+
+def connect(engine: Engine) -> None:
+    """Have a connection in the pool: to make one takes longer than the timeout, on a busy machine."""
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
 
 
 def frozen(server: Database, session: Session) -> float:
@@ -235,14 +246,25 @@ def all_new(store: SQLAlchemyStore, keys: list[str]) -> bool:
         return False
 
 
+@pytest.mark.parametrize(
+    ("kind", "driver"),
+    [
+        ("postgresql", "psycopg_async"),
+        *(
+            pytest.param(kind, driver, marks=pytest.mark.soak)
+            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+        ),
+    ],
+)
 def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
-    database: Callable[[str], Database], run_async: Any
+    database: Callable[[str], Database], run_async: Any, kind: str, driver: str
 ) -> None:
-    server = database("postgresql")
+    server = database(kind)
 
     async def scenario() -> None:
-        engine = create_async_engine(prepared(server.fresh()))
+        engine = create_async_engine(with_driver(prepared(server.fresh()), driver))
         store = AsyncSQLAlchemyStore(engine, timeout=TIMEOUT)
+        await connect_async(engine)
         claims = await store.claim_many(["begin", "end", "back", "own"], 60.0)
         begin, end, back, own = (held(claim, store.transaction) for claim in claims)
         await engine.dispose()
@@ -253,16 +275,19 @@ def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
                 raise AssertionError("the handler was let in")
         in_time(begun)
         server.unpause()
+        await connect_async(engine)
         with pytest.raises(IdempotencyStoreError, match="no answer within"):
             async with end.transaction() as session:
                 begun = await frozen_async(server, session)
         in_time(begun)
         server.unpause()
+        await connect_async(engine)
         with pytest.raises(KeyError) as caught:
             async with back.transaction() as session:
                 raise KeyError(await frozen_async(server, session))
         in_time(caught.value.args[0])
         server.unpause()
+        await connect_async(engine)
         with contextlib.suppress(SQLAlchemyError):  # it may find its connection closed
             async with AsyncSession(engine) as session:
                 begun = await frozen_async(server, session)
@@ -276,6 +301,11 @@ def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
         await engine.dispose()
 
     run_async(scenario())
+
+
+async def connect_async(engine: AsyncEngine) -> None:
+    async with engine.connect() as connection:
+        await connection.execute(text("SELECT 1"))
 
 
 async def frozen_async(server: Database, session: AsyncSession) -> float:
@@ -311,9 +341,14 @@ def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str],
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).claim_many(["a"], 1.0)
 
 
-def test_a_fleet_on_asyncio_that_starts_creates_its_table_at_once(database: Callable[[str], Database]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "driver"), [("postgresql", "psycopg_async"), ("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+)
+def test_a_fleet_on_asyncio_that_starts_creates_its_table_at_once(
+    database: Callable[[str], Database], kind: str, driver: str
+) -> None:
     async def start() -> None:
-        url = database("postgresql").fresh()
+        url = with_driver(database(kind).fresh(), driver)
         stores = [AsyncSQLAlchemyStore(create_async_engine(url, poolclass=NullPool)) for _ in range(8)]
         await asyncio.gather(*(store.create_table() for store in stores))
 

@@ -12,6 +12,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from integration.support.blocking import BlockingPublisher
+from integration.support.databases import with_driver
 from integration.support.queues import bodies
 from reliable_mq import Message, OutboxError, Publisher, Queue
 from reliable_mq.outbox import SQLAlchemyOutbox
@@ -36,13 +37,13 @@ def in_time() -> Iterator[None]:
     assert time.monotonic() - began < DEADLINE + GRACE
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=["sync", "psycopg_async", pytest.param("asyncpg", marks=pytest.mark.soak)])
 def new_publisher(
     request: pytest.FixtureRequest, database: Callable[[str], Database]
 ) -> Iterator[Callable[[str], Any]]:
     """Makes a publisher with an outbox in a database, of either face, with an engine of its kind."""
-    if request.param == "async":
-        engine = create_async_engine(database("postgresql").fresh())
+    if request.param != "sync":
+        engine = create_async_engine(with_driver(database("postgresql").fresh(), request.param))
         yield lambda url: BlockingPublisher(url, outbox=SQLAlchemyOutbox(engine, create=True), topology=[ORDERS])
         asyncio.run(engine.dispose())
     else:

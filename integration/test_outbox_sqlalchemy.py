@@ -14,6 +14,7 @@ from sqlalchemy import Engine, create_engine, inspect, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
+from integration.support.databases import with_driver
 from integration.support.forks import Forks
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("baseline")
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
-ASYNC_DRIVERS = {"sqlite:": "sqlite+aiosqlite:", "postgresql+psycopg:": "postgresql+psycopg:"}
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
@@ -108,16 +108,23 @@ def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_nev
     assert [body for _, body in bodies(vhost, "orders")] == [b"second"]
 
 
-@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)  # what has an asyncio driver here
+@pytest.mark.parametrize(
+    ("database_url", "driver"),
+    [
+        ("sqlite", "aiosqlite"),
+        ("postgresql", "psycopg_async"),
+        ("postgresql", "asyncpg"),
+        ("mariadb", "asyncmy"),
+    ],
+    indirect=["database_url"],
+)
 def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engine(
-    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+    vhost: VirtualHost, database_url: str, driver: str, outbox: SQLAlchemyOutbox
 ) -> None:
     """``add`` is the same; what relays uses connections of its own, and none is left."""
-    driver = database_url.partition("//")[0]
-    url = ASYNC_DRIVERS[driver] + database_url[len(driver) :]
 
     async def main() -> None:
-        engine = create_async_engine(url)
+        engine = create_async_engine(with_driver(database_url, driver))
         mine = SQLAlchemyOutbox(engine)
         async with AsyncSession(engine) as session:
             mine.add(session, Message(b"1"), routing_key="orders")
@@ -210,15 +217,29 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
 
 
 @pytest.mark.parametrize(
-    ("database_url", "face"),
-    [("postgresql", "aio"), ("postgresql", "sync"), ("mariadb", "sync")],
+    ("database_url", "face", "driver"),
+    [
+        ("postgresql", "sync", ""),
+        ("postgresql", "aio", "psycopg_async"),
+        ("mariadb", "sync", ""),
+        *(
+            pytest.param(kind, "aio", driver, marks=pytest.mark.soak)
+            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+        ),
+    ],
     indirect=["database_url"],
 )
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
-    vhost: VirtualHost, database_url: str, face: str, outbox: SQLAlchemyOutbox, checker: Checker, rng: random.Random
+    vhost: VirtualHost,
+    database_url: str,
+    face: str,
+    driver: str,
+    outbox: SQLAlchemyOutbox,
+    checker: Checker,
+    rng: random.Random,
 ) -> None:
     """On asyncio with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
-    with Killed(vhost, database_url, face, checker) as killed:
+    with Killed(vhost, with_driver(database_url, driver), face, checker) as killed:
         killed.run_and_be_killed(8, 25 if soaking() else 3, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)

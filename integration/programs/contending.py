@@ -1,47 +1,62 @@
-"""Eight threads that are each delivered some messages of many, and effect what a store lets them.
+"""Eight threads, or tasks, that are each delivered some messages of many, and effect what a store lets them.
 
-Usage: ``python -m integration.programs.contending NUMBER OF IDS EFFECTS STORE_URL...``: it is process NUMBER of OF.
-Each of IDS ids is delivered ten times, to threads of all processes. For each store an effect is a line in the file
-EFFECTS. Every delivery is seen through until its id is done.
+Usage: ``python -m integration.programs.contending FACE NUMBER OF IDS EFFECTS STORE_URL...``: it is process NUMBER of
+OF, with eight threads where FACE is ``sync``, with an event loop and eight tasks where it is ``aio``. Each of IDS ids
+is delivered ten times, to threads or tasks of all processes. For each store an effect is a line in the file EFFECTS.
+Every delivery is seen through until its id is done.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from integration.programs.storing import new_store
-from reliable_mq import IdempotencyStoreError
-from reliable_mq.stores import ClaimStatus, IdempotencyStore
+from reliable_mq.stores import ClaimStatus
 
-THREADS = 8
+CALLERS = 8
 TOGETHER = 8
 
 
-def deliveries(thread: int, of: int, ids: int) -> list[str]:
-    """What a thread is delivered; the same for all who ask."""
+class Awaited:
+    """A sync store as an asyncio one, for a loop that has nothing else to do."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    async def claim_many(self, keys: list[str], lease: float) -> Any:
+        return self._store.claim_many(keys, lease)
+
+    async def complete_many(self, claims: list[Any]) -> Any:
+        return self._store.complete_many(claims)
+
+    async def release_many(self, claims: list[Any], *, failed: bool) -> Any:
+        return self._store.release_many(claims, failed=failed)
+
+
+def deliveries(caller: int, of: int, ids: int) -> list[str]:
+    """What a thread or task is delivered; the same for all who ask."""
     everything = [f"id-{number}" for number in range(ids) for _ in range(10)]
     random.Random(7).shuffle(everything)
-    return everything[thread::of]
+    return everything[caller::of]
 
 
-def see_through(store: IdempotencyStore, waiting: list[str], effect: int) -> None:
+async def see_through(store: Any, waiting: list[str], effect: int) -> None:
     rng = random.Random()
     while waiting:
         batch, waiting = waiting[:TOGETHER], waiting[TOGETHER:]
-        try:
-            claims = store.claim_many(batch, 60.0)
-            mine = [claim for claim in claims if claim.status is ClaimStatus.NEW]
-            failed = [claim for claim in mine if rng.random() < 0.1]
-            store.release_many(failed, failed=True)
-            for claim in mine:
-                if claim not in failed:
-                    os.write(effect, f"{claim.key}\n".encode())
-            assert all(store.complete_many([claim for claim in mine if claim not in failed]))
-        except IdempotencyStoreError as error:
-            sys.exit(f"the store failed: {error}")
+        claims = await store.claim_many(batch, 60.0)
+        mine = [claim for claim in claims if claim.status is ClaimStatus.NEW]
+        failed = [claim for claim in mine if rng.random() < 0.1]
+        await store.release_many(failed, failed=True)
+        for claim in mine:
+            if claim not in failed:
+                os.write(effect, f"{claim.key}\n".encode())
+        assert all(await store.complete_many([claim for claim in mine if claim not in failed]))
         done = {claim.key for claim in mine if claim not in failed}
         waiting += [
             claim.key
@@ -50,28 +65,28 @@ def see_through(store: IdempotencyStore, waiting: list[str], effect: int) -> Non
         ]
 
 
-def main(number: int, of: int, ids: int, effects: str, urls: list[str]) -> None:
+def in_threads(url: str, shares: list[list[str]], effect: int) -> None:
+    store = Awaited(new_store(url))
+    with ThreadPoolExecutor(CALLERS) as threads:
+        list(threads.map(lambda share: asyncio.run(see_through(store, share, effect)), shares))
+
+
+async def in_tasks(url: str, shares: list[list[str]], effect: int) -> None:
+    store = new_store(url, "aio")
+    async with asyncio.TaskGroup() as tasks:
+        for share in shares:
+            tasks.create_task(see_through(store, share, effect))
+
+
+def main(face: str, number: int, of: int, ids: int, effects: str, urls: list[str]) -> None:
+    shares = [deliveries(number * CALLERS + caller, of * CALLERS, ids) for caller in range(CALLERS)]
     for position, url in enumerate(urls):
         effect = os.open(f"{effects}.{position}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        store = new_store(url)
-        errors: list[BaseException] = []
-
-        def run(
-            thread: int, store: IdempotencyStore = store, effect: int = effect, errors: list[BaseException] = errors
-        ) -> None:
-            try:
-                see_through(store, deliveries(number * THREADS + thread, of * THREADS, ids), effect)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(thread,)) for thread in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            sys.exit(f"{url}: {errors[0]!r}")
+        if face == "sync":
+            in_threads(url, shares, effect)
+        else:
+            asyncio.run(in_tasks(url, shares, effect))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:])

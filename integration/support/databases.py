@@ -27,6 +27,7 @@ _URLS = {
     "postgresql": "postgresql+psycopg://postgres@{at}/postgres",
     "mariadb": "mysql+pymysql://root@{at}/mysql",
 }
+ASYNC_DRIVERS = ("asyncio", "psycopg_async", "asyncpg", "asyncmy")
 _QUICK = {
     "redis": ["--appendfsync", "no"],
     "postgresql": ["-c", "fsync=off"],
@@ -104,7 +105,11 @@ class Database(ContainedServer):
         return _URLS[self.kind].format(at=f"127.0.0.1:{port}")
 
     def fresh(self, port: int | None = None) -> str:
-        """Create a database on the server, for one test, and return its URL. Of Redis there is one, emptied here."""
+        """Create a database on the server, for one test, and return its URL. Of Redis there is one, emptied here.
+
+        Args:
+            port: where the URL is to lead, if not to the server itself: that of a proxy.
+        """
         at = self.port if port is None else port
         if self.kind == "redis":
             import redis
@@ -150,3 +155,9 @@ class Database(ContainedServer):
                 return answer == b"R"  # authentication: an error is "E", also while it starts
             return bool(connection.recv(1))
         return False
+
+
+def with_driver(url: str, driver: str) -> str:
+    """The same database by another driver of SQLAlchemy's, or by the usual one where none is named."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme.partition('+')[0]}+{driver}://{rest}" if driver else url

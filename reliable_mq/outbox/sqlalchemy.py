@@ -34,11 +34,11 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
-from reliable_mq.autocommit import refuse_autocommit
 from reliable_mq.core.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
+from reliable_mq.isolation import refuse_autocommit
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
 from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
@@ -81,7 +81,7 @@ class SQLAlchemyOutbox:
     what was added by whomever, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
     is a relay in a process of its own.
 
-    Tested with PostgreSQL (psycopg), MariaDB (PyMySQL) and SQLite; not with MySQL, nor with asyncpg. Relays ask the
+    Tested with PostgreSQL (psycopg, asyncpg), MariaDB (PyMySQL, asyncmy) and SQLite; not with MySQL. Relays ask the
     database every ``poll_interval`` seconds.
 
     Args:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sqlalchemy import Engine
 
+from reliable_mq.isolation import transaction_at
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,11 +51,8 @@ class SyncRunner:
         self._engine = engine
 
     def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
-        with self._engine.connect() as connection:
-            if isolation is not None:
-                connection = connection.execution_options(isolation_level=isolation)  # noqa: PLW2901  # the same one
-            with connection.begin():
-                return work(connection)
+        with self._engine.connect() as connection, transaction_at(connection, isolation):
+            return work(connection)
 
     def close(self) -> None:
         """The pool is the user's."""
@@ -109,11 +108,12 @@ class AsyncRunner:
 
     @staticmethod
     async def _run(engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None) -> Any:
+        def in_transaction(connection: Connection) -> Any:
+            with transaction_at(connection, isolation):
+                return work(connection)
+
         async with engine.connect() as connection:
-            if isolation is not None:
-                connection = await connection.execution_options(isolation_level=isolation)  # noqa: PLW2901  # the same
-            async with connection.begin():
-                return await connection.run_sync(work)
+            return await connection.run_sync(in_transaction)
 
 
 async def _end(engine: AsyncEngine) -> None:

@@ -26,9 +26,7 @@ from reliable_mq.stores.sql.questions import (
     AGAIN_AT_MOST,
     PURGED_TOGETHER,
     Questions,
-    execution_options,
     mark,
-    statement,
     still_open,
     try_again,
 )
@@ -173,7 +171,7 @@ class SQLAlchemyStore(Questions):
             with self._in_time(connection):
                 still_open(transaction)
                 session.flush()
-                _carry_out(self.completed(holds), connection)
+                self.complete_in(connection, holds)
                 mark(holds, Commit.UNKNOWN)
                 transaction.commit()
         except BaseException:
@@ -197,8 +195,8 @@ class SQLAlchemyStore(Questions):
         holds = self.holds_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
-            _carry_out(self.begun(connection), connection)
-            _carry_out(self.completed(holds), connection)
+            self.check_transaction(connection)
+            self.complete_in(connection, holds)
         mark(holds, Commit.UNKNOWN)
 
     def close(self) -> None:
@@ -223,7 +221,7 @@ class SQLAlchemyStore(Questions):
             transaction = session.begin()
             connection = session.connection()
             with lifeline.holding(connection.connection.dbapi_connection, connection.invalidate):
-                _carry_out(self.begun(connection), connection)
+                self.check_transaction(connection)
         except BaseException:
             session.close()
             raise
@@ -277,19 +275,7 @@ class SQLAlchemyStore(Questions):
 
     def _ask_once(self, steps: Callable[[int], Steps[T]], lifeline: Lifeline) -> T:
         with (
-            self._engine.connect().execution_options(**execution_options(self._sql)) as connection,
+            self._engine.connect() as connection,
             lifeline.holding(connection.connection.dbapi_connection, connection.invalidate),
-            connection.begin(),
         ):
-            return _carry_out(self.timed(steps), connection)
-
-
-def _carry_out(steps: Steps[T], connection: Connection) -> T:
-    try:
-        ask = next(steps)
-        while True:
-            result = connection.execute(statement(ask.sql), ask.parameters)
-            ask = steps.send(result.all() if result.returns_rows else ())
-    except StopIteration as stop:
-        answer: T = stop.value
-        return answer
+            return self.answer(connection, steps)

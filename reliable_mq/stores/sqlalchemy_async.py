@@ -30,9 +30,7 @@ from reliable_mq.stores.sql.questions import (
     AGAIN_AT_MOST,
     PURGED_TOGETHER,
     Questions,
-    execution_options,
     mark,
-    statement,
     still_open,
     try_again,
 )
@@ -163,7 +161,7 @@ class AsyncSQLAlchemyStore(Questions):
         try:
             transaction = await session.begin()
             connection = await session.connection()
-            await _carry_out_async(self.begun(connection.sync_connection), connection)
+            await connection.run_sync(self.check_transaction)
         except BaseException:
             await self._roll_back(session)
             raise
@@ -179,7 +177,7 @@ class AsyncSQLAlchemyStore(Questions):
         try:
             still_open(transaction)
             await session.flush()
-            await _carry_out_async(self.completed(holds), connection)
+            await connection.run_sync(self.complete_in, holds)
             mark(holds, Commit.UNKNOWN)
             await transaction.commit()
         except BaseException:  # here: where nobody waits any more, nobody else is to touch the session
@@ -188,8 +186,8 @@ class AsyncSQLAlchemyStore(Questions):
         await session.close()
 
     async def _complete_in(self, connection: AsyncConnection, holds: Sequence[Hold]) -> None:
-        await _carry_out_async(self.begun(connection.sync_connection), connection)
-        await _carry_out_async(self.completed(holds), connection)
+        await connection.run_sync(self.check_transaction)
+        await connection.run_sync(self.complete_in, holds)
 
     async def _roll_back(self, session: AsyncSession) -> None:
         try:
@@ -247,17 +245,4 @@ class AsyncSQLAlchemyStore(Questions):
 
     async def _ask_once(self, steps: Callable[[int], Steps[T]]) -> T:
         async with self._engine.connect() as connection:
-            connection = await connection.execution_options(**execution_options(self._sql))  # noqa: PLW2901
-            async with connection.begin():
-                return await _carry_out_async(self.timed(steps), connection)
-
-
-async def _carry_out_async(steps: Steps[T], connection: AsyncConnection) -> T:
-    try:
-        ask = next(steps)
-        while True:
-            result = await connection.execute(statement(ask.sql), ask.parameters)
-            ask = steps.send(result.all() if result.returns_rows else ())
-    except StopIteration as stop:
-        answer: T = stop.value
-        return answer
+            return await connection.run_sync(self.answer, steps)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, ResourceClosedError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from reliable_mq.autocommit import AUTOCOMMIT, is_autocommit, level_of, refuse_autocommit
 from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
+from reliable_mq.isolation import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
 from reliable_mq.stores.questions import Answer, Doubts, held_by, microseconds
 from reliable_mq.stores.sql.dialect import Dialect, Held, Steps, checked_table
 from reliable_mq.stores.sql.mysql import MySQL
@@ -34,9 +34,7 @@ __all__ = [
     "AGAIN_AT_MOST",
     "PURGED_TOGETHER",
     "Questions",
-    "execution_options",
     "mark",
-    "statement",
     "still_open",
     "try_again",
 ]
@@ -83,7 +81,12 @@ class Questions:
         """The statements that create the table, for a migration of your own."""
         return self._sql.ddl
 
-    def timed(self, steps: Callable[[int], Steps[T]]) -> Steps[T]:
+    def answer(self, connection: Connection, steps: Callable[[int], Steps[T]]) -> T:
+        """Ask in a transaction; a question of one statement is one by itself, and one round trip."""
+        with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
+            return _carry_out(self._timed(steps), connection)
+
+    def _timed(self, steps: Callable[[int], Steps[T]]) -> Steps[T]:
         """Find out the time first, where the database has none."""
         if isinstance(self._sql, SQLite):
             if self._base is None:
@@ -136,49 +139,29 @@ class Questions:
             raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
         return holds
 
-    def begun(self, connection: Connection | None) -> Steps[None]:
-        """Begin a transaction that is to make deliveries done.
+    def check_transaction(self, connection: Connection) -> None:
+        """Check that a transaction, which is to make deliveries done, is one; SQLite's begins here, with its lock.
 
         Raises:
             ConfigurationError: it is none: each of its statements would be committed by itself.
         """
         if isinstance(self._sql, SQLite):
-            yield from self._sql.lock()
-        check_transaction(connection)  # SQLite's has begun by now
+            _carry_out(self._sql.lock(), connection)
+        refuse_connection_in_autocommit(connection)
 
-    def completed(self, holds: Iterable[Hold]) -> Steps[None]:
-        """Complete in a transaction; where that is not to be, it must not be committed."""
+    def complete_in(self, connection: Connection, holds: Iterable[Hold]) -> None:
+        """Complete in a transaction.
+
+        Raises:
+            IdempotencyStoreError: it must not be committed, for another holder has taken over.
+        """
         held = held_by(hold.claim for hold in holds)
-        taken = yield from self.timed(self.completing(held))
+        taken = _carry_out(self._timed(self.completing(held)), connection)
         stale = [key for key, token in held if (key, token) not in taken]
         if stale:
             raise IdempotencyStoreError(
                 f"nothing is committed: another holder has taken over {', '.join(stale[:10])}, whose lease has ended"
             )
-
-
-def check_transaction(connection: Connection | None) -> None:
-    """Check that a connection does not commit each statement by itself, whoever told it to.
-
-    Raises:
-        ConfigurationError: it does.
-    """
-    if connection is None:
-        raise ResourceClosedError("the connection is closed")
-    level = connection.get_execution_options().get("isolation_level") or level_of(connection.engine)
-    dbapi: Any = connection.connection.dbapi_connection
-    said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
-    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite says
-    if is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
-        raise ConfigurationError(
-            f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
-            "transaction: give its engine another isolation_level, or none"
-        )
-
-
-def execution_options(sql: Dialect) -> dict[str, Any]:
-    """Say how to ask: a question of one statement is a transaction by itself, and one round trip."""
-    return {} if sql.transactional else {"isolation_level": AUTOCOMMIT}
 
 
 def try_again(error: Exception, attempt: int) -> bool:
@@ -214,6 +197,18 @@ def mark(holds: Iterable[Hold], commit: Commit) -> None:
         hold.commit = commit
 
 
+def _carry_out(steps: Steps[T], connection: Connection) -> T:
+    """Ask what the steps ask, and return what they make of it."""
+    try:
+        ask = next(steps)
+        while True:
+            result = connection.execute(_statement(ask.sql), ask.parameters)
+            ask = steps.send(result.all() if result.returns_rows else ())
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
 @lru_cache(maxsize=256)
-def statement(sql: str) -> TextClause:
+def _statement(sql: str) -> TextClause:
     return text(sql)
