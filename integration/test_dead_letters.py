@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders")
 
@@ -262,6 +263,20 @@ def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
         assert [message.body for message in dead.browse()] == [b"0", b"1", b"2"]
         assert dead.replay(Filter(message_ids=[letters[1].message_id]), to=Target("amq.direct", "nowhere")).failed == 1
         assert dead.replay(Filter(message_ids=[letters[1].message_id]), to="orders").replayed == 1
+
+
+def test_a_connection_that_is_lost_over_an_ack_is_one_that_was_lost_and_the_replay_goes_on(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """Acked once more, each of them, when they come again."""
+    dead_letters(vhost, numbered(10))
+    proxy = fault_proxy(vhost.url)
+    with DeadLetterQueue(proxy.url, ORDERS) as dead:
+        proxy.cut_after(5, "to_broker", of="basic.ack", times=3)
+        assert dead.replay().replayed == 10
+        assert len(dead) == 0
+    assert proxy.connections > 3
+    assert sorted(bodies(vhost, "orders", 10)) == [str(number).encode() for number in range(10)]
 
 
 def test_a_rate_is_kept(vhost: VirtualHost) -> None:

@@ -39,6 +39,7 @@ _PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
 _RETURNED_TOGETHER = 32
 _SEEN = 2.0  # seconds in which a queue has seen what was sent to it
 _LOOK_AGAIN = 0.002
+_TOLD = 1.0  # seconds within which the I/O thread tells of a loss that has ended a step
 _REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
 
 
@@ -98,7 +99,7 @@ class GetChannel(StepChannel):
             source, self._loss, self._arrived, self._owed, self.left = self._source, None, [], most, 0
         self._io.call_soon(partial(self._ask, source, most))
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._owed or self._loss or self._source is not source, _ANSWER):
+            if not self._changed.wait_for(lambda: not self._owed or self._is_lost(source), _ANSWER):
                 raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
             self._check(source)
             self._held.extend(delivery.delivery_tag for delivery in self._arrived)
@@ -144,7 +145,13 @@ class GetChannel(StepChannel):
     def _send(self, frames: bytes) -> None:
         source = self._source
         self._io.call_soon(lambda: self._io.write(frames) if self._source is source else None)
-        self.count()  # the broker answers in order
+        try:
+            self.count()  # the broker answers in order
+        except BrokerUnavailable:
+            with self._changed:  # where the channel was lost, that is told next
+                self._changed.wait_for(lambda: self._is_lost(source), _TOLD)
+                self._check(source)
+            raise
         with self._changed:
             self._check(source)
 
@@ -159,8 +166,11 @@ class GetChannel(StepChannel):
                 kept.append(tag)
         self._held.extend(reversed(kept))
 
+    def _is_lost(self, source: Source) -> bool:
+        return self._source is not source or self._loss is not None
+
     def _check(self, source: Source) -> None:
-        if self._source is source and self._loss is None:
+        if not self._is_lost(source):
             return
         loss = self._loss
         if loss is not None and loss.by_broker and loss.code in _REFUSALS:
