@@ -10,11 +10,12 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import hide_logs_of
+from reliable_mq.cli.terminal import hide_logs
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.lines import write_line
 from reliable_mq.retry import RetryLater
 from reliable_mq.sync.consumer import Consumer
+from reliable_mq.sync.consumer import logger as consumer_logger
 
 __all__ = ["consume"]
 
@@ -52,7 +53,7 @@ def consume(
     """
     if ack == peek:
         raise typer.BadParameter("one of --ack and --peek is needed")
-    hide_logs_of("reliable_mq.sync.consumer")  # it warns that dead letters are lost, and here none are made
+    hide_logs(consumer_logger)  # it warns that dead letters are lost, and here none are made
     follower = _Follower(
         sys.stdout.buffer,
         write_line if as_json else _body,

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.inputs import Input, lines, size_of, whole_files
-from reliable_mq.cli.terminal import errors, hide_logs_of
+from reliable_mq.cli.terminal import errors, hide_logs
+from reliable_mq.connection.publishing import unwatched_logger
 from reliable_mq.core.lines import read_line
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 from reliable_mq.message import Message
@@ -76,7 +77,7 @@ def publish(
         raise typer.BadParameter("--declare needs --queue")
     if queue is exchange is routing_key is None and not by_json:
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
-    hide_logs_of("reliable_mq.sync.lane")  # it warns of failures that nobody waits for: all are reported here
+    hide_logs(unwatched_logger)
     recipe = _Recipe(
         by_json=by_json,
         exchange="" if queue is not None else exchange,

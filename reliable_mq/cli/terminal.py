@@ -13,7 +13,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["errors", "hide_logs", "hide_logs_of", "output", "show_logs"]
+__all__ = ["errors", "hide_logs", "output", "show_logs"]
 
 errors: Final = Console(stderr=True)
 """For everything that is not a command's product."""
@@ -53,12 +53,8 @@ def show_logs(verbose: int = 0) -> None:
         driver.setLevel(logging.INFO if verbose > 1 else logging.CRITICAL + 1)
 
 
-def hide_logs() -> None:
-    """Show no logs of the library, unless they were asked for: a display tells what they would."""
-    hide_logs_of("reliable_mq")
-
-
-def hide_logs_of(name: str) -> None:
-    """Show no logs of one module, unless they were asked for."""
-    if logging.getLogger("reliable_mq").level == logging.WARNING:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+def hide_logs(logger: logging.Logger | None = None) -> None:
+    """Show no logs of the library, or of this logger, unless they were asked for: the command says what they would."""
+    ours = logging.getLogger("reliable_mq")
+    if ours.level == logging.WARNING:
+        (logger or ours).setLevel(logging.CRITICAL + 1)

@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from reliable_mq.core.setup import ServerInfo
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["CLOSE_GRACE", "BasePublishingLane", "Connection", "WatchedPublication"]
+__all__ = ["CLOSE_GRACE", "BasePublishingLane", "Connection", "WatchedPublication", "unwatched_logger"]
 
 logger = logging.getLogger(__name__)
+unwatched_logger = logger.getChild("unwatched")
+"""Says how many publishes have failed with nobody to hear of it: no callback, nobody who waits."""
 
 CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
@@ -366,7 +368,9 @@ class BasePublishingLane(Generic[P]):
     def _say_unwatched(self, latest: P) -> None:
         now = time.monotonic()
         if now - self._unwatched_said_at >= _FAILURES_SAID_EVERY:
-            logger.warning("%d publishes failed that nobody waits for; the last: %s", self._unwatched, latest.failure())
+            unwatched_logger.warning(
+                "%d publishes failed that nobody waits for; the last: %s", self._unwatched, latest.failure()
+            )
             self._unwatched, self._unwatched_said_at = 0, now
 
     def _end(self) -> None:

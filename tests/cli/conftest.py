@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("reliable_mq", "pika", "aio_pika", "aiormq")]
+    names = ("reliable_mq", "pika", "aio_pika", "aiormq")
+    parts = [name for name in logging.root.manager.loggerDict if name.startswith("reliable_mq.")]
+    loggers = [logging.getLogger(name) for name in (*names, *parts)]
     before = [(each, each.level, each.propagate, each.handlers[:]) for each in loggers]
     yield
     for logger, level, propagate, handlers in before:

@@ -25,7 +25,8 @@ from reliable_mq.cli.dlq.options import (
 )
 from reliable_mq.cli.dlq.progress import interruptible, progress_bar
 from reliable_mq.cli.inputs import lines
-from reliable_mq.cli.terminal import errors, hide_logs_of
+from reliable_mq.cli.terminal import errors, hide_logs
+from reliable_mq.connection.publishing import unwatched_logger
 from reliable_mq.core.failure import printable
 from reliable_mq.deadletters import DeadLetterQueue, ReplayReport, Target
 from reliable_mq.stores.resetting import ResettableStore
@@ -82,7 +83,7 @@ def replay(
     if exchange is not None and to is not None:
         raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
     store = None if idempotency is None else _store(idempotency)
-    hide_logs_of("reliable_mq.sync.lane")  # it warns of failures that nobody waits for: all are reported here
+    hide_logs(unwatched_logger)
     with (
         DeadLetterQueue(url, queue) as dead,
         interruptible("what was confirmed is out of the queue, everything else is in it: run it again to go on"),
@@ -140,7 +141,7 @@ def import_(
 
     What is not confirmed is reported by its line, and the exit status is 1.
     """
-    hide_logs_of("reliable_mq.sync.lane")
+    hide_logs(unwatched_logger)
     places: list[str] = []
 
     def texts() -> Iterator[bytes]:
