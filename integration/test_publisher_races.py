@@ -315,11 +315,16 @@ def test_callbacks_that_are_slow_hold_up_the_next_publishes_and_not_the_memory(v
     assert called == len(submitted) == 100
 
 
-def test_a_callback_that_never_ends_holds_up_a_close_no_longer_than_it_says(vhost: VirtualHost) -> None:
+def test_a_callback_that_never_ends_holds_up_a_close_no_longer_than_it_says(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
     """close() waits for callbacks as for messages: up to its timeout."""
     release = threading.Event()
-    publisher = Publisher(vhost.url, topology=[ORDERS])
+    proxy = fault_proxy(vhost.url)
+    publisher = Publisher(proxy.url, topology=[ORDERS])
+    proxy.hold_confirms()  # or the callback may be called here
     publisher.submit(Message(b"x"), routing_key="orders").add_done_callback(lambda _: release.wait(30))
+    proxy.release_confirms()
     publisher.flush(10)
     began = time.monotonic()
     publisher.close(timeout=0.2)

@@ -212,8 +212,10 @@ def test_discard_replaces_the_connection_at_once(vhost: VirtualHost, fault_proxy
     proxy = fault_proxy(vhost.url)
     with Recorded(proxy.url, lambda server: publisher_setup([Queue("q")], server.version_tuple)) as recorded:
         recorded.client.wait_for("ready")
+        proxy.hold_confirms()
         recorded.publish("q")
         recorded.call(lambda: recorded.io.discard("in doubt"))
+        proxy.release_confirms()
         recorded.call(lambda: recorded.io.write(b"never sent"))
         generation, loss = recorded.client.wait_for("lost")
         assert (generation, loss.code, loss.text, loss.scope) == (1, None, "in doubt", "connection")

@@ -50,7 +50,7 @@ def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> N
     with publisher_of_face(
         url,
         topology=[ORDERS, FULL],
-        confirm_timeout=5,
+        confirm_timeout=30,
         delivery_timeout=60,
         heartbeat=5,
         retry=RetryPolicy(max_attempts=2, delays=(1.0,)),
