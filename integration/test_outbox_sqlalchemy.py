@@ -142,6 +142,21 @@ def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engin
     assert outbox.status().rows == 0
 
 
+@pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
+def test_a_connection_goes_back_to_its_pool_as_it_came(
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox
+) -> None:
+    """A relay reads at another level than the engine's."""
+    engine = create_engine(database_url, pool_size=1, max_overflow=0)
+    with Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(engine)) as publisher:
+        publisher.publish(Message(b"x"), routing_key="orders")
+        publisher.flush(20)
+    assert outbox.status().rows == 0
+    with engine.connect() as connection:
+        assert connection.get_isolation_level() == "REPEATABLE READ"
+    engine.dispose()
+
+
 def test_relays_share_the_rows_and_none_is_published_twice(
     vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 import redis.asyncio
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -233,6 +233,24 @@ def test_f43_a_lost_answer_to_the_end_of_a_question_costs_its_connection_and_no_
             [claim] = made.claim(f"key {number}")
             assert claim.status is ClaimStatus.NEW
         assert proxy.lost > 15  # where a connection is new, there is nothing to put back
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_a_connection_goes_back_to_its_pool_as_it_came(database: Callable[[str], Database], driver: str) -> None:
+    """What others do on it is a transaction, of the level that the engine was made with."""
+    engine = create_engine(
+        with_driver(database("postgresql").fresh(), driver), pool_size=1, max_overflow=0, isolation_level="SERIALIZABLE"
+    )
+    store = SQLAlchemyStore(engine)
+    store.create_table()
+    assert store.complete_many(store.claim_many(["a"], LEASE)) == [True]
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE kept (id integer)"))
+        assert connection.get_isolation_level() == "SERIALIZABLE"
+        connection.rollback()
+        assert connection.scalar(text("SELECT to_regclass('kept')")) is None
+    store.close()
+    engine.dispose()
 
 
 # -- what a question costs --------------------------------------------------------------------------------------------
