@@ -165,7 +165,8 @@ class Side(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.writable = True
-        self.inbound.update()
+        # Not at once: asyncio (of 3.11) closes a transport twice where a write from in here finds the peer gone.
+        asyncio.get_running_loop().call_soon(self.inbound.update)
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -6,11 +6,13 @@ import asyncio
 import socket
 import ssl
 import threading
+from typing import Any
 
 import aiormq.exceptions as aiormq_errors
 import pytest
 
 from reliable_mq.aio.driver.errors import Aborted, MechanismNotOffered, link_error
+from reliable_mq.aio.driver.link import _Protocol
 from reliable_mq.aio.event_loop import EventLoop
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import Endpoint
@@ -103,3 +105,56 @@ def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:
         return EventLoop(lambda _: None, lambda: None)
 
     asyncio.run(make()).call_soon(lambda: None)
+
+
+class _Resetting(socket.socket):
+    """Takes the first piece in two parts; then the peer is gone."""
+
+    sent = 0
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        self.sent += 1
+        if self.sent > 2:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return super().send(data[:100] if self.sent == 1 else data, flags)
+
+
+class _Writing:
+    """A link that has more to write, as soon as there is room."""
+
+    def __init__(self) -> None:
+        self.lost: list[BaseException | None] = []
+        self.ended = asyncio.Event()
+
+    def _transport_made(self, transport: asyncio.Transport, _stream: asyncio.StreamReader) -> None:
+        self.transport = transport
+        transport.set_write_buffer_limits(10, 0)
+
+    def _drained(self) -> None:
+        self.transport.write(b"more")
+
+    def _transport_lost(self, cause: BaseException | None) -> None:
+        self.lost.append(cause)
+        self.ended.set()
+
+
+def test_a_peer_that_is_gone_when_there_is_room_again_closes_the_transport_once() -> None:
+    """asyncio writes what is left, and says that there is room before it looks whether it is to close."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        complaints: list[object] = []
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        peer, ours = socket.socketpair()
+        link = _Writing()
+        stream = asyncio.StreamReader()
+        with peer:
+            sock = _Resetting(fileno=ours.detach())
+            transport, _ = await loop.create_connection(lambda: _Protocol(link, stream, loop), sock=sock)  # type: ignore[arg-type]
+            transport.write(b"x" * 1000)
+            await asyncio.wait_for(link.ended.wait(), 10)
+            await asyncio.sleep(0)
+        assert [type(error) for error in link.lost] == [ConnectionResetError]
+        assert complaints == []
+
+    asyncio.run(main())
