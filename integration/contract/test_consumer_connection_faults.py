@@ -303,7 +303,7 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
         for times in range(1, 4):
             publish(vhost, "orders", numbered(20, first=100 * times), checker)
             handler.wait_done(20 * times)
-            wait_until(lambda times=times: consumer.statistics.acked >= 20 * times, timeout=10, what="acked")
+            wait_until(lambda: vhost.live_counts(["orders"])["orders"] == 0, timeout=10, what="acked, for the broker")
             proxy.inject("to_broker", basic_ack(handler.done[-1].source.channel, 1))
             proxy.wait_for(lambda times=times: proxy.seen("channel.close", "to_client") == times)
         publish(vhost, "orders", numbered(20), checker)
@@ -374,6 +374,7 @@ def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
             publish(vhost, "orders", numbered(20))
             wait_until(lambda: consumer.statistics.acked == 17, timeout=10, what="all but the three acked")
             assert consumer.statistics.acks_sent <= 17
+            wait_until(lambda: vhost.live_counts(["orders"])["orders"] == 3, timeout=10, what="the broker knows of it")
             if graceful:
                 wait_until(vhost.close_connections, timeout=10, what="the broker knows of the connection")
             else:

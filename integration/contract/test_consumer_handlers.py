@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from integration.support.consuming import Gate, Handler, dead_letters, numbered, publish, running, send
 from integration.support.waiting import wait_until
-from reliable_mq import Ack, Consumer, DeadLetter, Message, Queue, RetryLater, RetryPolicy
+from reliable_mq import Ack, Consumer, DeadLetter, Message, Publisher, Queue, RetryLater, RetryPolicy
 from reliable_mq.core.codec import split_properties
 from reliable_mq.stores import MemoryStore
 
@@ -28,6 +28,11 @@ pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 ORDERS = Queue("orders")
 QUICK = RetryPolicy(3, delays=(0.05, 0.1))
 PREFIX = "x-reliable-mq-"
+
+
+def declare(vhost: VirtualHost) -> None:
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
 
 
 def raises(error: BaseException) -> Callable[[Delivery], None]:
@@ -369,11 +374,11 @@ class Batches:
 def test_a_batch_is_full_or_has_waited_and_none_acks_all(vhost: VirtualHost) -> None:
     """Full ones at once, the rest when batch_wait is over."""
     handler = Batches()
+    declare(vhost)
+    publish(vhost, "orders", numbered(10))
     started = time.monotonic()
     with Consumer(vhost.url, ORDERS, handler, batch_size=4, batch_wait=1.0) as consumer:
-        publish(vhost, "orders", numbered(10))
-        assert handler.wait_for(2) == [numbered(4), numbered(4, first=4)]
-        assert handler.wait_for(3)[2] == numbered(2, first=8)
+        assert handler.wait_for(3) == [numbered(4), numbered(4, first=4), numbered(2, first=8)]
         assert time.monotonic() - started >= 1.0
         wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="all acked")
 
@@ -411,9 +416,10 @@ def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: 
             checker.handled(delivery.message_id or "")
 
     handler = Batches(fail)
+    declare(vhost)
+    publish(vhost, "orders", numbered(5), checker)
     options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
     with Consumer(vhost.url, ORDERS, handler, batch_size=5, retry=QUICK, **options) as consumer:
-        publish(vhost, "orders", numbered(5), checker)
         wait_until(lambda: settled(consumer) == 5, timeout=10, what="all settled")
     assert handler.given[0] == numbered(5)
     assert sorted(map(tuple, handler.given[1:])) == sorted([(body,) for body in numbered(5)] + [(b"3",)] * 2)
@@ -426,7 +432,7 @@ def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: 
 def test_a_wrong_answer_of_a_batch_handler_fails_the_batch(vhost: VirtualHost, answer: object) -> None:
     """Then item by item; an answer that stays wrong is dead-lettered with the reason."""
     handler = Batches(lambda deliveries: answer if len(deliveries) > 1 else None)
-    with Consumer(vhost.url, ORDERS, handler, batch_size=3) as consumer:
+    with Consumer(vhost.url, ORDERS, handler, batch_size=3, batch_wait=10) as consumer:
         publish(vhost, "orders", numbered(3))
         wait_until(lambda: consumer.statistics.acked == 3, timeout=10, what="handled one by one")
     assert handler.given == [numbered(3), [b"0"], [b"1"], [b"2"]]
@@ -436,7 +442,7 @@ def test_batches_of_several_workers_and_the_prefetch(vhost: VirtualHost) -> None
     """The prefetch holds a batch for each worker; every message is in one batch."""
     together = threading.Barrier(2)
     handler = Batches(lambda _: [None] * 10 if together.wait(30) >= 0 else None)
-    with Consumer(vhost.url, ORDERS, handler, batch_size=10, prefetch=20, concurrency=2) as consumer:
+    with Consumer(vhost.url, ORDERS, handler, batch_size=10, batch_wait=10, prefetch=20, concurrency=2) as consumer:
         publish(vhost, "orders", numbered(100))
         wait_until(lambda: consumer.statistics.acked == 100, timeout=30, what="all acked")
     assert sorted(int(body) for batch in handler.given for body in batch) == list(range(100))

@@ -94,13 +94,16 @@ def test_a_copy_waits_while_another_holds_the_claim(vhost: VirtualHost) -> None:
 
 def test_a_claim_whose_holder_died_is_taken_over_when_its_lease_ends(vhost: VirtualHost) -> None:
     """The store is asked again until then."""
-    store = MemoryStore()
+    now = 0.0
+    store = MemoryStore(clock=lambda: now)
     store.claim_many(["orders|m0"], lease=1.0)
     handler = Handler()
     with Consumer(vhost.url, ORDERS, handler, idempotency=store) as consumer:
         send(vhost, "orders", copies(1, of=1))
+        wait_until(lambda: consumer.statistics.claims_in_progress >= 1, timeout=10, what="it waits")
+        assert handler.begun == []
+        now = 1.0
         handler.wait_done(1)
-        assert consumer.statistics.claims_in_progress >= 1
     assert handler.attempts == [1]
 
 

@@ -335,6 +335,7 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
         vhost.delete_queue("orders")
         with consumer.get(1, timeout=0.5) as deliveries:
             assert deliveries == []
+        wait_until(lambda: vhost.queue("orders") is not None, timeout=30, what="declared again")
         publish(vhost, "orders", numbered(1))
         with consumer.get(1, timeout=10) as deliveries:
             assert bodies(deliveries) == numbered(1)

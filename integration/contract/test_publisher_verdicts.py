@@ -104,7 +104,7 @@ def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost
     full = Queue(
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
     )
-    retry = RetryPolicy(max_attempts=100, delays=(0.05,))
+    retry = RetryPolicy(max_attempts=1000, delays=(0.05,))
     with Publisher(vhost.url, topology=[full], retry=retry) as publisher:
         assert book(checker, submit(checker, publisher, "full")) is None
         waiting = submit(checker, publisher, "full")
