@@ -24,6 +24,7 @@ _AHEAD: Final = 200  # deliveries sent ahead of their acks
 _LONG: Final = 3600.0  # seconds: longer than it takes to stop
 _PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was looked at
 _PEEK_MOST: Final = 65_535  # the largest prefetch there is
+_LOOK_EVERY: Final = 0.05  # seconds between two looks at the connection
 
 
 def consume(
@@ -37,7 +38,10 @@ def consume(
     count: Annotated[int | None, typer.Option(min=1, help="How many at most.")] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds without a message after which it ends. Without: --peek one, --ack never."),
+        typer.Option(
+            min=0.0,
+            help="Seconds without a message, while connected, after which it ends. Default: --peek one, --ack none.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line, with properties, as publish --json reads it.")
@@ -80,7 +84,7 @@ class _Follower:
         form: what to write of a delivery; a line end is added.
         keep: hold what was written, too, in place of acking it.
         count: how many to write at most.
-        timeout: seconds without a delivery after which it ends.
+        timeout: seconds without a delivery, from a broker that is there, after which it ends.
     """
 
     def __init__(
@@ -147,9 +151,13 @@ class _Follower:
     def _stop_when_over(self, consumer: Consumer) -> None:
         with self._changed:
             while self._status is None:
-                remaining = None if self._timeout is None else self._latest + self._timeout - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    self._status = 0 if self._count is None else 1
+                if self._timeout is None:
+                    self._changed.wait()
+                elif not consumer.connected:  # to connect may take longer, and would look like an empty queue
+                    self._latest = time.monotonic()
+                    self._changed.wait(_LOOK_EVERY)
+                elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:
+                    self._changed.wait(min(remaining, _LOOK_EVERY))
                 else:
-                    self._changed.wait(remaining)
+                    self._status = 0 if self._count is None else 1
         consumer.stop()

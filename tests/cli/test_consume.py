@@ -33,10 +33,17 @@ class Full(io.BytesIO):
 
 
 class RunningConsumer:
-    """Runs until it is stopped."""
+    """Runs until it is stopped; it is connected at the look of that number."""
 
-    def __init__(self) -> None:
+    def __init__(self, connected_at: int = 1) -> None:
         self.stopped = threading.Event()
+        self.looks = 0
+        self._connected_at = connected_at
+
+    @property
+    def connected(self) -> bool:
+        self.looks += 1
+        return self.looks >= self._connected_at
 
     def run(self) -> None:
         assert self.stopped.wait(10)
@@ -102,6 +109,15 @@ def test_it_ends_when_nothing_comes_with_1_if_fewer_came_than_were_asked_for(cou
     idle = follower(io.BytesIO(), count=count, timeout=0.05)
     run(idle)
     assert idle.status == status
+
+
+def test_it_does_not_end_before_it_is_connected_however_long_that_takes() -> None:
+    """A queue that is full would look like an empty one."""
+    consumer = RunningConsumer(connected_at=4)
+    idle = follower(io.BytesIO(), timeout=0.001)
+    idle.follow(cast("Consumer", consumer))
+    assert consumer.looks == 4
+    assert idle.status == 0
 
 
 def test_a_signal_is_not_a_good_end() -> None:
