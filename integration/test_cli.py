@@ -14,6 +14,7 @@ import pytest
 
 from integration.support.command_line import run_cli, start_cli
 from integration.support.programs import environment
+from integration.support.spark import bodies_of, drain
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.core.codec import encode_properties, join_properties
@@ -42,7 +43,7 @@ def test_lines_go_through_a_queue_in_their_order(any_vhost: VirtualHost) -> None
     text = b"".join(b"line %d \xff\n" % number for number in range(2000))
     published = run_cli("publish", any_vhost.url, "--queue", "orders", "--declare", stdin=text)
     assert (published.returncode, published.stdout, published.stderr) == (0, b"", b"")
-    consumed = run_cli("consume", any_vhost.url, "orders", "--ack", "--timeout", "1")
+    consumed = run_cli("consume", any_vhost.url, "orders", "--ack", "--count", "2000")
     assert (consumed.returncode, consumed.stderr) == (0, b"")
     assert consumed.stdout == text
     assert ready(any_vhost) == 0
@@ -158,7 +159,7 @@ def test_what_is_not_confirmed_is_reported_by_its_line(vhost: VirtualHost) -> No
         assert expected in report
     assert "line 1:" not in report
     assert "line 6:" not in report
-    stored = run_cli("consume", vhost.url, "orders", "--ack", "--timeout", "1").stdout.split()
+    stored = bodies_of(drain(vhost, "orders"))
     assert set(stored) == {b"1", b"6"}  # perhaps twice: line 4 cost the channel
 
 
@@ -194,7 +195,7 @@ def test_no_more_is_taken_than_asked_for(any_vhost: VirtualHost) -> None:
     taken = run_cli("consume", any_vhost.url, "orders", "--ack", "--count", "300")
     assert (taken.returncode, taken.stdout) == (0, b"x\n" * 300)
     any_vhost.wait_for_messages("orders", 700)
-    fewer = run_cli("consume", any_vhost.url, "orders", "--ack", "--count", "701", "--timeout", "1")
+    fewer = run_cli("consume", any_vhost.url, "orders", "--ack", "--count", "701", "--timeout", "3")
     assert (fewer.returncode, fewer.stdout) == (1, b"x\n" * 700)
 
 
@@ -221,8 +222,8 @@ def test_head_ends_it_and_what_was_not_written_comes_back(vhost: VirtualHost) ->
         assert process.stdout.readline() == line + b"\n"
         process.stdout.close()
         assert process.wait(30) == 0
-    left = wait_until(lambda: ready(vhost), timeout=30, what="messages that came back")
-    assert left >= 900  # gone is what the pipe (64 KiB) and our own buffer held
+    # Gone is what the pipe (64 KiB) and our own buffer held.
+    wait_until(lambda: ready(vhost) >= 900, timeout=30, what="messages that came back")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -263,8 +264,7 @@ def test_lines_ride_over_a_kill_of_the_broker(private_broker: Broker, private_vh
         process.stdin.writelines(b"%d\n" % number for number in range(5000, 10000))
         _, report = process.communicate(timeout=90)
     assert process.returncode == 0, report
-    taken = run_cli("consume", private_vhost.url, "orders", "--ack", "--timeout", "2", timeout=90)
-    assert {int(line) for line in taken.stdout.split()} == set(range(10000))
+    assert {int(body) for body in bodies_of(drain(private_vhost, "orders"))} == set(range(10000))
 
 
 def test_output_comes_as_messages_come(vhost: VirtualHost) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
@@ -153,7 +154,8 @@ def test_the_attempts_that_a_store_counts_are_reset(
 
 def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, checker: Checker) -> None:
     """SIGKILL, twice: nothing is lost, what was published and not acked is there twice, a batch of it at most."""
-    letters = publish(any_vhost, 600)
+    count = 2000
+    letters = publish(any_vhost, count)
     for letter in letters:
         checker.attempted(letter.message_id)
         checker.confirmed(letter.message_id)
@@ -166,7 +168,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, c
             replaying.send_signal(signal.SIGKILL)
             replaying.communicate()
     published = ready(any_vhost, "orders")
-    wait_until(lambda: ready(any_vhost, DEAD) >= 600 - published, timeout=30, what="the rest handed back")
+    wait_until(lambda: ready(any_vhost, DEAD) >= count - published, timeout=30, what="the rest handed back")
     _, told = dlq("replay", any_vhost, DEAD)
     assert "replayed" in told
     assert any_vhost.live_counts()[DEAD] == 0
@@ -176,17 +178,22 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, c
     assert "handed out before" in told
 
 
-def test_a_replay_whose_connections_are_closed_goes_on_by_itself(vhost: VirtualHost, checker: Checker) -> None:
+def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
     """Again and again, that which takes as well as that which publishes: the end is the same."""
+    proxy = fault_proxy(vhost.url)
     letters = publish(vhost, 500)
     for letter in letters:
         checker.attempted(letter.message_id)
         checker.confirmed(letter.message_id)
-    replaying = start_cli("dlq", "replay", vhost.url, DEAD, "--rate", "150")
+    replaying = start_cli("dlq", "replay", proxy.url, DEAD, "--rate", "150")
     closed = 0
     for already in (50, 250):
         wait_for_more_than(already, vhost)
+        proxy.hold_confirms()  # until its connections are found, it does not get done
         closed += vhost.close_connections()
+        proxy.release_confirms()
     _, errors = replaying.communicate(timeout=60)
     assert replaying.returncode == 0, errors
     assert closed >= 2
