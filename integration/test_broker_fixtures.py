@@ -33,6 +33,13 @@ PLUGINS = {
     "rabbitmq_stream",
 }
 
+#: What every quorum queue is written with waits for a second.
+SLOW_DISK = """
+Log = ra_log_wal,
+spawn(fun() -> sys:suspend(Log), timer:sleep(1000), sys:resume(Log) end),
+timer:sleep(100)
+"""
+
 
 def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: Broker) -> None:
     enabled = any_broker.evaluate("rabbit_plugins:active()")
@@ -48,6 +55,17 @@ def test_a_virtual_host_is_one_tests_own(vhost: VirtualHost, new_vhost: Callable
     assert vhost.queue("orders")["type"] == "quorum"
     assert other.queue("orders") is None
     assert vhost.live_counts() == {"orders": 1}
+
+
+def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost) -> None:
+    publish(any_vhost, "orders", ["1"])
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        method, _, _ = channel.basic_get("orders")
+        any_vhost.broker.evaluate(SLOW_DISK)
+        channel.basic_ack(method.delivery_tag)
+
+    assert any_vhost.live_counts() == {"orders": 0}
 
 
 def test_a_deleted_virtual_host_is_gone(broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> None:

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from integration.support.broker import Broker
 
 
-# What rabbitmqctl and the management API print of quorum queues is seconds old; this asks the queues themselves.
+# What rabbitmqctl and the management API print of quorum queues is seconds old; this asks the queues themselves. A
+# query is answered without what is not on the disk yet, such as the acks of a client that has just gone away. A command
+# is answered when all before it is there; this one changes nothing.
 _LIVE_COUNTS = """
 [begin
     {{resource, _, queue, Name}} = amqqueue:get_name(Q),
     Count = case amqqueue:get_type(Q) of
         rabbit_quorum_queue ->
-            Ask = fun(Query) -> {{ok, Reply, _}} = ra:consistent_query(amqqueue:get_pid(Q), Query), Reply end,
+            Leader = amqqueue:get_pid(Q),
+            {{ok, _, _}} = ra:process_command(Leader, rabbit_fifo:make_garbage_collection(), 30000),
+            Ask = fun(Query) -> {{ok, Reply, _}} = ra:consistent_query(Leader, Query, 30000), Reply end,
             {{OnTheirWay, _}} = Ask({{rabbit_fifo, query_stat_dlx, []}}),
             Ask({{rabbit_fifo, query_messages_total, []}}) + OnTheirWay;
         _ ->
