@@ -44,7 +44,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
             assert consumer.prefetch == 40
             wait_until(lambda: consumer.statistics.delivered >= 40, timeout=10, what="as many as it allows")
             assert consumer.statistics.delivered <= 45, "both limits may add up, no more"
-            assert seen_by_the_broker(any_vhost) == [("orders", 40, True)]
+            wait_until(lambda: seen_by_the_broker(any_vhost) == [("orders", 40, True)], timeout=10, what="raised")
             consumer.prefetch = 10
             wait_until(lambda: seen_by_the_broker(any_vhost) == [("orders", 10, True)], timeout=10, what="lowered")
             gate.open()
@@ -147,9 +147,9 @@ def test_acks_do_not_wait_for_the_next_handler(vhost: VirtualHost, store: bool) 
         with Consumer(vhost.url, ORDERS, handler, ack_interval=0.2, **options) as consumer:
             publish(vhost, "orders", numbered(10))
             handler.wait_begun(4)
-            wait_until(lambda: consumer.statistics.acked == 3, timeout=5, what="what is before it is acked")
+            wait_until(lambda: consumer.statistics.acked == 3, timeout=10, what="what is before it is acked")
             gate.open()
-            wait_until(lambda: consumer.statistics.acked == 10, timeout=5, what="acked")
+            wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="acked")
 
 
 def test_each_may_be_acked_by_itself(vhost: VirtualHost) -> None:

@@ -267,7 +267,7 @@ def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
         started = time.monotonic()
         consumer.stop()
         assert run.join() is None
-        assert 0.3 <= time.monotonic() - started < 5
+        assert 0.3 <= time.monotonic() - started < 20
     assert "1 deliveries are still being handled after 0.3 s" in caplog.text
     assert "handlers of consumer 'consumer' are still running" in caplog.text
     assert left(vhost) == 3
@@ -284,6 +284,7 @@ def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
         with Consumer(proxy.url, ORDERS, handler, reconnect_wait=tenacity.wait_fixed(0.1)) as consumer:
             publish(vhost, "orders", numbered(5))
             handler.wait_begun(1)
+            wait_until(lambda: consumer.statistics.delivered == 5, timeout=10, what="delivered")
             consumer.stop()
             wait_until(lambda: consumer.statistics.handed_back == 4, timeout=10, what="the rest handed back")
             proxy.cut()
@@ -391,7 +392,7 @@ def test_f55_200_starts_and_stops_leave_nothing_behind(vhost: VirtualHost) -> No
         before, threads = objects(), threading.active_count()
         for _ in range(cycles):
             cycle()
-        assert threading.active_count() <= threads
+        wait_until(lambda: threading.active_count() <= threads, timeout=10, what="threads to end")
         assert objects() - before < 2 * cycles, "objects are left of each cycle"
 
 

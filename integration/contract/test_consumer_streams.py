@@ -131,13 +131,14 @@ def test_what_is_unfinished_or_waits_for_its_next_attempt_is_where_it_goes_on(
 
     with Gate(lambda delivery: delivery.body == b"7") as gate:
         handler = Handler(then=fail_five)
-        policy = RetryPolicy(3, delays=(1.0,))
+        policy = RetryPolicy(3, delays=(2.0,))
         with Consumer(
             proxy.url, EVENTS, handler, offset="first", concurrency=3, retry=policy, reconnect_wait=SOON
         ) as consumer:
             publish(vhost, "events", numbered(20))
             wait_until(lambda: consumer.statistics.acked == 18, timeout=10, what="all but 5 and 7")
             proxy.cut()
+            wait_until(lambda: consumer.reconnects == 1, timeout=10, what="reconnected")
             gate.open()
             handler.wait_bodies([b"5"])
             wait_until(lambda: consumer.statistics.acked == 18 + 15, timeout=10, what="from 5 on")

@@ -40,6 +40,11 @@ def declare(vhost: VirtualHost, *queues: Queue) -> None:
         publisher.connect()
 
 
+def subscriptions(vhost: VirtualHost) -> list[int]:
+    """The prefetch of each."""
+    return [one["prefetch_count"] for one in consumers(vhost) if one["queue_name"] == "orders"]
+
+
 def fail(_delivery: Delivery) -> None:
     raise ValueError("no")
 
@@ -122,7 +127,7 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
             wait_until(lambda: vhost.queue("orders") is not None, timeout=30, what="declared again")
             publish(vhost, "orders", numbered(5))
             handler.wait_done(5 * times)
-        assert [one["queue_name"] for one in consumers(vhost)].count("orders") == 1
+        wait_until(lambda: subscriptions(vhost) == [108], timeout=10, what="one, with the last prefetch")
 
 
 @pytest.mark.both_faces

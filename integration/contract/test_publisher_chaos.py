@@ -45,6 +45,7 @@ BOUND = {"x-max-length": 20, "x-overflow": "reject-publish"}
 FULL = Queue("full", type="classic", dead_letter=None, arguments=BOUND)
 THREADS, MESSAGES = 4, 200
 DEADLINE = 8.0
+LATE = 6.0  # seconds, by which a busy machine may be late
 
 # Exchange and routing key → how it may end, None for confirmed; that it is too late is always possible.
 FATES: dict[tuple[str, str], set[type[PublishError] | None]] = {
@@ -139,7 +140,7 @@ def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
                 except (PublishUnconfirmed, PublishBlocked) as error:
                     refused.append(error)
                     checker.failed(message.message_id)
-                    assert time.monotonic() < deadline + 3
+                    assert time.monotonic() < deadline + LATE
                 else:
                     submitted.append((confirmation, deadline, FATES[exchange, routing_key]))
             return submitted
@@ -150,7 +151,7 @@ def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
             working = [pool.submit(work, number) for number in range(THREADS)]
             for future in working:
                 for confirmation, deadline, _ in future.result(120):
-                    wait_until(confirmation.done, timeout=max(deadline - time.monotonic(), 0) + 3, what="an outcome")
+                    wait_until(confirmation.done, timeout=max(deadline - time.monotonic(), 0) + LATE, what="an outcome")
         over.set()
         disturbing.join(30)
         assert not any(getattr(error, "sent", False) for error in refused), "refused, and yet sent"
