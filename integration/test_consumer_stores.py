@@ -451,7 +451,7 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-@pytest.mark.parametrize("face", ["sync", pytest.param("aio", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("face", ["sync", "aio"])
 def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
     database: Callable[[str], Database], tmp_path: Path, face: str
 ) -> None:
