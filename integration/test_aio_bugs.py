@@ -157,13 +157,14 @@ def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
         publisher = AsyncPublisher(private_vhost.url, topology=[ORDERS])
         await publisher.publish(Message(b"x"), routing_key="orders")
         await asyncio.to_thread(private_broker.set_memory_alarm, True)
-        began = time.monotonic()
         outcomes = await asyncio.gather(
             *(publisher.publish(Message(b"x"), routing_key="orders", timeout=1) for _ in range(3)),
             return_exceptions=True,
         )
         for one in outcomes:  # they were written before the broker said that it blocks
             assert isinstance(one, Receipt) or (isinstance(one, PublishError) and one.may_have_arrived)
+        await until(lambda: publisher.blocked)
+        began = time.monotonic()
         with pytest.raises(PublishBlocked, match="memory"):
             await publisher.publish(Message(b"x"), routing_key="orders", timeout=1)
         waiting = await publisher.submit(Message(b"x"), routing_key="orders")

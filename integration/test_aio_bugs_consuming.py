@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import numbered, publish, send
-from integration.support.waiting import until
+from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncConsumer, AsyncPublisher, Message, Queue, TopologyMismatch
 from reliable_mq.core.codec import join_properties
 
@@ -62,6 +62,10 @@ def test_aio_01_no_ack_hangs_when_a_connection_with_a_full_socket_is_reset(
 
     run_async(main())
     vhost.wait_for_messages("orders", 0)
+
+
+def wait_until_settled(vhost: VirtualHost) -> None:
+    wait_until(lambda: not any(vhost.live_counts().values()), timeout=10, what="nothing unacked")
 
 
 def table(*entries: bytes) -> bytes:
@@ -189,6 +193,6 @@ def test_aio_08_what_is_finished_beyond_a_gap_leaves_nothing_unacked(vhost: Virt
             await until(lambda: consumer.statistics.acked == 19)  # all but the first: singly
             slow.set()
             await until(lambda: consumer.statistics.acked == 20)
-            assert not any((await asyncio.to_thread(vhost.live_counts)).values())
+            await asyncio.to_thread(wait_until_settled, vhost)
 
     run_async(main())

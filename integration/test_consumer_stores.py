@@ -276,7 +276,7 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
         subject = stack.enter_context(make(kind if consumer_face == "sync" else f"{kind}_async", database))
         store = subject.store if consumer_face == "sync" else Bridged(subject.store)
         consumer = stack.enter_context(Consumer(vhost.url, ORDERS, handler, idempotency=store, idempotency_lease=LEASE))
-        for copy, (age, effects) in enumerate([(0.0, 1), (RETENTION - 1, 1), (LEASE + 2, 2), (0.0, 2)], 1):
+        for copy, (age, effects) in enumerate([(0.0, 1), (RETENTION / 2, 1), (RETENTION / 2 + LEASE, 2), (0.0, 2)], 1):
             subject.age(age)
             send(vhost, "orders", [Message(b"x", message_id="m")])
             wait_until(lambda copy=copy: consumer.statistics.acked == copy, timeout=20, what="acked")  # type: ignore[misc]
@@ -333,6 +333,7 @@ def let_finish(vhost: VirtualHost, forks: Forks, *arguments: str, finished: Call
     """Have what is left consumed by a process that ends when it is told to, having acked everything."""
     number = forks.begin(*arguments, "none")
     wait_until(finished, timeout=60, what="every message has taken effect")
+    wait_until(lambda: not vhost.live_counts()["orders"], timeout=60, what="every message is acked")
     os.kill(number, signal.SIGTERM)
     assert forks.end(60)[0] == 0
     assert vhost.live_counts().get("orders", 0) == 0
@@ -432,6 +433,7 @@ def test_f34_f35_a_process_killed_in_the_middle_of_a_batch_leaves_one_effect_of_
         number = forks.begin(*program, "none", "5")
         if kind == "postgresql":
             wait_until(lambda: len(effects_in(url)) >= len(ids), timeout=60, what="every message has taken effect")
+            wait_until(lambda: not vhost.live_counts()["orders"], timeout=60, what="every message is acked")
         else:
             wait_until(lambda: all_acked(vhost, file, ids), timeout=60, what="every message is acked")
         os.kill(number, signal.SIGTERM)

@@ -285,7 +285,7 @@ def test_a_rate_is_kept(vhost: VirtualHost) -> None:
         began = time.monotonic()
         seen: list[tuple[int, int]] = []
         assert dead.replay(rate=20, progress=lambda done, total: seen.append((done, total))).replayed == 30
-        assert 1.4 <= time.monotonic() - began < 5
+        assert 1.4 <= time.monotonic() - began < 15
     assert seen == [(20, 30), (30, 30)]
 
 

@@ -75,7 +75,9 @@ class Killed:
                 self.accepted += 1
             else:
                 lines = int(text)
-        assert status == (0 if lines is not None else -9), status
+        if kill_after is not None and status == -signal.SIGKILL:
+            lines = None  # it may have said so already
+        assert status == (0 if lines is not None else -signal.SIGKILL), status
         return lines
 
     def run_and_be_killed(self, count: int, deaths: int, rng: random.Random) -> None:
@@ -144,12 +146,12 @@ def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_t
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
     began = time.monotonic()
-    with Publisher(proxy.url, topology=[ORDERS], outbox=outbox, connect_timeout=5) as publisher:
+    with Publisher(proxy.url, topology=[ORDERS], outbox=outbox, connect_timeout=20) as publisher:
         receipt = publisher.publish(Message(b"1", message_id="mine"), routing_key="orders")
         assert (receipt.message_id, receipt.status) == ("mine", "stored")
         report = publisher.publish_many([Message(b"2"), Message(b"3")], routing_key="orders")
         assert (report.confirmed, report.stored, report.ok) == (0, 2, True)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         with pytest.raises(TimeoutError, match="3 messages are still in"):
             publisher.flush(0.3)
         assert outbox.status().rows == 3

@@ -79,7 +79,7 @@ def test_f54_one_of_two_hosts_is_dead(
         with_hosts(vhost, host, host_of(live)), topology=[ORDERS], connect_timeout=CONNECT_TIMEOUT
     ) as publisher:
         assert publisher.connected, "entering the block waits until every host has had its turn"
-        assert time.monotonic() - began < CONNECT_TIMEOUT + 2
+        assert time.monotonic() - began < CONNECT_TIMEOUT + 10
         assert book(checker, submit(checker, publisher, "orders")) is None
         live.cut()  # the next host is the dead one again, and after it the live one
         assert book(checker, submit(checker, publisher, "orders")) is None
@@ -114,7 +114,7 @@ def test_f54_all_hosts_are_dead_for_a_while(vhost: VirtualHost, fault_proxy: Fau
         with pytest.raises(BrokerUnavailable, match="refused") as caught:
             publisher.connect()
         assert not caught.value.permanent
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         confirmation = publisher.submit(Message(b"x"), routing_key="orders", timeout=20)
         with vhost.connect() as connection:
             connection.channel().queue_declare("orders", durable=True)
