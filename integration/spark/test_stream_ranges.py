@@ -13,10 +13,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.spark import stream_ranges
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_channel import StreamChannel
+from reliable_mq.spark.stream_ends import End
 from reliable_mq.spark.stream_ranges import RangeReader
 
 if TYPE_CHECKING:
@@ -155,11 +157,24 @@ def test_a_task_asks_for_as_many_messages_as_it_can_hold(vhost: VirtualHost, mon
 def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
     """The stream ends before its end; it never just ends early."""
     publish(vhost, 10)
-    reader = RangeReader(options(vhost.url), StreamRange("events", 5, 20), COLUMNS, patience=0.5)
+    reader = RangeReader(options(vhost.url), StreamRange("events", 5, 20), COLUMNS, patience=1.5)
     with pytest.raises(ConsumeError, match=r"offsets 10 to 19 of stream 'events' are not there: .*ends at offset 9"):
         read(reader)
     lenient = options(vhost.url, failOnDataLoss="false")
-    assert read(RangeReader(lenient, StreamRange("events", 5, 20), COLUMNS, patience=0.5)) == numbered(5, 10)
+    assert read(RangeReader(lenient, StreamRange("events", 5, 20), COLUMNS, patience=1.5)) == numbered(5, 10)
+
+
+@pytest.mark.parametrize(("end", "said"), [(10, "has them"), (20, "has those up to 9")])
+def test_what_the_stream_has_is_not_passed_over_where_it_comes_too_late(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, end: int, said: str
+) -> None:
+    """A broker that is slow is no data loss, whatever is allowed; nor where more was asked for than there is."""
+    publish(vhost, 10)
+    monkeypatch.setattr(StreamChannel, "take", lambda *_: [])
+    monkeypatch.setattr(stream_ranges, "end_of", lambda *_: End(10, 0.0))
+    lenient = options(vhost.url, failOnDataLoss="false")
+    with pytest.raises(ConsumeError, match=f"did not come within 0 s, and the stream {said}"):
+        read(RangeReader(lenient, StreamRange("events", 5, end), COLUMNS, patience=0.0))
 
 
 def test_what_the_stream_has_dropped_is_an_error_unless_it_is_allowed(vhost: VirtualHost) -> None:

@@ -140,8 +140,9 @@ class RangeReader:
             return
         with self._connected("end") as channel:
             end = end_of(channel, self._range.stream, _PROBE).position
-        if end >= self._range.end:
-            raise ConsumeError(f"{self._left} did not come within {self._patience:g} s, and the stream has them")
+        if end > self._position:
+            has = "has them" if end >= self._range.end else f"has those up to {end - 1}"
+            raise ConsumeError(f"{self._left} did not come within {self._patience:g} s, and the stream {has}")
         self._lost(f"{self._left} are not there: the stream ends at offset {end - 1}. Was it deleted and made anew?")
         self._position = self._range.end
 
