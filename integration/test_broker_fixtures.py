@@ -115,11 +115,14 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Br
 
 
 def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(private_broker: Broker) -> None:
-    writing = "touch /tmp/on; while [ -e /tmp/on ]; do dd if=/dev/zero of=/tmp/$1 bs=16M count=4 conv=fsync; done"
+    writing = "while [ -e /tmp/on ]; do dd if=/dev/zero of=/tmp/$1 bs=16M count=4 conv=fsync; done"
+    private_broker._exec("touch", "/tmp/on")
     for writer in range(4):
         private_broker.container.exec_run(["sh", "-c", writing, "sh", f"written-{writer}"], detach=True)
 
+    begun = "ls /tmp | grep -c written- || true"
     try:
+        wait_until(lambda: private_broker._exec("sh", "-c", begun).strip() == "4", timeout=30, what="all of them begun")
         for _ in range(3):
             private_broker.pause()
             assert private_broker.status() == "paused"

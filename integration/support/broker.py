@@ -304,9 +304,17 @@ class Broker(ContainedServer):
         wait_until(reached, timeout=30, what=f"alarm {'on' if on else 'off'}", interval=0.2)
 
     def _exec(self, *command: str) -> str:
-        code, output = self.container.exec_run(list(command))
+        api = self.container.client.api
+        execution = api.exec_create(self.container.id, list(command))["Id"]
+        text: str = api.exec_start(execution).decode(errors="replace")
+        # Its output may end before docker knows that it has.
+        ended = wait_until(
+            lambda: (each := api.exec_inspect(execution))["ExitCode"] is not None and each,
+            timeout=30,
+            what=f"{command[0]} ended",
+        )
+        code = ended["ExitCode"]
         self.let_go()
-        text: str = output.decode(errors="replace")
         if code != 0:
             raise RuntimeError(f"{' '.join(command)}: exit code {code}\n{text}")
         return text
