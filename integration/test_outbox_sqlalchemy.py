@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from integration.support.checker import Checker
     from integration.support.databases import Database
     from integration.support.management import VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -158,19 +159,26 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(
 
 
 def test_relays_share_the_rows_and_none_is_published_twice(
-    vhost: VirtualHost, new_engine: Callable[[], Engine], outbox: SQLAlchemyOutbox
+    vhost: VirtualHost,
+    new_engine: Callable[[], Engine],
+    outbox: SQLAlchemyOutbox,
+    fault_proxy: FaultProxyFactory,
 ) -> None:
     """Three relays empty one table together; each row goes to one of them, and keys keep their order."""
+    proxy = fault_proxy(vhost.url)
+    proxy.hold_confirms()  # or the first one may be done before the others begin
     store(outbox, 900)
     for key in ("a", "b", "c"):
         store(outbox, 40, key=key, first=10_000)
     with ExitStack() as stack:
         publishers = [
             stack.enter_context(
-                Publisher(vhost.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(new_engine()), max_outstanding=50)
+                Publisher(proxy.url, topology=[ORDERS], outbox=SQLAlchemyOutbox(new_engine()), max_outstanding=50)
             )
             for _ in range(3)
         ]
+        proxy.wait_for(lambda: proxy.seen("basic.publish") > 50, timeout=30)  # more than one may have
+        proxy.release_confirms()
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda publisher: publisher.flush(60), publishers))
         shares = [publisher.statistics.confirmed for publisher in publishers]

@@ -164,9 +164,9 @@ def test_f41_a_store_whose_server_was_killed_fails_and_answers_again_when_it_is_
     begun = time.monotonic()
     with pytest.raises(IdempotencyStoreError, match="failed"):
         breakable.claim("other")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 10
     breakable.server.start()
-    made = breakable.claim("done", "held", "other")
+    made = claimed_again(breakable, "done", "held", "other")
     assert [one.status for one in made] == [ClaimStatus.DONE, ClaimStatus.IN_PROGRESS, ClaimStatus.NEW]
     assert breakable.store.complete_many([held]) == [True]
 
@@ -180,18 +180,18 @@ def test_f42_a_store_whose_server_hangs_fails_in_time_and_finds_its_claim_again(
         breakable.claim("a", "b")
     with pytest.raises(IdempotencyStoreError):
         breakable.store.complete_many([done])
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 12
     breakable.server.unpause()
-    made = claimed_again(breakable)
+    made = claimed_again(breakable, "a", "b")
     assert [one.status for one in made] == [ClaimStatus.NEW] * 2
     assert breakable.store.complete_many([done, *made]) == [True] * 3
 
 
-def claimed_again(breakable: Breakable) -> list[Any]:
-    """The first answers after a freeze may be late as well."""
+def claimed_again(breakable: Breakable, *keys: str) -> list[Any]:
+    """The first answers after a freeze, or a start, may be late as well."""
     for _ in range(10):
         try:
-            return breakable.claim("a", "b")
+            return breakable.claim(*keys)
         except IdempotencyStoreError as error:
             last = error
     raise last
@@ -326,11 +326,13 @@ def test_f42_a_server_that_hangs_for_long_costs_no_more_than_its_threads(breakab
     for thread in threads:
         thread.join(30)
     assert len(slowest) == 48
-    assert max(slowest) < 6
+    assert max(slowest) < 12
     assert threading.active_count() - before <= 64
     breakable.server.unpause()
     # Each of them was asked for in the name of another holder, and one of these has it: they are tried in turn.
-    wait_until(lambda: claimed_again(breakable)[0].status is ClaimStatus.NEW, timeout=20, what="claimed", interval=0)
+    wait_until(
+        lambda: claimed_again(breakable, "a")[0].status is ClaimStatus.NEW, timeout=20, what="claimed", interval=0
+    )
 
 
 def test_a_database_without_the_table_says_how_to_get_it(database: Callable[[str], Database]) -> None:

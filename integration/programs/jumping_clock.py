@@ -17,6 +17,7 @@ from integration.support.blocking_consumer import BlockingConsumer
 from reliable_mq import Consumer, Delivery, Message, Publisher, PublishUnconfirmed, Queue, RetryPolicy
 
 HOUR = 3600
+LATE = 15.0  # seconds that a busy machine may add
 ORDERS = Queue("orders", dead_letter=None)
 FULL = Queue("full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
 
@@ -71,7 +72,7 @@ def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> N
             try:
                 outstanding[0].result(0.5)
             except TimeoutError:
-                assert 0.4 < time.monotonic() - began < 3, "the wait for an outcome"
+                assert 0.4 < time.monotonic() - began < 0.5 + LATE, "the wait for an outcome"
             else:
                 raise AssertionError("settled without a confirm")
         assert publisher.statistics.in_doubt == 0, "the confirm timeout"
@@ -81,7 +82,7 @@ def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> N
             confirmation = publisher.submit(Message(b"x"), routing_key="orders", timeout=1)
             clock.jump(offset)
             assert isinstance(confirmation.exception(20), PublishUnconfirmed), "a deadline"
-            assert 0.9 < time.monotonic() - began < 4, "a deadline"
+            assert 0.9 < time.monotonic() - began < 1 + LATE, "a deadline"
         ask("release")
         assert [confirmation.exception(20) for confirmation in outstanding] == [None] * 50
 
@@ -90,14 +91,14 @@ def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> N
         nacked = publisher.submit(Message(b"x"), routing_key="full")
         clock.jump(0)
         assert nacked.exception(20) is not None
-        assert 0.9 < time.monotonic() - began < 4, "the delay of a retry"
+        assert 0.9 < time.monotonic() - began < 1 + LATE, "the delay of a retry"
 
         for offset in (HOUR, -HOUR):
             began = time.monotonic()
             ask("cut")
             clock.jump(offset)
             publisher.publish(Message(b"x"), routing_key="orders")
-            assert time.monotonic() - began < 5, "the reconnect"
+            assert time.monotonic() - began < LATE, "the reconnect"
         assert publisher.statistics.in_doubt <= 4, "connections were replaced"
         clock.jump(0)
 
@@ -120,7 +121,7 @@ def consume(consumer_of_face: type[Consumer], url: str, clock: WallClock) -> Non
             publisher.publish(Message(b"fails"), routing_key="orders")
             began = failed(handled)
             clock.jump(offset)
-            assert 0.9 < failed(handled) - began < 4, "the delay of a retry in the process"
+            assert 0.9 < failed(handled) - began < 1 + LATE, "the delay of a retry in the process"
         assert consumer.reconnects == 0
         clock.jump(0)
 

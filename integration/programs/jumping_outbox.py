@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine
 
-from integration.programs.jumping_clock import HOUR, WallClock
+from integration.programs.jumping_clock import HOUR, LATE, WallClock
 from reliable_mq import Message
 from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 LEASE = 2.0  # seconds
 DELAY = 0.7  # seconds
-LATE = 4.0  # seconds that a busy machine may add
 
 
 def new_outbox(where: str) -> Outbox:

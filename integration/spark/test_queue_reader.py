@@ -210,7 +210,7 @@ def test_sigterm_hands_back_what_was_read_and_counts_no_delivery(
         process.send_signal(signal.SIGTERM)
     with process:  # its standard input stays open, so that the batch stays in its hands
         assert process.wait(30) == 0
-    vhost.wait_for_messages("orders", 100, timeout=5)
+    vhost.wait_for_messages("orders", 100)
     counts = {message["properties"].get("headers", {}).get("x-delivery-count") for message in vhost.peek("orders")}
     assert counts <= handed_back_counts(vhost)
 
@@ -221,7 +221,7 @@ def test_the_reader_s_stop_hands_back_the_last_batch_as_well(vhost: VirtualHost,
     reading = query(vhost.url)
     assert reading.batch() > 0
     reading.source.stop()
-    vhost.wait_for_messages("orders", 100, timeout=5)
+    vhost.wait_for_messages("orders", 100)
 
 
 def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callable[..., Query]) -> None:
@@ -232,7 +232,7 @@ def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callab
     reading.source.commit(reading.position)
     wait_until(lambda: not reading.source._pump._batches.held, timeout=10, what="nothing held")
     reading.source.stop()
-    vhost.wait_for_messages("orders", 0, timeout=5)
+    vhost.wait_for_messages("orders", 0)
 
 
 def test_f03_a_connection_cut_in_mid_batch_loses_nothing(

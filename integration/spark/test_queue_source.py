@@ -184,7 +184,7 @@ def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back
         stopping = True
         query.stop()
         wait_until(
-            lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=10, what=f"{ready()} handed back"
+            lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=30, what=f"{ready()} handed back"
         )
     rest = available_now(read(spark, vhost.url), checkpoint)
     assert sorted({*seen.numbers, *rest.numbers}) == list(range(300))
