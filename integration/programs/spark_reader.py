@@ -1,10 +1,10 @@
 """Plays Spark for a reader of queue mode: the same calls in the same order, a checkpoint, a sink, and a death on time.
 
 Usage: ``python -m integration.programs.spark_reader JSON``, with ``url``, ``queue``, ``directory``, ``options`` of the
-source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itself; none for never) and ``idle``
-(seconds without a message after which it stops; none for never). If ``hold`` is given, says ``reading`` and waits with
-a batch in its hands until the standard input ends. At its end, it says ``peak`` and the most bytes that it has had in
-memory.
+source, ``most`` (rows of a batch), ``phase`` and ``batch`` (where it kills itself; none for never), ``idle`` (seconds
+without a message after which it stops; none for never) and ``until`` (how many messages its sink must have before it
+does). If ``hold`` is given, says ``reading`` and waits with a batch in its hands until the standard input ends. At its
+end, it says ``peak`` and the most bytes that it has had in memory.
 
 Given a list of such settings, it lives and dies as often, and writes how each life has ended into ``endings`` of that
 directory: an exit status, negative for a signal.
@@ -55,6 +55,11 @@ def main(settings: dict[str, Any]) -> None:
         new.write_text(json.dumps([offsets, commits]))
         new.rename(log)
 
+    def enough() -> bool:
+        sink = directory / "sink"
+        written = sink.read_text().splitlines() if sink.exists() else []
+        return len({line.split()[1] for line in written}) >= settings.get("until", 0)
+
     def process(end: dict[str, Any]) -> None:
         parts = source.partitions(start, end)
         phase("reading")
@@ -74,7 +79,8 @@ def main(settings: dict[str, Any]) -> None:
         end = source.latestOffset(start, ReadMaxRows(settings.get("most", 40)))
         source.reportLatestOffset()
         if end == start:
-            if settings.get("idle") is not None and time.monotonic() - quiet_since > settings["idle"]:
+            idle = settings.get("idle")
+            if idle is not None and time.monotonic() - quiet_since > idle and enough():
                 break
             continue
         phase("planned")

@@ -75,19 +75,19 @@ def test_the_memory_of_the_reader_is_bounded_by_the_byte_limit(
 def test_the_memory_of_the_reader_alone_is_bounded_by_the_byte_limit(vhost: VirtualHost, tmp_path: Path) -> None:
     """The same, by a process that is called as Spark calls it: eight times the byte limit at most."""
 
-    def peak(name: str) -> int:
+    def peak(name: str, count: int) -> int:
         (tmp_path / name).mkdir()
         options = {"maxBytesPerTrigger": str(LIMIT)}
-        settings = {"url": vhost.url, "queue": "orders", "options": options, "most": 2000, "idle": 0.5}
+        settings = {"url": vhost.url, "queue": "orders", "options": options, "most": 2000, "idle": 0.5, "until": count}
         given = json.dumps({**settings, "directory": str(tmp_path / name)})
         output = output_of([sys.executable, "-m", "integration.programs.spark_reader", given], timeout=100)
         return int(output.split()[-1])
 
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.publish(Message(b"small"), routing_key="orders")
-        least = peak("small")
+        least = peak("small", 1)
         assert publisher.publish_many((Message(bytes(SIZE)) for _ in range(COUNT)), routing_key="orders").ok
-        most = peak("large")
+        most = peak("large", COUNT)
     assert len((tmp_path / "large" / "sink").read_text().splitlines()) == COUNT
     print(f"\n{COUNT * SIZE // MIB} MiB read; the reader's peak {most // MIB} MiB, else {least // MIB}")
     assert most - least < 8 * LIMIT

@@ -152,7 +152,7 @@ def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
     """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
     publish(vhost, 500, checker)
     deaths = [life(vhost, tmp_path, phase=phase, batch=rng.randrange(2)) for phase in rng.sample(PHASES, len(PHASES))]
-    run_to_its_end(started(tmp_path, [*deaths, life(vhost, tmp_path, idle=3)]), 0, tmp_path)
+    run_to_its_end(started(tmp_path, [*deaths, life(vhost, tmp_path, idle=3, until=500)]), 0, tmp_path)
     assert endings(tmp_path) == [-signal.SIGKILL] * len(deaths) + [0]
     book_sink(tmp_path, checker)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
