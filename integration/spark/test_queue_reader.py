@@ -340,9 +340,9 @@ def test_f51_heartbeats_go_on_however_long_a_batch_takes(
 ) -> None:
     """Three heartbeats without a call of Spark's: the connection is the same, and the batch is acked."""
     publish(vhost, 10)
-    reading = query(vhost.url + "?heartbeat=1", prefetch=80)
+    reading = query(vhost.url + "?heartbeat=2", prefetch=80)
     with caplog.at_level(logging.WARNING, "reliable_mq.spark"):
-        assert reading.batch(lambda: threading.Event().wait(4)) == 10
+        assert reading.batch(lambda: threading.Event().wait(7)) == 10
         reading.batch()
     assert reading.source._pump.statistics.reconnects == 0
     assert reading.source._pump.statistics.stale_acks == 0
