@@ -213,7 +213,7 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_
         wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="acked")
         proxy.black_hole()
         started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.both_faces
