@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
     from integration.support.broker import Broker
     from integration.support.checker import Checker
@@ -42,10 +43,12 @@ def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     publish(private_vhost, EVENTS)
     killed = threading.Event()
     offsets: Counter[int] = Counter()
+    copying: list[StreamingQuery] = []
 
     def collect(rows: DataFrame, batch: int) -> None:
         if batch == 2:
-            wait_until(lambda: copied.lastProgress, timeout=60, what="a batch of the other query")
+            copying.append(copy())
+            wait_until(lambda: copying[0].lastProgress, timeout=60, what="a batch of the other query")
             private_broker.kill()
             killed.set()
         offsets.update(row.offset for row in rows.select("offset").collect())  # the broker is gone, or just back
@@ -53,12 +56,14 @@ def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     def checkpoint(name: str) -> dict[str, str]:
         return {"checkpointLocation": str(tmp_path / name)}
 
-    source = spark.readStream.format("rabbitmq").option("url", private_vhost.url).option("maxMessagesPerTrigger", 20)
-    copied = (
-        source.option("queue", "orders").load().select("body", "message_id")
-        .writeStream.format("rabbitmq").options(url=private_vhost.url, routingKey="copies", **checkpoint("queue"))
-        .start()
-    )  # fmt: skip
+    def copy() -> StreamingQuery:
+        source = spark.readStream.format("rabbitmq").option("url", private_vhost.url)
+        return (
+            source.option("maxMessagesPerTrigger", 20).option("queue", "orders").load().select("body", "message_id")
+            .writeStream.format("rabbitmq").options(url=private_vhost.url, routingKey="copies", **checkpoint("queue"))
+            .start()
+        )  # fmt: skip
+
     source = spark.readStream.format("rabbitmq").option("url", private_vhost.url).option("maxMessagesPerTrigger", 60)
     read = (
         source.option("stream", "events").option("startingOffsets", "earliest").load()
@@ -68,6 +73,7 @@ def test_f01_a_broker_killed_under_live_queries_loses_nothing(
     came: Counter[str] = Counter()
     with Consumer(private_vhost.url, COPIES, lambda copy: came.update([copy.message_id])):
         wait_until(killed.is_set, timeout=120, what="the broker killed")
+        [copied] = copying
         assert len(came) < MESSAGES
         private_broker.start()
         wait_until(
