@@ -36,8 +36,11 @@ with Consumer(URL, ORDERS) as consumer:
     except RuntimeError:
         pass  # three were not settled, and went back
 
-    with consumer.get(10, timeout=5) as deliveries:
-        print(f"after an exception: {len(deliveries)} are back, redelivered: {deliveries[0].redelivered}")
+    back: list[Delivery] = []
+    while len(back) < 3:  # get takes what is there, and waits for the first only
+        with consumer.get(10, timeout=5) as deliveries:
+            back += deliveries
+    print(f"after an exception: {len(back)} are back, redelivered: {back[0].redelivered}")
 
     with consumer.get(10, timeout=0.5) as deliveries:
         print(f"the queue is empty: {not deliveries}")
