@@ -19,7 +19,7 @@ from sqlalchemy.pool import NullPool
 
 from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import Gate, Handler, numbered, publish, send
-from integration.support.databases import with_driver
+from integration.support.databases import ASYNC_DRIVERS, FACES, with_driver
 from integration.support.forks import Forks
 from integration.support.lossy import LossyProxy
 from integration.support.programs import ROOT, environment, faketime
@@ -273,7 +273,9 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
     """That is what the retention is documented to mean; nothing else happens, and before it is over it does not."""
     handler = Handler()
     with ExitStack() as stack:
-        subject = stack.enter_context(make(kind if consumer_face == "sync" else f"{kind}_async", database))
+        subject = stack.enter_context(
+            make(kind if consumer_face == "sync" else f"{kind}+{ASYNC_DRIVERS[kind][0]}", database)
+        )
         store = subject.store if consumer_face == "sync" else Bridged(subject.store)
         consumer = stack.enter_context(Consumer(vhost.url, ORDERS, handler, idempotency=store, idempotency_lease=LEASE))
         for copy, (age, effects) in enumerate([(0.0, 1), (RETENTION / 2, 1), (RETENTION / 2 + LEASE, 2), (0.0, 2)], 1):
@@ -370,19 +372,7 @@ def all_acked(vhost: VirtualHost, file: Path, ids: list[str]) -> bool:
     return effected and vhost.live_counts().get("orders", 0) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "face", "driver"),
-    [
-        ("postgresql", "sync", ""),
-        ("postgresql", "aio", "psycopg_async"),
-        ("mariadb", "sync", ""),
-        ("sqlite", "sync", ""),
-        *(
-            pytest.param(kind, "aio", driver, marks=pytest.mark.soak)
-            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "face", "driver"), [*FACES, ("sqlite", "sync", "")])
 def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
     vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str, driver: str
 ) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, create_engine, inspect, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from integration.support.databases import with_driver
+from integration.support.databases import FACES, with_driver
 from integration.support.forks import Forks
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
@@ -239,19 +239,7 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
     checker.close()
 
 
-@pytest.mark.parametrize(
-    ("database_url", "face", "driver"),
-    [
-        ("postgresql", "sync", ""),
-        ("postgresql", "aio", "psycopg_async"),
-        ("mariadb", "sync", ""),
-        *(
-            pytest.param(kind, "aio", driver, marks=pytest.mark.soak)
-            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
-        ),
-    ],
-    indirect=["database_url"],
-)
+@pytest.mark.parametrize(("database_url", "face", "driver"), FACES, indirect=["database_url"])
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
     vhost: VirtualHost,
     database_url: str,

@@ -70,7 +70,7 @@ def make(kind: str, database: Callable[[str], Database]) -> Subject:
     name, _, driver = kind.partition("+")
     url = database(name).fresh()
     if name != "redis":
-        if driver in ASYNC_DRIVERS:
+        if driver in ASYNC_DRIVERS[name]:
             return subjects.sqlalchemy_async(with_driver(url, driver), create_engine(url, poolclass=NullPool))
         return subjects.sqlalchemy(create_engine(with_driver(url, driver)))
     if driver:
@@ -110,7 +110,7 @@ class Breakable:
         if name != "redis":
             url = with_driver(url, driver)
         self.closers: list[Callable[[], object]] = []
-        if driver in ASYNC_DRIVERS:
+        if driver in ASYNC_DRIVERS[name]:
             blocking = Blocking(lambda: self._make_async(name, url, timeout))
             self.store: Any = blocking
             if name != "redis":

@@ -11,6 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Self
 
 import docker
+import pytest
 from docker.errors import APIError, NotFound
 from sqlalchemy import create_engine, text
 
@@ -27,7 +28,16 @@ _URLS = {
     "postgresql": "postgresql+psycopg://postgres@{at}/postgres",
     "mariadb": "mysql+pymysql://root@{at}/mysql",
 }
-ASYNC_DRIVERS = ("asyncio", "psycopg_async", "asyncpg", "asyncmy")
+#: Asyncio's, the usual one first.
+ASYNC_DRIVERS = {"redis": ("asyncio",), "postgresql": ("psycopg_async", "asyncpg"), "mariadb": ("asyncmy",)}
+#: A database, a face and a driver, which is the usual one where none is named; for tests that take long.
+FACES = [
+    ("postgresql", "sync", ""),
+    ("postgresql", "aio", "psycopg_async"),
+    ("mariadb", "sync", ""),
+    pytest.param("postgresql", "aio", "asyncpg", marks=pytest.mark.soak),
+    pytest.param("mariadb", "aio", "asyncmy", marks=pytest.mark.soak),
+]
 _QUICK = {
     "redis": ["--appendfsync", "no"],
     "postgresql": ["-c", "fsync=off"],
