@@ -31,7 +31,7 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions
 
-__all__ = ["parse_url"]
+__all__ = ["parse_url", "redacted"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 _AUTHORITY_END: Final = re.compile(r"[/?]")
 _BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_USER: Final = re.compile(r"[^/?#=&\s]*")
+# Of a URL's query, what may be shown, and how its values look; any other value may be a secret.
+_HARMLESS_KEYS: Final = frozenset({"application_name", "charset", "host", "port", "sslmode", "unix_socket"})
+_HARMLESS: Final = re.compile(r"(?:[A-Za-z0-9._:/,+-]|%2F|%3A)*")
 # Below this, a timeout in milliseconds is one that was meant in seconds.
 _LEAST_MILLISECONDS: Final = 100
 _FALSE_ALARMS_BELOW: Final = 5
@@ -111,6 +115,40 @@ def parse_url(
     )
     _warn(settings)
     return settings
+
+
+def redacted(url: str) -> str:
+    """Return a URL of any scheme as a repr, a log line or an error may show it: without its secrets.
+
+    A password becomes ``***``, and so does each value of the query but those known to be harmless. Of a URL that is not
+    well-formed, no part is shown that may be one of a password.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    user_info, at, rest = rest.rpartition("@")
+    shown = scheme + separator + (_redacted_user_info(user_info) + at if at else "")
+    location, question, query = rest.partition("?")
+    hosts, slash, path = location.partition("/")
+    for host in hosts.split(","):
+        _, colon, port = host.rpartition("]")[2].partition(":")
+        if colon and not _DIGITS.fullmatch(port):
+            # As in user:password without a host; what follows may belong to the password.
+            return shown + hosts[: hosts.index(host)] + host.removesuffix(port) + "***"
+    shown += hosts + slash + path + question
+    return shown + "&".join(map(_redacted_option, query.split("&"))) if question else shown
+
+
+def _redacted_user_info(user_info: str) -> str:
+    user, colon, _ = user_info.partition(":")
+    return (user if _USER.fullmatch(user) else "***") + (":***" if colon else "")
+
+
+def _redacted_option(piece: str) -> str:
+    key, equals, value = piece.partition("=")
+    if not equals:
+        return "***"
+    return f"{key[:40]}={value if key in _HARMLESS_KEYS and _HARMLESS.fullmatch(value) else '***'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import Credentials, Endpoint
 from reliable_mq.tls import TLSOptions
-from reliable_mq.url import parse_url
+from reliable_mq.url import parse_url, redacted
 
 CANARY = "CANARY"
 names = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=50)
@@ -355,3 +355,36 @@ def test_any_text_is_parsed_or_refused(text: str, prefix: str) -> None:
         return
     assert settings.endpoints
     assert settings.virtual_host
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql+psycopg://u:secret@h:5432/x", "postgresql+psycopg://u:***@h:5432/x"),
+        ("postgresql://u@h/x", "postgresql://u@h/x"),
+        ("postgresql://h/x?password=secret&sslmode=require", "postgresql://h/x?password=***&sslmode=require"),
+        ("postgresql:///x?host=%2Frun%2Fpg&host=h:1", "postgresql:///x?host=%2Frun%2Fpg&host=h:1"),
+        ("postgresql://h/x?host=h;password=secret", "postgresql://h/x?host=***"),
+        ("postgresql://h/x?secret", "postgresql://h/x?***"),
+        ("mssql+pyodbc:///?odbc_connect=PWD%3Dsecret", "mssql+pyodbc:///?odbc_connect=***"),
+        ("sqlite:////var/lib/orders.db", "sqlite:////var/lib/orders.db"),
+        ("redis://:secret@[::1]:6379/0", "redis://:***@[::1]:6379/0"),
+        ("amqp://u:secret@h1:5672,h2/v", "amqp://u:***@h1:5672,h2/v"),
+        # Not well-formed: nothing is shown that may be a part of the password.
+        ("redis://:S3cret/x@h/0", "redis://:***@h/0"),
+        ("redis://h/x?password=secret@y", "redis://***@y"),
+        ("postgresql://u:se@cr?et@h/x", "postgresql://u:***@h/x"),
+        ("postgresql://u:secret/x", "postgresql://u:***"),
+        ("postgresql://h1:1,u:secret/x", "postgresql://h1:1,u:***"),
+        ("u:secret@h/x", "u:***@h/x"),
+        ("/var/lib/orders.db", "/var/lib/orders.db"),
+    ],
+)
+def test_a_redacted_url_says_where_it_leads_without_secrets(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+@given(before=noise, after=noise, scheme=st.sampled_from(["amqp", "redis", "mysql+pymysql", ""]), tail=tails)
+def test_no_part_of_a_password_is_left_in_a_redacted_url(before: str, after: str, scheme: str, tail: str) -> None:
+    assert CANARY not in redacted(f"{scheme}://user:{before}{CANARY}{after}@{tail}")
+    assert CANARY not in redacted(f"{scheme}://host/{tail}?password={CANARY}{after}")

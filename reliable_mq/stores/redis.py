@@ -303,14 +303,20 @@ class AsyncRedisStore(_Questions):
 
 
 def _where(url: object) -> str:
-    """Say where it is, without what is secret."""
+    """Return where the server is, without what is secret."""
     if not isinstance(url, str):
         return "a client of yours"
     try:
         parts = urlsplit(url)
         port = parts.port or 6379
-    except ValueError as error:
-        raise ConfigurationError(f"url is none of Redis's: {error}") from error
+    except ValueError:
+        parts, port = None, 0
+    if parts is None or "@" in parts.path + parts.query + parts.fragment:
+        # What urlsplit says shows the text, and so maybe the password: its beginning may be taken for a port.
+        raise ConfigurationError(
+            "url is none of Redis's, redis://[user:password@]host[:port][/database]: its port is no number, or its "
+            "password holds '/', '?', '#', '[' or '@': percent-encode them (%2F, %3F, %23, %5B, %40)"
+        )
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or "localhost"
     return parts.path if parts.scheme == "unix" else f"{host}:{port}"
 

@@ -84,11 +84,62 @@ def test_a_client_of_ones_own_must_not_be_able_to_hang() -> None:
     assert "client of yours" in repr(RedisStore(redis.Redis(socket_timeout=5)))
 
 
-def test_no_password_is_shown() -> None:
-    store = RedisStore("redis://user:secret@cache:1234/0")
-    assert "secret" not in repr(store)
-    assert "cache:1234" in repr(store)
-    assert "secret" not in repr(SQLAlchemyStore(create_engine("postgresql+psycopg://user:secret@db/orders")))
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("user:secret@db/orders", "user:***@db/orders"),
+        ("db/orders?password=secret", "db/orders?password=***"),
+        ("db/orders?sslmode=require&sslpassword=secret", "db/orders?sslmode=require&sslpassword=***"),
+    ],
+)
+def test_no_password_of_a_database_url_is_shown(url: str, where: str) -> None:
+    store = SQLAlchemyStore(create_engine(f"postgresql+psycopg://{url}"))
+    assert repr(store) == f"<SQLAlchemyStore at postgresql+psycopg://{where}>"
+    assert where in str(store.failed(OSError("refused")))
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("redis://user:secret@cache:1234/0", "cache:1234"),
+        ("redis://cache/0?password=secret", "cache:6379"),
+        ("rediss://:secret@[::1]/0", "[::1]:6379"),
+        ("unix://:secret@/run/redis.sock", "/run/redis.sock"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
+def test_no_password_of_a_redis_url_is_shown(kind: Any, url: str, where: str) -> None:
+    assert repr(kind(url)) == f"<{kind.__name__} at {where}>"
+
+
+@pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:S3cret/x@h/0",
+        "redis://:1234/S3cret@h/0",
+        "redis://:1234?S3cret@h/0",
+        "redis://:1234#S3cret@h/0",
+        "redis://:S3cret#4@h/0",
+        "redis://:[S3cret@h/0",
+        "redis://:S3cret\u2100@h/0",
+        "redis://u:S3cret",
+        "redis://u:p@S3cret@h:x/0",
+        "unix://:pass/S3cret@/run/redis.sock",
+    ],
+)
+def test_a_redis_url_with_a_password_that_is_not_percent_encoded_is_refused_unshown(kind: Any, url: str) -> None:
+    with pytest.raises(ConfigurationError, match="percent-encode") as caught:
+        kind(url)
+    error = caught.value
+    assert "S3cret" not in f"{error} {error.__cause__} {error.__context__}"
+
+
+def test_a_database_url_whose_password_is_not_percent_encoded_is_refused_unshown() -> None:
+    """Its rest would be the host, which drivers show."""
+    with pytest.raises(ConfigurationError, match="percent-encode") as caught:
+        SQLAlchemyStore(create_engine("postgresql+psycopg://user:se@cret@db/orders"))
+    assert "cret@" not in str(caught.value)
 
 
 def test_an_engine_must_be_of_the_face_and_of_a_known_database() -> None:

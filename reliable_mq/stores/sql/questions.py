@@ -19,6 +19,7 @@ from reliable_mq.stores.sql.dialect import Dialect, Held, Steps, checked_table
 from reliable_mq.stores.sql.mysql import MySQL
 from reliable_mq.stores.sql.postgresql import PostgreSQL
 from reliable_mq.stores.sql.sqlite import SQLite
+from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,11 +65,13 @@ class Questions:
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
             )
+        if "@" in (engine.url.host or ""):  # which the driver would show
+            raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
         self._sql = dialect(checked_table(table))
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self.timeout = seconds("timeout", timeout, positive=True)
-        self._where = engine.url.render_as_string(hide_password=True)
+        self._where = redacted(engine.url.render_as_string(hide_password=False))
         self.doubts = Doubts()
         self._base: int | None = None
         self._purge_at = time.monotonic() + _PURGE_EVERY
