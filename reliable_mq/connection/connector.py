@@ -35,7 +35,7 @@ from reliable_mq.connection.background import in_background
 from reliable_mq.connection.events import Secrets
 from reliable_mq.connection.gate import Gate
 from reliable_mq.connection.steps import StepRun
-from reliable_mq.core.recovery import Loss
+from reliable_mq.core.recovery import Asking, Loss
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Connector:
         self._on_ended = on_ended
         self._state = _State.WAITING
         self._timer: TimerHandle | None = None  # of the state
-        self._preparing = False  # a helper thread is asking for credentials
+        self._asking = Asking(settings.connect_timeout)  # for credentials, on helper threads
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted, sockets not closed yet
         self._channel: DataChannel | None = None
@@ -200,12 +200,11 @@ class Connector:
         self._set_timer(self._settings.connect_timeout, self._late)
         if self._settings.tls is None and not callable(self._settings.credentials):
             self._prepared(self._ask_secrets())
-        elif not self._preparing:  # else the answer to the last attempt's question is still to come: it will do
-            self._preparing = True
+        elif self._asking.begin(time.monotonic()):  # else an earlier attempt's answer, if it comes, will do
             in_background(
                 f"{self._name} credentials",
                 self._ask_secrets,
-                lambda answer: self._loop.call_soon(partial(self._prepared, answer)),
+                lambda answer: self._loop.call_soon(partial(self._answered, answer)),
             )
 
     def _ask_secrets(self) -> Secrets:
@@ -213,8 +212,11 @@ class Connector:
         tls = self._settings.tls
         return Secrets(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
+    def _answered(self, answer: Secrets | Exception) -> None:
+        self._asking.answered()
+        self._prepared(answer)
+
     def _prepared(self, answer: Secrets | Exception) -> None:
-        self._preparing = False
         if self._state is not _State.PREPARING:
             return
         if isinstance(answer, Exception):
@@ -270,6 +272,8 @@ class Connector:
             self.discard(f"channel.close was not answered within {seconds:g} s")
         else:
             doing = _DOING[self._state]
+            if self._state is _State.PREPARING:
+                doing += f", calls without an answer: {self._asking.unanswered}"
             self._attempt_failed(BrokerUnavailable(f"{self._endpoint}: not ready within {seconds:g} s ({doing})"))
 
     def _attempt_failed(self, error: ReliableMQError, *, connected: bool = False) -> None:

@@ -35,12 +35,14 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["Loss", "Recovery", "is_permanent"]
+__all__ = ["Asking", "Loss", "Recovery", "is_permanent"]
 
 CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
 CHANNEL_REFILL: Final = 1.0  # and per second in the long run
 CONNECTION_BURST: Final = 32
 CONNECTION_REFILL: Final = 2.0
+
+MOST_UNANSWERED: Final = 8  # calls of one connection's credentials callback, each on a thread of its own
 
 _FIRST_WAIT: Final = 0.2  # seconds, before the second pass over the hosts
 _LONGEST_WAIT: Final = 30.0
@@ -186,6 +188,39 @@ class Recovery:
         except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
             self.broken = broken
             return self._default_wait(state)
+
+
+class Asking:
+    """When to call something of the user's again whose earlier calls have not returned: a credentials callback.
+
+    A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
+    after twice as long, and so on, up to `MOST_UNANSWERED` at a time.
+
+    Args:
+        patience: seconds that a call may take before another one begins beside it.
+
+    Attributes:
+        unanswered: calls that have not returned.
+    """
+
+    __slots__ = ("_again_at", "_patience", "unanswered")
+
+    def __init__(self, patience: float) -> None:
+        self.unanswered = 0
+        self._patience = patience
+        self._again_at = 0.0
+
+    def begin(self, now: float) -> bool:
+        """Return whether to call now; if so, the call is counted until `answered`."""
+        if self.unanswered and (now < self._again_at or self.unanswered >= MOST_UNANSWERED):
+            return False
+        self._again_at = now + self._patience * 2**self.unanswered
+        self.unanswered += 1
+        return True
+
+    def answered(self) -> None:
+        """A call has returned, or raised."""
+        self.unanswered -= 1
 
 
 def is_permanent(error: ReliableMQError) -> bool:

@@ -390,16 +390,16 @@ class ScriptedBroker:
 
     # What a test waits for
 
-    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+    def wait(self, condition: Callable[[], Any], what: str, patience: float = _PATIENCE) -> Any:
         """Return the first true value of `condition`, which is asked whenever something was read."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + patience
         with self._changed:
             while True:
                 value = condition()
                 if value:
                     return value
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"not within {_PATIENCE:g} s: {what}; read: {', '.join(self.seen[-20:])}")
+                    raise TimeoutError(f"not within {patience:g} s: {what}; read: {', '.join(self.seen[-20:])}")
                 self._changed.wait(0.02)
 
     def wait_published(self, count: int) -> list[Published]:

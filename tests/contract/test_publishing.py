@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tenacity
 
 from integration.support.waiting import wait_until
 from reliable_mq import (
@@ -27,6 +29,7 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
+from reliable_mq.core.recovery import MOST_UNANSWERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -744,3 +747,68 @@ def test_whatever_the_broker_does_each_outcome_is_what_it_said(
                 assert isinstance(error, PublishRefused)
                 assert number % 90 == 50
         assert publisher.outstanding == 0
+
+
+def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """At the first connect and at a later one; the answer of the second call is taken."""
+    asked: list[int] = []
+    release = threading.Event()
+
+    def credentials() -> tuple[str, str]:
+        asked.append(len(asked) + 1)
+        if asked[-1] in (1, 3):
+            release.wait(30)
+        return "guest", "guest"
+
+    broker.script = acking
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=credentials, connect_timeout=0.3) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders", timeout=10)
+        broker.connection.cut()
+        publisher.publish(Message(b"2"), routing_key="orders", timeout=10)
+        assert asked == [1, 2, 3, 4]
+        release.set()
+    assert [published.body for published in broker.published] == [b"1", b"2"]
+
+
+def test_a_credentials_callback_that_always_hangs_has_a_bounded_number_of_threads(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """It is asked again after longer and longer times; every thread ends when its call does."""
+    release = threading.Event()
+    asked: list[threading.Thread] = []
+
+    def credentials() -> tuple[str, str]:
+        asked.append(threading.current_thread())
+        release.wait(30)
+        return "guest", "guest"
+
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    publisher = new_publisher(url, credentials=credentials, connect_timeout=0.01)
+    try:
+        with pytest.raises(PublishUnconfirmed, match="never sent"):
+            publisher.publish(Message(b"1"), routing_key="orders", timeout=1)
+        broker.wait(lambda: len(asked) == MOST_UNANSWERED, "so many calls")
+        with pytest.raises(TimeoutError):
+            broker.wait(lambda: len(asked) > MOST_UNANSWERED, "one more call", patience=3 * 0.01 * 2**MOST_UNANSWERED)
+    finally:
+        release.set()
+        publisher.close()
+    for thread in asked:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_an_answer_that_comes_after_the_time_to_connect_is_used(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """By the attempt that is under way then, however slow every call is."""
+
+    def credentials() -> tuple[str, str]:
+        time.sleep(0.5)
+        return "guest", "guest"
+
+    broker.script = acking
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    with new_publisher(url, credentials=credentials, connect_timeout=0.3, reconnect_wait=tenacity.wait_none()) as it:
+        it.publish(Message(b"1"), routing_key="orders", timeout=10)

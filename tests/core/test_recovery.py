@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -17,6 +18,8 @@ from reliable_mq.core.recovery import (
     CHANNEL_REFILL,
     CONNECTION_BURST,
     CONNECTION_REFILL,
+    MOST_UNANSWERED,
+    Asking,
     Loss,
     Recovery,
     is_permanent,
@@ -232,3 +235,33 @@ def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
 def test_values_that_are_none_are_refused_by_the_name_that_users_know(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Recovery(**options)  # type: ignore[arg-type]
+
+
+def test_a_question_that_is_not_answered_is_asked_again_after_the_time_to_connect() -> None:
+    asking = Asking(10.0)
+    assert asking.begin(0.0)
+    assert not asking.begin(9.9)
+    assert asking.begin(10.0)
+    assert asking.unanswered == 2
+
+
+def test_the_time_until_it_is_asked_again_doubles_and_the_number_of_calls_is_bounded() -> None:
+    asking = Asking(10.0)
+    begun = [now for now in range(100_000) if asking.begin(float(now))]
+    assert [later - earlier for earlier, later in pairwise(begun)] == [10 * 2**n for n in range(MOST_UNANSWERED - 1)]
+    assert asking.unanswered == len(begun) == MOST_UNANSWERED
+
+
+def test_an_answer_makes_room_for_the_next_question() -> None:
+    """With none left unanswered it is asked at once."""
+    asking = Asking(10.0)
+    assert asking.begin(0.0)
+    asking.answered()
+    assert asking.begin(0.1)
+    for now in range(100_000):
+        asking.begin(float(now))
+    assert asking.unanswered == MOST_UNANSWERED
+    asking.answered()
+    assert asking.unanswered == MOST_UNANSWERED - 1
+    assert asking.begin(200_000.0)
+    assert not asking.begin(300_000.0)
