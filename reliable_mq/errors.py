@@ -168,11 +168,14 @@ class PublishReturned(PublishError):
 
 
 class PublishRefused(PublishError):
-    """The broker closed the channel because of this message; it does not have it.
+    """The broker closed the channel because of this message, or it was refused before it was sent.
+
+    The broker does not have it, unless ``may_have_arrived`` says that an earlier attempt was never answered.
 
     Attributes:
-        reply_code: the AMQP reply code, e.g. 404 (no such exchange) or 406 (message too large).
-        reply_text: the broker's text.
+        reply_code: the AMQP reply code, e.g. 404 (no such exchange) or 406 (message too large); 0 where the message
+            cannot be encoded.
+        reply_text: the broker's text, or ours.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, reply_code: int, reply_text: str) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 from secrets import randbits
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, TypeVar, Unpack
 
 from reliable_mq.core.codec import (
     CodecError,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from reliable_mq.core.codec import FieldValue
 
 __all__ = ["Message", "MessageProperties", "new_message_id"]
+
+T = TypeVar("T")
 
 
 class MessageProperties(TypedDict, total=False):
@@ -108,7 +110,7 @@ class Message:
         app_id: str | None = None,
         persistent: bool = True,
     ) -> None:
-        if not isinstance(body, bytes):
+        if body.__class__ is not bytes:
             body = _copied_body(body)
         if message_id is None:
             message_id = new_message_id()
@@ -230,7 +232,7 @@ class Message:
         if "message_id" in changes:
             message_id = changes["message_id"] or new_message_id()
             segments["message_id"] = encode_property("message_id", message_id)
-        copied = self.body if body is None else body if isinstance(body, bytes) else _copied_body(body)
+        copied = self.body if body is None else _copied_body(body)
         return self._from_wire(copied, join_properties(segments), message_id)
 
     @property
@@ -305,8 +307,27 @@ class Message:
     def __delattr__(self, name: str) -> Never:
         raise AttributeError(f"a Message is immutable: {name!r} cannot be deleted")
 
+    @classmethod
+    def _unpickled(cls, body: object, properties: object, message_id: object) -> Self:
+        """Make a message out of a pickle or a copy, which may have been written by anybody.
+
+        Raises:
+            ConfigurationError: there is no such message; the text names the field.
+        """
+        try:
+            body = _instance("body", bytes, body)
+            message_id = _instance("message_id", str, message_id)
+            if properties is None:
+                encode_property("message_id", message_id)
+                return cls._from_wire(body, None, message_id)
+            properties = _instance("properties", bytes, properties)
+            split_properties(properties)
+            return cls._from_wire(body, properties, message_id)
+        except (ConfigurationError, CodecError) as error:
+            raise ConfigurationError(f"a pickled message is damaged: {error}") from error
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._from_wire, (self.body, self.encoded_properties, self.message_id)
+        return self._unpickled, (self.body, self.encoded_properties, self.message_id)
 
     def __repr__(self) -> str:
         body: bytes | None = getattr(self, "body", None)
@@ -322,13 +343,22 @@ _set_encoded_properties: Final = Message.__dict__["encoded_properties"].__set__
 
 
 def _copied_body(body: object) -> bytes:
-    if isinstance(body, (bytearray, memoryview)):
-        return bytes(body)
+    """The bytes of a body that may be no plain ``bytes``: a subclass may say anything of its length or content."""
+    if body.__class__ is bytes:
+        return body
+    if isinstance(body, (bytes, bytearray, memoryview)):
+        return memoryview(body).tobytes()
     if isinstance(body, str):
         raise ConfigurationError("body must be bytes, not str: use body.encode(), or Message.json(...) for JSON")
     raise ConfigurationError(
         f"body must be bytes, bytearray or memoryview, not {type(body).__name__}: encode it, or use Message.json(...)"
     )
+
+
+def _instance(field: str, kind: type[T], value: object) -> T:
+    if value.__class__ is not kind:
+        raise ConfigurationError(f"{field} must be {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 # -- message ids: UUIDs of version 7 (RFC 9562): milliseconds, 12 bits of the fraction below, 62 random bits

@@ -158,6 +158,56 @@ def test_a_message_can_be_pickled_and_copied(message: Message) -> None:
         assert encode_properties(other) == encode_properties(message)
 
 
+PLAIN_PROPERTIES = encode_properties(Message(b"", priority=1))
+
+
+@pytest.mark.parametrize(
+    ("state", "field"),
+    [
+        (("text", None, "id"), "body must be bytes"),
+        ((bytearray(b"x"), None, "id"), "body must be bytes"),
+        ((b"", None, ""), "message_id must not be empty"),
+        ((b"", None, "i" * 256), "message_id is 256 bytes long"),
+        ((b"", None, None), "message_id must be str"),
+        ((b"", PLAIN_PROPERTIES, 7), "message_id must be str"),
+        ((b"", "text", "id"), "properties must be bytes"),
+        ((b"", PLAIN_PROPERTIES[:-1], "id"), "truncated|do not end"),
+        ((b"", b"", "id"), "flags are missing"),
+    ],
+)
+def test_a_damaged_pickle_is_refused_and_the_field_named(state: tuple[object, ...], field: str) -> None:
+    """No message comes out of a pickle that could not be sent."""
+    make, _ = Message(b"").__reduce__()
+    with pytest.raises(ConfigurationError, match=f"a pickled message is damaged: .*{field}"):
+        make(*state)
+
+
+def test_a_pickle_keeps_what_came_from_the_wire() -> None:
+    """Without an id on the wire, and with one that we track it by."""
+    for tracked in ("", "tracked\0"):
+        message = Message._from_wire(b"body", PLAIN_PROPERTIES, tracked)
+        other = pickle.loads(pickle.dumps(message))
+        assert (other.body, other.encoded_properties, other.message_id) == (b"body", PLAIN_PROPERTIES, tracked)
+
+
+class Boasting(bytes):
+    """Bytes that say something else of themselves."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __bytes__(self) -> bytes:
+        return b"something else"
+
+
+def test_a_body_that_is_a_subclass_of_bytes_is_copied_as_it_is() -> None:
+    for message in (Message(Boasting(b"body")), Message(b"").replace(body=Boasting(b"body"))):
+        assert type(message.body) is bytes
+        assert message.body == b"body"
+
+
 def test_a_repr_shows_neither_body_nor_headers() -> None:
     message = Message(b"secret", headers={"token": "secret"}, message_id="id-7")
     assert repr(message) == "<Message id-7: 6 bytes>"

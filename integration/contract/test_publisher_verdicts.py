@@ -22,6 +22,7 @@ from reliable_mq import (
     Queue,
     RetryPolicy,
 )
+from tests.core.published import Unencodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,6 +281,23 @@ def test_f31_the_largest_headers_that_are_taken_can_be_published_again(
         assert largest.result(20).possible_duplicate
         publisher.flush(20)
         assert proxy.connections == 2
+
+
+def test_a_message_that_cannot_be_encoded_fails_alone(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """One among a full window: it is refused, the others are confirmed on the same connection, no place is lost."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], max_outstanding=10) as publisher:
+        for number in range(15):
+            before = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(5)]
+            message = Unencodable.after(1, b"x", f"broken {number}")  # the first time is the check of its size
+            broken = publisher.submit(message, routing_key="orders")
+            after = [publisher.submit(Message(b"x"), routing_key="orders") for _ in range(5)]
+            error = broken.exception(20)
+            assert isinstance(error, PublishRefused)
+            assert not error.may_have_arrived
+            assert [one.exception(20) for one in before + after] == [None] * 10
+        assert publisher.outstanding == 0
+        assert proxy.connections == 1
 
 
 def test_f31_headers_over_a_frame_are_refused_before_the_first_connection_too(

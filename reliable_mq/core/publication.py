@@ -46,7 +46,7 @@ class Outcome(enum.Enum):
 
 
 class Reply(NamedTuple):
-    """A reply code and text of the broker."""
+    """A reply code and text of the broker; code 0 is ours."""
 
     code: int
     text: str
@@ -167,11 +167,14 @@ class Publication:
                 )
             case Outcome.REFUSED:
                 code, text = self.reply or Reply(0, "")
-                return PublishRefused(
-                    f"{self} was refused: the broker closed the channel with {code} {text}",
-                    message_id=self.message.message_id,
-                    reply_code=code,
-                    reply_text=text,
+                why = f"the broker closed the channel with {code} {text}" if code else text
+                return self._with_doubt(
+                    PublishRefused(
+                        f"{self} was refused: {why}{self._doubt}",
+                        message_id=self.message.message_id,
+                        reply_code=code,
+                        reply_text=text,
+                    )
                 )
             case Outcome.UNKNOWN:
                 return self._unconfirmed()

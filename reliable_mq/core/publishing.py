@@ -15,6 +15,7 @@ The way of a publish::
                  --nack, none left--> nacked
                  --channel lost--> ready, in its old order (in doubt: its next attempt may be a duplicate)
                  --the broker closed the channel over it, and over it alone--> refused
+    ready    --its message cannot be encoded--> refused
     anywhere     --its deadline passes--> unknown, or returned where the return has come (it is sent no more)
 
 Invariants:
@@ -27,6 +28,7 @@ Invariants:
   too;
 - no two publishes with the same ``message_id`` are on the wire at once;
 - nothing is published without a channel, while the broker blocks, or once it is settled;
+- a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
 - a place in the window is given back once per accepted publish, when it is settled *and* off the wire: a late confirm
   still finds it.
 """
@@ -41,6 +43,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from reliable_mq.core import headers
 from reliable_mq.core.codec import append_publish, encode_properties, publish_head
 from reliable_mq.core.confirms import ConfirmTracker
+from reliable_mq.core.failure import describe
 from reliable_mq.core.isolation import Isolation
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.core.roster import Roster
@@ -245,35 +248,23 @@ class PublishingSession(Generic[P]):
         """The frames to write now: about ``limit`` bytes, at least one message, whole messages. Empty for nothing."""
         if not self._tracker.open or self.blocked_reason is not None:
             return b""
-        queue = self._may_be_sent()
-        if not queue:
-            return b""
         if not len(self._tracker):
             self._progress_at = now
         sent: list[P] = []
-        out: list[bytes] = []
-        size = 0
-        heads, channel, frame_max = self._heads, self._channel, self.frame_max
-        while queue and size < limit:
-            publication = queue.popleft()
-            if publication.outcome is not None:
-                continue
-            key = (publication.exchange, publication.routing_key, publication.mandatory)
-            head = heads.get(key)
-            if head is None:
-                if len(heads) >= _HEADS_KEPT:
-                    heads.clear()
-                head = heads[key] = publish_head(channel, *key)
+        data = b""
+        while not sent and (queue := self._may_be_sent()):
+            try:
+                data = self._encode(queue, sent, limit)
+            except BaseException:  # nothing of it is written
+                queue.extendleft(reversed(sent))
+                raise
+        for publication in sent:
             if publication.sends:
                 self.statistics.republished += 1
             publication.sends += 1
             publication.on_wire = True
-            message = publication.message
-            properties = encode_properties(message, _IN_DOUBT if publication.in_doubt else None)
-            sent.append(publication)
-            size += append_publish(out, head, channel, properties, message.body, frame_max)
         self._tracker.published(sent)
-        return b"".join(out)
+        return data
 
     def channel_in_doubt(self, now: float) -> bool:
         """Whether the broker owes confirms and has settled nothing for the confirm timeout: discard the channel."""
@@ -312,6 +303,41 @@ class PublishingSession(Generic[P]):
         if not len(self._tracker) or self.blocked_reason is not None:
             return None
         return self._progress_at + self._confirm_timeout
+
+    def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
+        """Move publishes from ``queue`` to ``sent``, up to ``limit`` bytes, and return their frames.
+
+        One that cannot be encoded is refused: it would fail the same way at every attempt.
+        """
+        out: list[bytes] = []
+        size = 0
+        heads, channel, frame_max = self._heads, self._channel, self.frame_max
+        while queue and size < limit:
+            publication = queue.popleft()
+            if publication.outcome is not None:
+                continue
+            sent.append(publication)
+            pieces = len(out)
+            try:
+                key = (publication.exchange, publication.routing_key, publication.mandatory)
+                head = heads.get(key)
+                if head is None:
+                    if len(heads) >= _HEADS_KEPT:
+                        heads.clear()
+                    head = heads[key] = publish_head(channel, *key)
+                message = publication.message
+                properties = encode_properties(message, _IN_DOUBT if publication.in_doubt else None)
+                size += append_publish(out, head, channel, properties, message.body, frame_max)
+            except MemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 -- whatever a message raises that is damaged, or a user's own
+                sent.pop()
+                del out[pieces:]
+                failure = describe(error, 0.0)
+                text = f"it cannot be encoded: {failure.exception_type}: {failure.exception_message}"
+                publication.reply = Reply(0, text)
+                self._settle(publication, Outcome.REFUSED)
+        return b"".join(out)
 
     def _may_be_sent(self) -> deque[P]:
         """What is ready; during an isolation, of one group only, and the next one once all of it is settled."""

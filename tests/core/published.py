@@ -27,6 +27,26 @@ FRAME_ERROR = Reply(501, "FRAME_ERROR")
 FORCED = Reply(320, "CONNECTION_FORCED - broker forced connection closure")
 
 
+class Unencodable(Message):
+    """A message whose encoding raises, as a damaged one or a subclass of a user's may."""
+
+    __slots__ = ("encoded_before",)
+
+    @classmethod
+    def after(cls, times: int, body: bytes, message_id: str) -> Unencodable:
+        """Make one that can be encoded so many times."""
+        message = cls._from_wire(body, None, message_id)
+        object.__setattr__(message, "encoded_before", iter([None] * times))
+        return message
+
+    @property
+    def encoded_properties(self) -> bytes | None:  # type: ignore[override]
+        try:
+            return next(self.encoded_before)
+        except StopIteration:
+            raise RuntimeError("no bytes for this one") from None
+
+
 class Published(NamedTuple):
     """A publish as the broker reads it."""
 

@@ -22,6 +22,7 @@ from tests.core.published import (
     NO_ROUTE,
     Published,
     Shell,
+    Unencodable,
     new_session,
 )
 
@@ -484,6 +485,56 @@ def test_encoded_heads_are_bounded_and_right(shell: Shell, monkeypatch: pytest.M
         shell.accept(str(number), exchange=exchange)
     assert [published.exchange for published in shell.send()] == exchanges
     assert len(shell.session._heads) <= 3
+
+
+@pytest.mark.parametrize("sent_before", [0, 1])
+def test_a_message_that_cannot_be_encoded_fails_alone(shell: Shell, sent_before: int) -> None:
+    """It is refused at once and never tried again; the others go out, are confirmed, and leave the window empty."""
+    broken = Publication(Unencodable.after(sent_before, b"broken", "broken"), "", "orders", True, 6, 0.0, None)
+    before = shell.accept("a", "b")
+    shell.session.accept([broken])
+    after = shell.accept("same id", message_id="broken") + shell.accept("c")
+    if sent_before:
+        assert shell.sent() == ["a", "b", "broken", "c"]
+        shell.lose()
+        shell.reopen()
+    assert shell.sent() == ["a", "b", "c", "same id"]
+    assert shell.take_settled() == [broken]
+    shell.ack(4, multiple=True)
+    assert set(outcomes(before + after)) == {Outcome.CONFIRMED}
+    error = broken.failure()
+    assert isinstance(error, PublishRefused)
+    assert "cannot be encoded: RuntimeError: no bytes for this one" in str(error)
+    assert error.reply_code == 0
+    assert error.may_have_arrived is bool(sent_before)
+    assert (shell.session.outstanding, shell.session.freed_count, len(shell.session._gate)) == (0, 5, 0)
+    assert shell.session.statistics.refused == 1
+
+
+def test_a_message_of_a_wrong_body_fails_alone(shell: Shell) -> None:
+    """The bytes of all messages are joined; one whose body is none fails by itself."""
+    broken = Publication(Message._from_wire("text", None, "broken"), "", "orders", True, 6, 0.0, None)  # type: ignore[arg-type]
+    shell.session.accept([broken])
+    good = shell.accept("a")
+    assert shell.sent() == ["a"]
+    shell.ack(1)
+    assert outcomes([broken, *good]) == [Outcome.REFUSED, Outcome.CONFIRMED]
+    assert "body must be bytes, not str" in str(broken.failure())
+
+
+def test_nothing_is_marked_as_sent_where_the_write_fails(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken for a write that is not made is ready again, in order."""
+    shell.accept("a", "b")
+
+    def no_memory(*_: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "append_publish", no_memory)
+        with pytest.raises(MemoryError):
+            shell.send()
+    assert shell.session.on_wire == 0
+    assert shell.sent() == ["a", "b"]
 
 
 def test_frames_carry_the_number_of_the_channel_they_go_to(shell: Shell) -> None:

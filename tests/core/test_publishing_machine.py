@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from tests.core.published import (
     NO_EXCHANGE,
     NO_ROUTE,
     Published,
+    Unencodable,
     decode,
     new_session,
 )
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KINDS = st.lists(st.sampled_from(["good"] * 6 + ["unroutable", "culprit", "connection culprit"]), max_size=6)
+UNENCODABLE = {"unencodable": 0, "unencodable again": 1}  # how often they can be encoded
+KINDS = st.lists(
+    st.sampled_from(["good"] * 6 + ["unroutable", "culprit", "connection culprit", *UNENCODABLE]), max_size=6
+)
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
@@ -55,6 +60,7 @@ class Expected:
     number: int
     culprit: Reply | None = None  # what the broker closes channel or connection with when it reads it
     unroutable: bool = False
+    encodable: float = inf  # how often
     unique: bool = True  # nobody else has its message id
     sends: int = 0
     nacks: int = 0
@@ -132,8 +138,10 @@ class PublishingMachine(RuleBasedStateMachine):
         for kind in kinds:
             number = len(self.everyone)
             culprit = {"culprit": NO_EXCHANGE, "connection culprit": FRAME_ERROR}.get(kind)
+            body, own_id = str(number).encode(), message_id or f"unique {number}"
+            encodable = UNENCODABLE.get(kind)
             publication = Publication(
-                Message(str(number).encode(), message_id=message_id or f"unique {number}"),
+                Message(body, message_id=own_id) if encodable is None else Unencodable.after(encodable, body, own_id),
                 "" if culprit is None else "missing",
                 kind,
                 kind == "unroutable" or number % 2 == 0,
@@ -142,7 +150,12 @@ class PublishingMachine(RuleBasedStateMachine):
                 timeout,
             )
             expected = Expected(
-                publication, number, culprit, unroutable=kind == "unroutable", unique=message_id is None
+                publication,
+                number,
+                culprit,
+                unroutable=kind == "unroutable",
+                encodable=inf if encodable is None else encodable,
+                unique=message_id is None,
             )
             self.everyone.append(expected)
             accepted.append(publication)
@@ -212,6 +225,9 @@ class PublishingMachine(RuleBasedStateMachine):
             self.lose(None, connection=True)
         data = self.session.data_to_send(self.now, limit)
         published = decode(data)
+        for expected in self.everyone:
+            if expected.outcome is None and expected.sends == expected.encodable and expected.publication.outcome:
+                expected.outcome = Outcome.REFUSED
         for one in published:
             self.sent(one)
         if limit == 1:
@@ -423,7 +439,9 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def culprits_alone_are_refused_and_returned_ones_never_confirmed(self) -> None:
         for expected in self.everyone:
-            if expected.outcome is Outcome.REFUSED:
+            if expected.outcome is Outcome.REFUSED and expected.sends == expected.encodable:
+                assert "no bytes for this one" in str(expected.publication.failure())
+            elif expected.outcome is Outcome.REFUSED:
                 assert expected.publication.reply is expected.culprit is not None
             if expected.outcome is Outcome.CONFIRMED:
                 assert not expected.unroutable

@@ -11,6 +11,7 @@ from struct import Struct
 from typing import Final
 
 from reliable_mq.core.codec.tables import encode_short_string
+from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "append_publish",
@@ -75,7 +76,12 @@ def append_publish(out: list[bytes], head: bytes, channel: int, properties: byte
 
     Returns:
         How many bytes were appended.
+
+    Raises:
+        ConfigurationError: the body is no ``bytes``; nothing was appended.
     """
+    if body.__class__ is not bytes:
+        raise ConfigurationError(f"body must be bytes, not {type(body).__name__}")
     size = len(body)
     header = _CONTENT_HEADER.pack(2, channel, 12 + len(properties), _BASIC, 0, size)
     if size and (size <= frame_max - FRAME_OVERHEAD or not frame_max):
