@@ -38,6 +38,8 @@ def publish(vhost: VirtualHost, count: int) -> list[Message]:
                 headers.EXCEPTION_MESSAGE: f"[red]no\\n {number}",
                 headers.ATTEMPTS: 5,
                 "shop": "north",
+                "[/evil]": 0,
+                "\x1b]0;evil\x07": False,
             },
         )
         for number in range(count)
@@ -76,8 +78,17 @@ def test_dead_letters_are_listed_shown_and_counted(any_vhost: VirtualHost) -> No
     assert sorted(row["message_id"] for row in rows) == ["id-0", "id-10", "id-20"]
     assert rows[0]["queue"] == "orders"
     shown, _ = dlq("show", any_vhost, DEAD, "--message-id", "id-7")
-    for expected in ("id-7", "ValueError", "5 of 5 attempts failed", "header shop", "north", "order 7"):
+    for expected in (
+        "id-7",
+        "ValueError",
+        "5 of 5 attempts failed",
+        "header shop",
+        "north",
+        "order 7",
+        "header [/evil]",
+    ):
         assert expected in shown
+    assert "\x1b" not in shown
     assert dlq("show", any_vhost, DEAD, "--message-id", "no", status=1)[0] == "no such message in orders.dead\n"
     counted = json.loads(dlq("stats", any_vhost, DEAD, "--json")[0])
     assert (counted["messages"], counted["by_cause"]) == (30, {"ValueError": 27, "shop.PaymentTimeout": 3})
@@ -121,6 +132,23 @@ def test_an_export_to_a_file_is_imported_elsewhere(vhost: VirtualHost, tmp_path:
     assert told == "line 2: not JSON: Expecting value: line 1 column 1 (char 0)\n1 of 2 messages confirmed\n"
     counts = vhost.live_counts()
     assert (counts["orders"], counts[DEAD]) == (6, 5)
+
+
+def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHost, tmp_path: Path) -> None:
+    """No broker, no such queue, an end in the middle: it is the only copy, perhaps."""
+    publish(vhost, 3)
+    file = tmp_path / "dead.jsonl"
+    dlq("export", vhost, DEAD, str(file))
+    before = file.read_bytes()
+    assert before.count(b"\n") == 3
+    assert run_cli("dlq", "export", "amqp://guest:guest@127.0.0.1:1", DEAD, str(file)).returncode == 1
+    dlq("export", vhost, "missing", str(file), status=1)
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["dead.jsonl"]
+    dlq("export", vhost, DEAD, str(file), "--limit", "2")
+    assert file.read_bytes().count(b"\n") == 2
+    assert dlq("export", vhost, DEAD, "-")[0].count("\n") == 3
+    assert "is a directory" in dlq("export", vhost, DEAD, str(tmp_path), status=2)[1]
 
 
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from typing import Annotated
+import traceback
+from contextlib import suppress
+from typing import Annotated, Any, Final
 
 import typer
+from typer.rich_utils import rich_format_error
 
 from reliable_mq.cli import consume, demo, doctor, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
-from reliable_mq.cli.terminal import errors, show_logs
+from reliable_mq.cli.terminal import escaped, say, show_logs, without_passwords
 from reliable_mq.errors import ReliableMQError
 
 __all__ = ["app", "run"]
+
+_INTERRUPTED: Final = 130
+# Of click, which newer versions of typer bring along under a name of their own.
+_WrongCommandLine: Final[type[Exception]] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
+)
 
 app = typer.Typer(
     name="reliable-mq",
@@ -45,21 +55,51 @@ def options(
 
 def run() -> int:
     """Run the application with this process's arguments; return the exit status."""
-    try:
-        app(prog_name="reliable-mq")
-    except (ReliableMQError, OSError) as error:
-        errors.print(f"reliable-mq: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    finally:
-        _flush()
-    return 0
-
-
-def _flush() -> None:
-    """Let a reader of our output that went away not become an error at the interpreter's exit."""
+    status = _run()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        # What is still in its buffer must not become an error at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # a reader that went away has had enough
+            _tell(f"standard output: {error.strerror}")
+            status = status or 1
+    return status
+
+
+def _run() -> int:
+    try:
+        code = app(prog_name="reliable-mq", standalone_mode=False)
+    except _WrongCommandLine as error:
+        return _explained(error)
+    except (typer.Abort, KeyboardInterrupt) as error:
+        _tell("aborted" if isinstance(error, typer.Abort) else "interrupted")
+        return 1 if isinstance(error, typer.Abort) else _INTERRUPTED
+    except ReliableMQError as error:
+        _tell(str(error))
+        return 1
+    except OSError as error:
+        file = "" if error.filename is None else f"{error.filename}: "
+        _tell(f"{file}{error.strerror or error}")
+        return 1
+    except SystemExit as end:
+        code = 1 if end.code is None else end.code
+    except Exception as error:  # noqa: BLE001  # a flaw of ours: one line for a user, the place for who asks for it
+        _tell(f"{type(error).__name__}: {error} (a flaw in reliable-mq; with -v it shows where)")
+        if logging.getLogger("reliable_mq").isEnabledFor(logging.INFO):
+            say("".join(traceback.format_exception(error)))
+        return 1
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+def _explained(error: Any) -> int:
+    """Show what is wrong with a command line, which may hold what a terminal would act on, and a URL's password."""
+    if isinstance(getattr(error, "message", None), str):
+        error.message = without_passwords(escaped(error.message, keep="\n"))
+    rich_format_error(error)
+    return int(error.exit_code)
+
+
+def _tell(text: str) -> None:
+    with suppress(BrokenPipeError):
+        say(f"reliable-mq: {without_passwords(text)}")

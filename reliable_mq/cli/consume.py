@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import hide_logs
+from reliable_mq.cli.terminal import hide_logs, product
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.lines import write_line
 from reliable_mq.retry import RetryLater
@@ -49,7 +48,8 @@ def consume(
 ) -> None:
     """Write the messages of a queue to standard output, one per line.
 
-    Without --json a message is its body and a line end. Where --count is not reached the exit status is 1.
+    Without --json a message is its body and a line end; on a terminal, what does not print is escaped. Where --count is
+    not reached the exit status is 1.
 
     What was only looked at, or sent ahead, goes back and is then marked as redelivered; a quorum queue may give it
     another place, and up to RabbitMQ 4.2 counts it against its delivery limit. What is in a pipe counts as written:
@@ -59,7 +59,7 @@ def consume(
         raise typer.BadParameter("one of --ack and --peek is needed")
     hide_logs(consumer_logger)  # it warns that dead letters are lost, and here none are made
     follower = _Follower(
-        sys.stdout.buffer,
+        product(as_json=as_json),
         write_line if as_json else _body,
         keep=peek,
         count=count,

@@ -13,7 +13,7 @@ from reliable_mq.cli.orders.outages import Outages
 from reliable_mq.cli.orders.shop import Progress, Shop
 from reliable_mq.cli.orders.story import Moment, Story
 from reliable_mq.cli.orders.verdict import Verdict
-from reliable_mq.cli.terminal import errors, hide_logs, output
+from reliable_mq.cli.terminal import hide_logs, output, say
 from reliable_mq.url import parse_url
 
 __all__ = ["demo"]
@@ -72,18 +72,18 @@ class _Demo:
                     error = self._watch(display)
             except KeyboardInterrupt:
                 interrupted = True
-                errors.print("interrupted: closing", highlight=False)
+                say("interrupted: closing")
             finally:
                 self._outages.end()
         verdict = Verdict(
             self._shop.account.balance(), self._shop.progress, self._outages.done, time.monotonic() - self._began
         )
         if interrupted:
-            errors.print(f"interrupted: {verdict.so_far}", highlight=False)
+            say(f"interrupted: {verdict.so_far}")
             return _INTERRUPTED
         output.print(verdict)
         if error is not None:
-            errors.print(f"reliable-mq: {error}", markup=False, highlight=False, soft_wrap=True)
+            say(f"reliable-mq: {error}")
         return 1 if verdict.faults or error is not None else 0
 
     def _watch(self, display: Display) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from reliable_mq.cli.checks.management import ManagementAPI, ManagementError
 from reliable_mq.cli.checks.permissions import examine_permissions
 from reliable_mq.cli.checks.queues import examine_queues
 from reliable_mq.cli.checks.snapshot import Snapshot
-from reliable_mq.cli.terminal import hide_logs, output
+from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output
 from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings
@@ -156,7 +155,7 @@ def _write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> No
         "status": worst(findings).value,
         "findings": [{**asdict(finding), "status": finding.status.value} for finding in findings],
     }
-    print(json.dumps(report, ensure_ascii=False, indent=2))
+    print(json_text(report, indent=2))
 
 
 def _show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
@@ -169,12 +168,12 @@ def _show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
         table.add_section()
         for number, finding in enumerate(group):
             mark, style = _MARKS[finding.status]
-            text = Text(finding.text)
+            text = Text(escaped(finding.text))
             if finding.fix:
-                text.append(f"\n→ {finding.fix}", style="italic")
-            title = Text(subject if number == 0 else "", style="bold")
-            table.add_row(title, Text(mark, style=style), finding.check, text)
-    output.print(Text(str(settings), style="bold"))
+                text.append(f"\n→ {escaped(finding.fix)}", style="italic")
+            title = Text(escaped(subject) if number == 0 else "", style="bold")
+            table.add_row(title, Text(mark, style=style), Text(escaped(finding.check)), text)
+    output.print(Text(escaped(settings), style="bold"))
     output.print(table)
     counts = Counter(finding.status for finding in findings)
     output.print(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 __all__ = ["Input", "lines", "size_of", "whole_files"]
 
@@ -33,7 +34,7 @@ def lines(files: Sequence[Path]) -> Iterator[Input]:
         OSError: a file cannot be read.
     """
     if not files:
-        yield from _lines_of(sys.stdin.buffer, "")
+        yield from _lines_of(_standard_input().buffer, "")
     for path in files:
         with path.open("rb") as file:
             yield from _lines_of(file, f"{path}, ")
@@ -52,8 +53,14 @@ def whole_files(files: Sequence[Path]) -> Iterator[Input]:
 
 def size_of(files: Sequence[Path]) -> int | None:
     """How many bytes there are to read; None where that cannot be known, as with a pipe."""
-    found = [path.stat() for path in files] if files else [os.fstat(sys.stdin.fileno())]
+    found = [path.stat() for path in files] if files else [os.fstat(_standard_input().fileno())]
     return sum(each.st_size for each in found) if all(stat.S_ISREG(each.st_mode) for each in found) else None
+
+
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "standard input is closed")
+    return sys.stdin
 
 
 def _lines_of(file: Iterator[bytes], prefix: str) -> Iterator[Input]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.inputs import Input, lines, size_of, whole_files
-from reliable_mq.cli.terminal import errors, hide_logs
+from reliable_mq.cli.terminal import errors, escaped, hide_logs, say
 from reliable_mq.connection.publishing import unwatched_logger
 from reliable_mq.core.lines import read_line
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
@@ -185,7 +185,7 @@ class _Run:
             self._failed += 1
             self._first_failed = self._first_failed or where
         if not self._interrupted:
-            errors.print(f"{where}: {error}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{where}: {error}")
 
     def _report(self) -> None:
         if self._interrupted:
@@ -200,10 +200,10 @@ class _Run:
             text = f"{self._confirmed:,} messages confirmed in {time.monotonic() - self._began:.1f} s"
         else:
             return
-        errors.print(text, highlight=False, soft_wrap=True)
+        say(text)
 
     def _progress(self) -> AbstractContextManager[object]:
-        if not errors.is_terminal or sys.stdin.isatty():
+        if not errors.is_terminal or (sys.stdin is not None and sys.stdin.isatty()):
             return nullcontext()  # nobody looks, or somebody types
         return Live(self, console=errors, transient=True, refresh_per_second=8)
 
@@ -216,7 +216,7 @@ class _Run:
         if self._failed:
             text.append(f"  {self._failed:,} failed", style="red")
         if self._publisher.blocked is not None:
-            text.append(f"  blocked by the broker: {self._publisher.blocked}", style="yellow")
+            text.append(f"  blocked by the broker: {escaped(self._publisher.blocked)}", style="yellow")
         elif not self._publisher.connected:
             text.append("  not connected", style="yellow")
         row = Table.grid(padding=(0, 1))

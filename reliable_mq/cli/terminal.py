@@ -1,35 +1,133 @@
-"""Where things are shown: the console for errors and progress, and the logs of the library on it.
+"""Where things are shown: the console for errors and progress, the logs of the library on it, and foreign text on both.
 
-Logs go through the same console as a progress display, which stays whole that way.
+Invariants:
+
+- Logs go through the same console as a progress display, which stays whole that way.
+- What others wrote (ids, headers, bodies, names, a broker's or an exception's text) is never taken for markup, and none
+  of its characters makes a terminal do anything: `escaped`, `say`, `json_text` and `product` see to that.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
+import re
 import sys
-from typing import Final
+from typing import BinaryIO, Final, cast
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["errors", "hide_logs", "output", "show_logs"]
+from reliable_mq.core.failure import printable
+from reliable_mq.url import redacted
+
+__all__ = [
+    "errors",
+    "escaped",
+    "hide_logs",
+    "json_text",
+    "output",
+    "product",
+    "say",
+    "show_logs",
+    "without_passwords",
+]
 
 errors: Final = Console(stderr=True)
 """For everything that is not a command's product."""
 
-output: Final = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+_to_terminal = sys.stdout is not None and sys.stdout.isatty()
+output: Final = Console(width=None if _to_terminal or "COLUMNS" in os.environ else 120)
 """For a product that is made for people: tables. In a pipe or a file, lines are longer than rich's 80 characters."""
 
 _DRIVERS: Final = ("pika", "aio_pika", "aiormq")
 _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
+# Up to the last "@", since a password may hold anything.
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTALL)
+
+
+# -- foreign text ------------------------------------------------------------------------------------------------------
+
+
+def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
+    """Escape what does not print: control and escape characters, line ends, marks of direction, lone surrogates.
+
+    Args:
+        text: what others wrote; ``str`` of it.
+        limit: how many characters to keep at most; None for all.
+        keep: characters that stay although they do not print, such as line ends.
+    """
+    text = str(text)
+    if limit is not None:
+        return printable(text, limit)
+    if text.isprintable():
+        return text
+    return "".join(char if char in keep else printable(char) for char in text)
+
+
+def say(text: str, *, console: Console = errors) -> None:
+    """Show text that may hold foreign text: as it is, but for what does not print. Line ends stay."""
+    console.print(Text(escaped(text, keep="\n")), soft_wrap=True)
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """Encode as JSON that a terminal can show: what does not print is written as JSON's escapes."""
+    return _printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
+
+
+def without_passwords(text: str) -> str:
+    """Remove the passwords of the URLs in a text."""
+    return _URL.sub(lambda match: redacted(match[0]), text)
+
+
+def product(*, as_json: bool) -> BinaryIO:
+    """Standard output for bytes: as they are in a pipe or a file, escaped on a terminal.
+
+    Args:
+        as_json: what is written are lines of JSON, and stay JSON.
+
+    Raises:
+        OSError: it is closed.
+    """
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
+    out = sys.stdout.buffer
+    return cast("BinaryIO", _TerminalProduct(out, as_json=as_json)) if sys.stdout.isatty() else out
+
+
+class _TerminalProduct:
+    """Of a file, what those use that are given one here."""
+
+    def __init__(self, out: BinaryIO, *, as_json: bool) -> None:
+        self._out = out
+        self._as_json = as_json
+
+    def write(self, data: bytes) -> None:
+        text = data.decode("utf-8", "backslashreplace")
+        shown = _printable_json(text) if self._as_json else escaped(text, keep="\n\t")
+        self._out.write(shown.encode())
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _printable_json(text: str) -> str:
+    """Outside of strings, JSON has no character but line ends that does not print."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
 
 
 class _ConsoleHandler(logging.Handler):
     """One line for each record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = Text(self.format(record), style=_STYLES.get(record.levelno, "dim"))
+        line = Text(escaped(self.format(record), keep="\n"), style=_STYLES.get(record.levelno, "dim"))
         errors.print(line, soft_wrap=True)
 
 

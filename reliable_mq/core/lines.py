@@ -72,6 +72,8 @@ def read_line(text: bytes) -> Line:
         line = json.loads(text)
     except ValueError as error:
         raise ConfigurationError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ConfigurationError("not read: its JSON is nested too deeply") from None
     if not isinstance(line, dict):
         raise ConfigurationError(f"a JSON object is needed, not {type(line).__name__}")
     unknown = sorted(line.keys() - _KEYS)

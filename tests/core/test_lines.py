@@ -174,6 +174,9 @@ EMPTY = base64.b64encode(join_properties({})).decode()
     ("text", "why"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"body": "x", "headers": ' + '{"a": ' * 100_000 + "1", "nested too deeply"),
+        ('{"body": "x", "headers": ' + '{"a": ' * 400 + "1" + "}" * 401, "nested deeper than 32 levels"),
         ("[]", "a JSON object is needed, not list"),
         ('{"body": "x", "routing-key": "q"}', "unknown key 'routing-key'; known are app_id, body, "),
         ("{}", "one of body .text. and body_base64 is needed"),

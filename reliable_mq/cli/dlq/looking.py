@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -30,7 +28,8 @@ from reliable_mq.cli.dlq.options import (
 )
 from reliable_mq.cli.dlq.progress import interruptible, progress_bar
 from reliable_mq.cli.dlq.shown import details, listing, statistics_json, statistics_tables, summary, summary_json
-from reliable_mq.cli.terminal import output
+from reliable_mq.cli.outputs import whole_file
+from reliable_mq.cli.terminal import escaped, json_text, output, product, say
 from reliable_mq.deadletters import DeadLetterQueue
 
 __all__ = ["export", "list_", "show", "stats"]
@@ -61,7 +60,7 @@ def list_(
         with progress_bar("looking") as bar:
             for message in dead.browse(which, limit=limit, progress=bar):
                 if as_json:
-                    print(json.dumps(summary_json(message), ensure_ascii=False))
+                    print(json_text(summary_json(message)))
                 else:
                     table.add_row(*summary(message, now))
     if not as_json:
@@ -89,7 +88,7 @@ def show(
         found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
     _write_apart(found)
     if not found:
-        output.print(Text(f"no such message in {queue}"))
+        say(f"no such message in {queue}", console=output)
         raise typer.Exit(1)
 
 
@@ -111,7 +110,7 @@ def stats(
     with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
         counted = dead.statistics(which, progress=bar)
     if as_json:
-        print(json.dumps(statistics_json(counted), ensure_ascii=False, indent=2))
+        print(json_text(statistics_json(counted), indent=2))
         return
     _write_apart(statistics_tables(counted, datetime.now(UTC)))
 
@@ -119,7 +118,10 @@ def stats(
 def export(
     url: URL,
     queue: QueueName,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Without: standard output.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", dir_okay=False, help="Without, or with '-': standard output."),
+    ] = None,
     *,
     exception: Exceptions = None,
     reason: Reason = None,
@@ -132,13 +134,16 @@ def export(
 ) -> None:
     """Write dead letters as JSON lines, byte for byte; they stay in the queue.
 
-    `dlq import` and `publish --json` read them.
+    `dlq import` and `publish --json` read them. A FILE that exists is replaced when everything is written, and is as it
+    was until then.
     """
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    to_stdout = file is None or str(file) == "-"
+    unfinished = "what was written is incomplete" if to_stdout else f"{file} is as it was"
     with (
-        nullcontext(sys.stdout.buffer) if file is None else file.open("wb") as out,
+        interruptible(f"{_KEPT}, and {unfinished}"),
         DeadLetterQueue(url, queue) as dead,
-        interruptible(f"{_KEPT}, and what was written is incomplete"),
+        nullcontext(product(as_json=True)) if file is None or to_stdout else whole_file(file) as out,
         progress_bar("exporting") as bar,
     ):
         dead.export(out, which, limit=limit, progress=bar)
@@ -146,7 +151,7 @@ def export(
 
 def _write(table: Table, footer: str) -> None:
     output.print(table)
-    output.print(Text(footer, style="dim"))
+    output.print(Text(escaped(footer), style="dim"))
 
 
 def _write_apart(parts: Iterable[RenderableType]) -> None:

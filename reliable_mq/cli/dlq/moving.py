@@ -25,9 +25,8 @@ from reliable_mq.cli.dlq.options import (
 )
 from reliable_mq.cli.dlq.progress import interruptible, progress_bar
 from reliable_mq.cli.inputs import lines
-from reliable_mq.cli.terminal import errors, hide_logs
+from reliable_mq.cli.terminal import escaped, hide_logs, say
 from reliable_mq.connection.publishing import unwatched_logger
-from reliable_mq.core.failure import printable
 from reliable_mq.deadletters import DeadLetterQueue, ReplayReport, Target
 from reliable_mq.stores.resetting import ResettableStore
 
@@ -123,10 +122,11 @@ def purge(
         if not yes:
             meant = "those that match" if not which.everything else "all" if limit is None else "the first"
             most = "" if limit is None else f" (at most {limit:,})"
-            typer.confirm(f"{queue} holds {len(dead):,} messages. Delete {meant}{most} for good?", abort=True, err=True)
+            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant}{most} for good?"
+            typer.confirm(question, abort=True, err=True)
         with interruptible("what was deleted is gone, the rest is in the queue"), progress_bar("deleting") as bar:
             deleted = dead.purge(which, limit=limit, progress=bar)
-    errors.print(f"{deleted:,} deleted", highlight=False)
+    say(f"{deleted:,} deleted")
 
 
 def import_(
@@ -156,18 +156,16 @@ def import_(
     ):
         confirmed, failures = dead.import_lines(texts(), progress=bar)
     for number, error in failures:
-        errors.print(f"{places[number - 1]}: {error}", markup=False, highlight=False, soft_wrap=True)
-    errors.print(f"{confirmed:,} of {len(places):,} messages confirmed", highlight=False)
+        say(f"{places[number - 1]}: {error}")
+    say(f"{confirmed:,} of {len(places):,} messages confirmed")
     raise typer.Exit(1 if failures else 0)
 
 
 def _tell(report: ReplayReport, *, dry_run: bool) -> None:
     for message, error in report.failures[:_SHOWN]:
-        name = printable(message.message_id or "without id", 64)
-        text = printable(str(error), 500)
-        errors.print(f"{message.position}, {name}: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{message.position}, {escaped(message.message_id or 'without id', 64)}: {escaped(error, 500)}")
     if report.failed > _SHOWN:
-        errors.print(f"and {report.failed - _SHOWN:,} more", highlight=False)
+        say(f"and {report.failed - _SHOWN:,} more")
     what = "would be replayed" if dry_run else "replayed"
     text = f"{report.replayed:,} of {report.examined:,} {what}"
     if report.failed:
@@ -179,7 +177,7 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
             f"; {report.handed_out_before:,} had been handed out before (looked at, or a replay was cut off): they may "
             "be duplicates"
         )
-    errors.print(text, highlight=False, soft_wrap=True)
+    say(text)
 
 
 def _store(place: str) -> ResettableStore:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from reliable_mq.cli.terminal import errors
+from reliable_mq.cli.terminal import errors, say
 
 __all__ = ["Bar", "interruptible", "progress_bar"]
 
@@ -54,5 +54,5 @@ def interruptible(what: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        errors.print(f"interrupted; {what}", highlight=False, soft_wrap=True)
+        say(f"interrupted; {what}")
         raise typer.Exit(_INTERRUPTED) from None

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.core.failure import printable
+from reliable_mq.cli.terminal import escaped
 from reliable_mq.core.headers import PREFIX
 from reliable_mq.core.lines import write_line
 from reliable_mq.deadletters import DeadMessage, Statistics
@@ -28,7 +28,6 @@ _TELLS: Final = (
     ("died at", "died_at"),
     ("consumer", "consumer"),
     ("by version", "package_version"),
-    ("handed out before", "delivery_count"),
 )
 _ELSEWHERE: Final = frozenset(
     {"body", "body_base64", "exchange", "routing_key", "redelivered", "headers", "properties_base64"}
@@ -65,11 +64,11 @@ def summary(message: DeadMessage, now: datetime) -> list[Text]:
         died_of += f": {message.exception_message}"
     return [
         Text(str(message.position), style="dim"),
-        Text(printable(message.message_id or "-", 64)),
+        Text(escaped(message.message_id or "-", 64)),
         Text(age(message.died_at, now)),
-        Text(printable("?" if message.origin is None else message.origin.queue, 64)),
+        Text(escaped("?" if message.origin is None else message.origin.queue, 64)),
         Text("?" if message.attempts is None else str(message.attempts)),
-        Text(printable(message.unreadable or died_of, 200)),
+        Text(escaped(message.unreadable or died_of, 200)),
         Text(f"{len(message.body):,}"),
     ]
 
@@ -81,23 +80,28 @@ def details(message: DeadMessage, most: int) -> Table:
     table.add_column(overflow="fold")
 
     def row(name: str, value: object) -> None:
-        if value not in (None, "", 0):
-            table.add_row(name, Text(printable(str(value), 2000)))
+        table.add_row(Text(escaped(name, 100)), Text(escaped(value, 2000)))
 
     table.add_row("position", Text(str(message.position), style="bold"))
     origin = message.origin
-    row("was in queue", None if origin is None else origin.queue)
-    if origin is not None and origin.exchange is not None:
-        row("published to", f"exchange {origin.exchange!r} with routing key {origin.routing_key!r}")
+    if origin is not None:
+        row("was in queue", origin.queue)
+        if origin.exchange is not None:
+            row("published to", f"exchange {origin.exchange!r} with routing key {origin.routing_key!r}")
     for name, attribute in _TELLS:
-        row(name, getattr(message, attribute))
-    row("cannot be replayed", message.unreadable)
+        value = getattr(message, attribute)
+        if value not in (None, ""):
+            row(name, value)
+    if message.delivery_count:
+        row("handed out before", message.delivery_count)
+    if message.unreadable:
+        row("cannot be replayed", message.unreadable)
     line: dict[str, Any] = json.loads(write_line(message))
     for name in sorted(line.keys() - _ELSEWHERE):
         row(name.replace("_", " "), line[name])
     for name, value in sorted(message.headers.items()):
         if not name.startswith(PREFIX):  # it was told above
-            row(f"header {printable(name, 100)}", value)
+            row(f"header {name}", value)
     table.add_row(f"body, {len(message.body):,} bytes", _body(message.body, most))
     return table
 
@@ -111,8 +115,7 @@ def _body(body: bytes, most: int) -> Text:
             text = " ".join(cut[start : start + 8].hex(" ") for start in range(0, len(cut), 8))
         else:
             text = cut[: error.start].decode()  # cut inside of a character
-    shown = "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-    return Text(shown + ("…" if len(body) > most else ""))
+    return Text(escaped(text, keep="\n\t") + ("…" if len(body) > most else ""))
 
 
 def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Text]:
@@ -131,7 +134,7 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
         table.add_column("count", justify="right")
         table.add_column(title, overflow="fold")
         for name, count in counts.items():
-            table.add_row(f"{count:,}", Text(printable(name, 300)))
+            table.add_row(f"{count:,}", Text(escaped(name, 300)))
         shown.append(table)
     return shown
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from reliable_mq.cli.orders.outages import BrokerState
 from reliable_mq.cli.orders.shop import Progress
+from reliable_mq.cli.terminal import escaped, say
 
 __all__ = ["Display", "LinesDisplay", "LiveDisplay", "State", "display_for"]
 
@@ -105,7 +106,7 @@ class LinesDisplay:
         self._print(f"{_clock(time)}  {event}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(text, console=self._console)
 
 
 class LiveDisplay:
@@ -136,7 +137,7 @@ class LiveDisplay:
 
     def tell(self, time: float, event: str) -> None:
         """Keep an event, to be drawn with the next update."""
-        self._events.append(Text(f"{_clock(time)}  {event}"))
+        self._events.append(Text(escaped(f"{_clock(time)}  {event}")))
 
     def _drawn(self, time: float, progress: Progress, state: State) -> Group:
         bars = Table.grid(padding=(0, 2))
@@ -163,7 +164,7 @@ class LiveDisplay:
             _link("publisher", connected=state.publisher_connected, blocked=state.blocked),
             _link("consumer", connected=state.consumer_connected, blocked=None),
         )
-        return Group(Text(self._title, style="bold"), "", bars, "", counts, states, "", *self._events, "")
+        return Group(Text(escaped(self._title), style="bold"), "", bars, "", counts, states, "", *self._events, "")
 
     def _rate(self) -> float:
         (first_time, first), (last_time, last) = self._recent[0], self._recent[-1]
@@ -184,5 +185,5 @@ def _count(name: str, count: int) -> Text:
 
 def _link(name: str, *, connected: bool, blocked: str | None) -> Text:
     if blocked is not None:
-        return Text.assemble(("● ", "yellow"), f"{name} blocked: {blocked}")
+        return Text.assemble(("● ", "yellow"), f"{name} blocked: {escaped(blocked)}")
     return Text.assemble(("● ", "green") if connected else ("◌ ", "yellow"), f"{name} {_connected(connected)}")
