@@ -46,7 +46,7 @@ class Ack:
 
 
 class RetryLater(Exception):
-    """Raised by a handler, or returned for an item of a batch: try this delivery again later.
+    """Raised or returned by a handler, or returned for an item of a batch: try this delivery again later.
 
     It counts as an attempt: after the policy's last one the delivery is dead-lettered all the same.
 
@@ -54,21 +54,31 @@ class RetryLater(Exception):
         delay: seconds until the next attempt; None for the delay of the policy.
     """
 
+    delay: float | None = None  # of a subclass that does not call this constructor
+
     def __init__(self, delay: Duration | None = None) -> None:
         self.delay = None if delay is None else seconds("delay", delay)
         super().__init__("as the policy says" if delay is None else f"in {self.delay:g} s")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
 
 class DeadLetter(Exception):
-    """Raised by a handler, or returned for an item of a batch: dead-letter this delivery now.
+    """Raised or returned by a handler, or returned for an item of a batch: dead-letter this delivery now.
 
     Args:
         reason: a sentence for whoever looks at the dead letter; it travels in a header.
     """
 
+    reason: str = ""  # of a subclass that does not call this constructor
+
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
@@ -87,7 +97,8 @@ class RetryPolicy:
         backoff: instead of ``delays``, one of tenacity's waits, such as ``wait_exponential(max=60)``, or a function of
             the same kind. It is asked once per attempt, now; for chance, give ``jitter``.
         jitter: part of each delay that is added to it at random, from 0 (none) to 1 (up to twice the delay).
-        retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all.
+        retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all. Both
+            are matched by inheritance, as ``except`` matches, in an ``ExceptionGroup`` as `retries` says.
         give_up_on: exceptions that dead-letter at once, also where ``retry_on`` names a base class of theirs.
         backend: where a delivery waits. ``"queues"``: in a delay queue per delay, declared beside the queue; where that
             cannot be (a plain name, a stream, a queue that goes away by itself), in memory. ``"memory"``: unacked, in
@@ -121,7 +132,7 @@ class RetryPolicy:
         self._retry_on = None if retry_on is None else _exceptions("retry_on", retry_on)
         self._give_up_on = _exceptions("give_up_on", give_up_on)
         for kind in self._retry_on or ():
-            if issubclass(kind, self._give_up_on):
+            if _is_any(kind, self._give_up_on):
                 raise ConfigurationError(f"{kind.__name__} is in retry_on, and never retried: give_up_on covers it")
         self._backoff = "" if backoff is None else getattr(backoff, "__name__", type(backoff).__name__)
         failed = range(1, self._max_attempts)
@@ -163,9 +174,18 @@ class RetryPolicy:
         }
         return tuple(name for name, is_given in given.items() if is_given)
 
-    def retries(self, kind: type[BaseException]) -> bool:
-        """Whether an exception of this class is followed by another attempt, where one is left."""
-        return not issubclass(kind, self._give_up_on) and (self._retry_on is None or issubclass(kind, self._retry_on))
+    def retries(self, kind: type[BaseException], *groups: type[BaseException]) -> bool:
+        """Whether an exception of this class is followed by another attempt, where one is left.
+
+        Args:
+            kind: its class.
+            groups: the classes of the exception groups that it was in: ``retry_on`` or ``give_up_on`` may name one. A
+                group is followed by another attempt where each exception in it would be.
+        """
+        kinds = (kind, *groups)
+        if any(_is_any(one, self._give_up_on) for one in kinds):
+            return False
+        return self._retry_on is None or any(_is_any(one, self._retry_on) for one in kinds)
 
     def delay(self, attempt: int, random: Random) -> float | None:
         """Answer how long to wait after a failed attempt.
@@ -232,6 +252,13 @@ class KillSwitch:
             raise ConfigurationError(f"longest_pause is below pause: {self.longest_pause!r} and {self.pause!r}")
 
 
+def _restored(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]) -> BaseException:
+    """Make a pickled verdict again, without its constructor, whose arguments a subclass may have changed."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
 def _ask(backoff: Backoff, attempt: int) -> float:
     state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
     state.attempt_number = attempt
@@ -258,6 +285,11 @@ def _part(field: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
     raise ConfigurationError(f"{field} must be a number from 0 to 1, not {value!r}")
+
+
+def _is_any(kind: type[BaseException], bases: tuple[type[BaseException], ...]) -> bool:
+    """Whether a class inherits from one of these. Nobody's ``__subclasscheck__`` is asked: it may raise."""
+    return any(type.__subclasscheck__(base, kind) for base in bases)
 
 
 def _exceptions(field: str, value: object) -> tuple[type[BaseException], ...]:

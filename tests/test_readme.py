@@ -6,6 +6,7 @@ A page is the README, and each README.md below it.
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import re
@@ -145,6 +146,7 @@ def test_every_public_name_that_is_named_exists() -> None:
     places: list[ModuleType] = [
         reliable_mq,
         *map(importlib.import_module, ("reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")),
+        builtins,
     ]
     for text in inline(README, REFERENCE):
         found = re.match(r"(?:\w+=)?(?!None|True|False)([A-Z][a-z]+[A-Za-z]*)\b", text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -158,3 +161,53 @@ def test_what_a_handler_may_raise() -> None:
         RetryLater(-1)
     assert DeadLetter("no such customer").reason == "no such customer"
     assert repr(Ack()) == "Ack()"
+
+
+class OrderLocked(RetryLater):
+    """A verdict with a constructor of its own."""
+
+    def __init__(self, order: int, *, holder: str) -> None:
+        super().__init__(order)
+        self.holder = holder
+
+
+class OrderRefused(DeadLetter):
+    def __init__(self) -> None:
+        super().__init__("refused")
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [RetryLater(), RetryLater(5), DeadLetter("x"), OrderLocked(3, holder="a"), OrderRefused()],
+    ids=lambda verdict: type(verdict).__name__,
+)
+@pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy])
+def test_verdicts_can_be_pickled_and_copied(verdict: Exception, again: Callable[[Exception], Exception]) -> None:
+    """As when they are raised in a process pool, which an exception that cannot be made again breaks."""
+    verdict.add_note("in the pool")
+    other = again(verdict)
+    assert type(other) is type(verdict)
+    assert (other.args, other.__dict__) == (verdict.args, verdict.__dict__)
+    assert str(other) == str(verdict)
+
+
+class NeverAsked(type):
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        raise RuntimeError("user code")
+
+
+class Registered(Exception, metaclass=NeverAsked):
+    pass
+
+
+class Derived(Registered):
+    pass
+
+
+def test_exceptions_are_matched_by_inheritance_and_no_code_of_theirs_runs() -> None:
+    policy = RetryPolicy(retry_on=Registered)
+    assert policy.retries(Derived)
+    assert not policy.retries(ValueError)
+    assert not RetryPolicy(give_up_on=Registered).retries(Derived)
+    with pytest.raises(ConfigurationError, match="never retried"):
+        RetryPolicy(retry_on=Derived, give_up_on=Registered)

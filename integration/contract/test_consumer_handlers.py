@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from reliable_mq.core.codec import split_properties
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
@@ -73,9 +72,9 @@ def test_a_delivery_shows_what_was_published(any_vhost: VirtualHost) -> None:
     assert (delivery.attempt, delivery.redelivered, delivery.offset) == (1, False, None)
 
 
-@pytest.mark.parametrize("answer", [None, False, 0, Ack, RetryLater(0), DeadLetter("no"), [Ack], ValueError("no")])
-def test_what_a_plain_handler_returns_is_ignored(vhost: VirtualHost, answer: object) -> None:
-    """Returning is success, whatever is returned."""
+@pytest.mark.parametrize("answer", [None, False, 0, Ack, [Ack], ValueError("no")])
+def test_what_a_plain_handler_returns_is_ignored_unless_it_is_a_verdict(vhost: VirtualHost, answer: object) -> None:
+    """Returning is success, whatever else is returned."""
     with Consumer(vhost.url, ORDERS, lambda _: answer) as consumer:
         publish(vhost, "orders", numbered(2))
         wait_until(lambda: consumer.statistics.acked == 2, timeout=10, what="acked")
@@ -149,6 +148,106 @@ def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
         publish(vhost, "orders", numbered(1))
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=10, what="dead-lettered")
     assert handler.attempts == [1, 2, 3]
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.both_faces
+def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualHost, store: bool) -> None:
+    """The policy's delay is an hour; the handler's own is not waited an hour for."""
+    verdicts = {b"0": DeadLetter("bad"), b"1": RetryLater(0.05), b"2": None}
+    handler = Handler()
+
+    def handle(delivery: Delivery) -> object:
+        handler(delivery)
+        return verdicts[delivery.body] if delivery.attempt == 1 else None
+
+    options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
+    with Consumer(vhost.url, ORDERS, handle, retry=RetryPolicy(3, delays=(3600,)), **options) as consumer:
+        publish(vhost, "orders", numbered(3))
+        wait_until(lambda: settled(consumer) == 3, timeout=10, what="all settled")
+        assert (consumer.statistics.handled, consumer.statistics.dead_lettered) == (2, 1)
+    assert sorted(one.body for one in handler.begun) == [b"0", b"1", b"1", b"2"]
+    [dead] = dead_letters(vhost, "orders.dead", 1)
+    assert dead["payload"] == "0"
+    assert dead["properties"]["headers"][PREFIX + "dead-letter-reason"] == "bad"
+
+
+@pytest.mark.both_faces
+def test_verdicts_and_exceptions_in_a_group_are_seen(vhost: VirtualHost) -> None:
+    """As a task group in a handler raises them: a dead letter wins, then what the policy gives up on, then delays."""
+    raised = {
+        b"0": ExceptionGroup("tasks", [RetryLater(0.05), ExceptionGroup("more", [DeadLetter("bad")])]),
+        b"1": ExceptionGroup("tasks", [RetryLater(0.05), ValueError("given up on")]),
+        b"2": ExceptionGroup("tasks", [RetryLater(0.01), RetryLater(0.05), OSError("retried")]),
+    }
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.attempt == 1:
+            raise raised[delivery.body]
+
+    policy = RetryPolicy(3, delays=(3600,), retry_on=OSError)
+    with Consumer(vhost.url, ORDERS, handle, retry=policy) as consumer:
+        publish(vhost, "orders", numbered(3))
+        wait_until(lambda: settled(consumer) == 3, timeout=10, what="all settled")
+    dead = {one["payload"]: one["properties"]["headers"] for one in dead_letters(vhost, "orders.dead", 2)}
+    reasons = {body: headers[PREFIX + "dead-letter-reason"] for body, headers in dead.items()}
+    inside = "tasks (2 sub-exceptions): RetryLater: in 0.05 s; ValueError: given up on"
+    assert reasons == {"0": "bad", "1": f"the retry policy gives up on ExceptionGroup: {inside}"}
+
+
+class NotYet(RetryLater):
+    """Without the constructor of `RetryLater`."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class NeverAsked(type):
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        raise RuntimeError("user code")
+
+
+class Unasked(Exception, metaclass=NeverAsked):
+    pass
+
+
+def changed() -> RetryLater:
+    later = RetryLater(1)
+    later.delay = "soon"  # type: ignore[assignment]
+    return later
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.both_faces
+def test_an_exception_whose_description_fails_costs_its_delivery_an_attempt_and_nothing_else(
+    vhost: VirtualHost, store: bool
+) -> None:
+    """No worker, no task, and no connection."""
+    raised = {
+        b"0": NotYet,
+        b"1": Textless,
+        b"2": lambda: DeadLetter(Textless()),  # type: ignore[arg-type]
+        b"3": Unasked,
+        b"4": changed,
+    }
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body in raised:
+            error = raised[delivery.body]()
+            raise error
+
+    options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
+    policy = RetryPolicy(2, delays=(0.05,), retry_on=(Unasked, Textless))
+    with Consumer(vhost.url, ORDERS, handle, retry=policy, **options) as consumer:
+        publish(vhost, "orders", numbered(10))
+        wait_until(lambda: settled(consumer) == 10, timeout=20, what="all settled")
+        assert (consumer.statistics.handled, consumer.statistics.dead_lettered) == (5, 5)
+        assert consumer.reconnects == 0
 
 
 def test_retry_later_without_a_delay_follows_the_policy(vhost: VirtualHost) -> None:
@@ -426,6 +525,41 @@ def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: 
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close(effects_once=True)
     assert (balance.handled, balance.dead_lettered) == (4, 1)
+
+
+TOUCHES: dict[str, Callable[[list[Delivery]], object]] = {
+    "sorts it": lambda batch: batch.sort(key=lambda one: one.body, reverse=True),
+    "empties it": lambda batch: batch.clear(),
+    "pops from it": lambda batch: batch.pop(),
+    "appends to it": lambda batch: batch.append(batch[0]),
+}
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.both_faces
+def test_a_batch_handler_may_do_as_it_likes_with_its_list(
+    vhost: VirtualHost, store: bool, touch: Callable[[list[Delivery]], object]
+) -> None:
+    """It is its own. The poison message alone is dead-lettered, though its place in the list has changed."""
+
+    def handle(batch: list[Delivery]) -> list[object] | None:
+        if batch[0].body == b"whole":
+            touch(batch)
+            return None
+        if len(batch) == 9:
+            touch(batch)
+        return [DeadLetter("bad") if one.body == b"2" else Ack for one in batch]
+
+    options: dict[str, Any] = {"idempotency": MemoryStore()} if store else {}
+    declare(vhost)
+    publish(vhost, "orders", numbered(9))
+    with Consumer(vhost.url, ORDERS, handle, batch_size=9, **options) as consumer:
+        wait_until(lambda: settled(consumer) == 9, timeout=10, what="all settled")
+        publish(vhost, "orders", [b"whole"] * 9)
+        wait_until(lambda: consumer.statistics.acked == 18, timeout=10, what="the worker goes on, and all acked")
+        assert (consumer.statistics.handled, consumer.statistics.dead_lettered) == (17, 1)
+    assert [dead["payload"] for dead in dead_letters(vhost, "orders.dead", 1)] == ["2"]
 
 
 @pytest.mark.parametrize("answer", [[Ack], [Ack] * 9, "ok", 5, {"0": Ack}])

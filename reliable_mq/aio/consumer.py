@@ -64,8 +64,8 @@ class AsyncConsumer:
 
     A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is tried
     again as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A
-    handler chooses by raising ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or the process
-    dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
+    handler chooses by raising or returning ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or
+    the process dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
     A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
     its delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too: from

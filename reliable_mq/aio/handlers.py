@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from reliable_mq.aio.store_calls import StoreCalls
 from reliable_mq.connection.consuming.groups import Groups
-from reliable_mq.connection.consuming.workers import all_failed
+from reliable_mq.connection.consuming.workers import all_failed, all_lost, judged
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import describe
+from reliable_mq.core.failure import shown
 from reliable_mq.core.handlers import check_answer
-from reliable_mq.core.handling import Call, Failed, NotBegun, Outcome, What, handling
+from reliable_mq.core.handling import Call, NotBegun, Outcome, What, handling
 from reliable_mq.core.statistics import Histogram
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class HandlerTasks:
         self._store = None if store is None or claiming is None else StoreCalls(store, f"{name}-store", count)
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with what each has taken, and not reported yet
         self._idle: deque[asyncio.Future[None]] = deque()
         self._held = False  # nothing more is to begin
         self._closed = False
@@ -163,12 +163,23 @@ class HandlerTasks:
             missing -= 1
         while missing and len(self._tasks) < self._count and not self._closed:
             task = self._loop.create_task(self._run(), name=f"{self._name}-handler-{next(self._numbers)}")
-            self._tasks.add(task)
+            self._tasks[task] = ()
             task.add_done_callback(self._ended)
             missing -= 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        held = self._tasks.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # not the handler's: those are results
+            if held:
+                self._sink.report(all_lost(list(held)))
+            logger.error(
+                "a task of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
+                self._name,
+                shown(error),
+                len(held),
+                exc_info=error,
+            )
         if self.items and not self._closed:  # somebody cancelled it: others take over
             self._loop.call_soon(self._fill)
 
@@ -190,7 +201,10 @@ class HandlerTasks:
                     await self._wait()
                     resumed = time.perf_counter()
                     continue
-                results = await handle(items.popleft(), task, groups)
+                item = items.popleft()
+                self._tasks[task] = _deliveries(item)
+                results = await handle(item, task, groups)
+                self._tasks[task] = ()
                 if results:
                     report(results)
                 if task.cancelling():
@@ -215,16 +229,23 @@ class HandlerTasks:
         """Call the handler without a store: what `handling` does step by step, at once."""
         started = time.perf_counter()
         try:
-            answer = await self._handler(item)
+            if isinstance(item, Delivery):
+                answer = await self._handler(item)
+                if answer is not None:
+                    check_answer(answer, batch=False)
+                return [item]
+            given = list(item)
+            answer = await self._handler(given)
             if answer is not None:
-                check_answer(answer)
-            found = verdicts(answer, len(item)) if self._batch and isinstance(item, list) else None
+                check_answer(answer, batch=True)
+            found = verdicts(answer, item, given)
         except asyncio.CancelledError as error:
             if not task.cancelling():  # it was what the handler awaited
                 return all_failed(_deliveries(item), error)
             return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
-            return [Outcome(delivery, What.CANCELLED, self._interrupted(error)) for delivery in _deliveries(item)]
+            detail = self._interrupted(error)
+            return [Outcome(delivery, What.CANCELLED, detail) for delivery in _deliveries(item)]
         except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
             self._sink.report(all_failed(_deliveries(item), error))
             raise
@@ -232,17 +253,11 @@ class HandlerTasks:
             return all_failed(_deliveries(item), error)
         finally:
             self.handler_seconds.observe(time.perf_counter() - started)
-        deliveries = _deliveries(item)
-        if found is None:
-            return deliveries
-        return [
-            delivery if verdict is None else Failed(delivery, describe(verdict, time.time()))
-            for delivery, verdict in zip(deliveries, found, strict=True)
-        ]
+        return judged(found)
 
     async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: Groups) -> Sequence[Result]:
         """Carry out the steps of `handling` with a store."""
-        deliveries = groups.take(item)
+        self._tasks[task] = deliveries = groups.take(item)
         steps = handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time)
         cancelled: list[Delivery] = []
         try:
@@ -250,11 +265,15 @@ class HandlerTasks:
         except GeneratorExit as error:
             self._sink.report(all_failed(deliveries, error))
             raise
-        except Exception as error:
+        except KeyboardInterrupt as error:
+            detail = self._interrupted(error)
+            return [Outcome(delivery, What.CANCELLED, detail) for delivery in deliveries]
+        except BaseException as error:
             logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
             return all_failed(deliveries, error)
         finally:
             steps.close()
+        self._tasks[task] = ()
         begun, left = groups.end([one for one in results if not _of(one, cancelled)])
         if left:
             self._sink.hand_back(left)
@@ -298,7 +317,7 @@ class HandlerTasks:
         try:
             answer = await self._handler(argument)
             if answer is not None:
-                check_answer(answer)
+                check_answer(answer, batch=isinstance(argument, list))
         except KeyboardInterrupt as error:
             raise _Interrupted(self._interrupted(error)) from error
         finally:

@@ -81,23 +81,40 @@ class Batcher:
         return deliveries
 
 
-def verdicts(answer: object, count: int) -> list[Exception | None]:
-    """Read what a batch handler returned: per delivery None for an ack, else what is wrong with it.
+def verdicts(
+    answer: object, deliveries: Sequence[Delivery], given: Sequence[object]
+) -> list[tuple[Delivery, Exception | None]]:
+    """Read what a batch handler returned: for each delivery None for an ack, else what is wrong with it.
+
+    The verdicts are in the order of the list that the handler was given, as it has left it: it may have sorted that, or
+    put something into it. Where it has taken deliveries out, only acks of all of them are clear.
 
     Args:
         answer: what it returned.
-        count: for how many deliveries.
+        deliveries: what it was called for.
+        given: the list that it was called with, which is its own: a copy of ``deliveries`` then.
 
     Raises:
-        UsageError: it is neither None nor a sequence of one verdict per delivery.
+        UsageError: it is neither None nor a sequence of one verdict per delivery, or whose they are cannot be known.
     """
     if answer is None:
-        return [None] * count
+        return [(delivery, None) for delivery in deliveries]
     if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
         raise UsageError(f"a batch handler returns None or a sequence of verdicts, not {type(answer).__name__}")
+    count = len(deliveries)
     if len(answer) != count:
         raise UsageError(f"the batch handler returned {len(answer)} verdicts for {count} deliveries")
-    return [_verdict(item) for item in answer]
+    found = [_verdict(item) for item in answer]
+    ours = {id(delivery): delivery for delivery in deliveries}
+    order = [id(one) for one in given if id(one) in ours]
+    if len(order) == count == len(set(order)):
+        deliveries = [ours[one] for one in order]
+    elif any(verdict is not None for verdict in found):
+        raise UsageError(
+            "the batch handler took deliveries out of its list, and returned other verdicts than Ack: which belongs to "
+            "which delivery is not known; return them in the order of the list, and leave in it what was in it"
+        )
+    return list(zip(deliveries, found, strict=True))
 
 
 def _verdict(item: object) -> Exception | None:

@@ -1,7 +1,7 @@
-"""What a handler may be, and what none may return: code that was made and has not run.
+"""What a handler may be, and what its return value means.
 
-Calling a generator function, or a coroutine function, runs nothing of it. Invariant: a delivery is never taken for
-handled because of such a call; acking it would lose it.
+Calling a generator function, or a coroutine function, runs nothing of it. A verdict that is returned is meant as one
+that is raised. Invariant: a delivery is never taken for handled because of either; acking it would lose it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING
 
 from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.retry import DeadLetter, RetryLater
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,12 +36,22 @@ def check_handler(handler: object) -> None:
         raise ConfigurationError("handler is a generator function, of which a call runs nothing: take out its yield")
 
 
-def check_answer(answer: object) -> None:
-    """Refuse what a handler returned where it shows that nothing was done.
+def check_answer(answer: object, *, batch: bool) -> None:
+    """Raise what a handler returned, if that is a verdict; refuse it where it shows that nothing was done.
+
+    Args:
+        answer: what it returned.
+        batch: whether the handler takes a list; its verdicts are read elsewhere.
 
     Raises:
+        RetryLater, DeadLetter: it is that, or that class.
         UsageError: it is a coroutine or a generator.
     """
+    if not batch:
+        if isinstance(answer, (RetryLater, DeadLetter)):
+            raise answer
+        if isinstance(answer, type) and issubclass(answer, (RetryLater, DeadLetter)):
+            raise answer
     if isinstance(answer, CoroutineType):
         answer.close()  # or Python says that it was never awaited
         raise UsageError(

@@ -41,7 +41,7 @@ from reliable_mq.core.attempts import Failures
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.claims import Claim, ClaimStatus, Commit, Hold
 from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import Failure, describe, printable
+from reliable_mq.core.failure import Failure, describe, printable, shown
 from reliable_mq.core.owed import Owed
 
 __all__ = [
@@ -272,7 +272,8 @@ def _judge(
                 handled.append(delivery)
     elif deliveries:
         try:
-            found = verdicts((yield Call(list(deliveries))), len(deliveries))
+            given = list(deliveries)  # the handler's own, to do with as it likes
+            found = verdicts((yield Call(given)), deliveries, given)
         except NotBegun:
             left = deliveries
         except GeneratorExit:
@@ -281,7 +282,7 @@ def _judge(
             failure = describe(error, wall_clock())
             failed.extend(Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries)
         else:
-            for delivery, verdict in zip(deliveries, found, strict=True):
+            for delivery, verdict in found:
                 if verdict is None:
                     handled.append(delivery)
                 else:
@@ -297,7 +298,9 @@ def _claim(
     for delivery in deliveries:
         try:
             key = claiming.key_of(delivery)
-        except Exception as error:  # noqa: BLE001 -- the key function's, whatever it is
+        except KeyboardInterrupt:
+            raise  # on an event loop it is the program's
+        except BaseException as error:  # noqa: BLE001 -- the key function's, whatever it is
             results.append(Failed(delivery, describe(error, wall_clock())))
         else:
             if key is None:
@@ -384,7 +387,7 @@ def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, An
     try:
         answer = list((yield step))
     except Exception as error:  # noqa: BLE001 -- a store is the user's to write
-        return printable(f"{type(error).__name__}: {error}")
+        return shown(error)
     if len(answer) != count:
         return f"the store gave {len(answer)} answers to {count} questions"
     return answer

@@ -280,7 +280,7 @@ class Results:
         if delay is None:
             self._ways.dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
             return
-        if failure.kind is not None and not self._retry.retries(failure.kind):
+        if not all(self._retry.retries(*kinds) for kinds in failure.kinds):
             self._ways.dead_letter(delivery, self._unretried(failure))
             return
         self._statistics.retried += 1

@@ -64,8 +64,8 @@ class Consumer:
 
     A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is tried
     again as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A
-    handler chooses by raising ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or the process
-    dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
+    handler chooses by raising or returning ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or
+    the process dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
     Construction does not connect. ``run``, ``with``, ``get`` and ``connect`` do; from then on the consumer reconnects
     by itself, until it is stopped. It runs once.
@@ -75,8 +75,9 @@ class Consumer:
         queue: a ``Queue``, which is declared at every connect, with its dead-letter queue; a plain name means a queue
             that exists and is not declared.
         handler: called with one `Delivery`, or with a list of them where ``batch_size`` is given, on a worker thread.
-            A batch handler may return a verdict per item (``Ack``, ``RetryLater(...)``, ``DeadLetter(...)``); where it
-            raises, each item is tried again by itself. None to use ``get`` alone.
+            A batch handler may return a verdict per item (``Ack``, ``RetryLater(...)``, ``DeadLetter(...)``), in the
+            order in which it leaves its list; where it raises, each item is tried again by itself. None to use ``get``
+            alone.
         topology: what else to declare.
         prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
         concurrency: worker threads, that is, handlers that run at a time. Above 1, handlers run out of order.

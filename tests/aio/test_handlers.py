@@ -86,12 +86,17 @@ def store(request: pytest.FixtureRequest) -> Any:
 
 @asynccontextmanager
 async def running(
-    handler: Callable[[Any], Any], *, count: int = 1, batch: bool = False, store: Any = None
+    handler: Callable[[Any], Any],
+    *,
+    count: int = 1,
+    batch: bool = False,
+    store: Any = None,
+    key: Callable[[Delivery], str | None] | None = None,
 ) -> AsyncIterator[tuple[HandlerTasks, Sink]]:
     """Afterwards no task and no thread is left."""
     before = asyncio.all_tasks()
     sink = Sink()
-    claiming = None if store is None else Claiming(namespace="q", key=None, lease=60.0, max_attempts=3)
+    claiming = None if store is None else Claiming(namespace="q", key=key, lease=60.0, max_attempts=3)
     tasks = HandlerTasks(
         name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
     )
@@ -199,6 +204,145 @@ def test_a_batch_handler_answers_per_item(store: Any) -> None:
             assert sum(isinstance(one, Delivery) for one in sink.results) == 2
 
     asyncio.run(main())
+
+
+def test_a_verdict_that_a_handler_returns_counts_as_one_that_it_raises(store: Any) -> None:
+    answers = iter([DeadLetter("no"), RetryLater(7), RetryLater, ValueError("no")])
+
+    async def handle(_: Delivery) -> object:
+        return next(answers)
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(4))
+            await sink.wait_for(4)
+            found = {one.delivery.delivery_tag: one.failure for one in sink.results if isinstance(one, Failed)}
+            assert (found[1].verdict, found[2].delay, found[3].delay) == ("no", 7.0, None)
+            assert 4 not in found
+
+    asyncio.run(main())
+
+
+#: What a handler may do with the list that it is given.
+TOUCHES: dict[str, Callable[[list[Any]], None]] = {
+    "sorts it": lambda batch: batch.sort(key=lambda one: -one.delivery_tag),
+    "empties it": lambda batch: batch.clear(),
+    "pops": lambda batch: batch.pop() and None,
+    "appends": lambda batch: batch.append(batch[0]),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_a_batch_handler_may_do_as_it_likes_with_its_list(touch: Callable[[list[Any]], None], store: Any) -> None:
+    """Every delivery of the batch is handled, and the task goes on."""
+    work = items(12)
+
+    async def handle(batch: list[Any]) -> None:
+        await asyncio.sleep(0)
+        touch(batch)
+
+    async def main() -> None:
+        async with running(handle, batch=True, store=store) as (tasks, sink):
+            tasks.put([work[:9], work[9:]])
+            await sink.wait_for(12)
+            assert sink.results == work
+
+    asyncio.run(main())
+
+
+def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(store: Any) -> None:
+    async def handle(batch: list[Any]) -> list[object]:
+        batch.sort(key=lambda one: -one.delivery_tag)
+        return [DeadLetter("bad") if one.delivery_tag == 2 else Ack for one in batch]
+
+    async def main() -> None:
+        async with running(handle, batch=True, store=store) as (tasks, sink):
+            tasks.put([items(9)])
+            await sink.wait_for(9)
+            failed = [one for one in sink.results if isinstance(one, Failed)]
+            assert [(one.delivery.delivery_tag, one.failure.verdict) for one in failed] == [(2, "bad")]
+
+    asyncio.run(main())
+
+
+class NotYet(RetryLater):
+    """Without the constructor of `RetryLater`."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]
+@pytest.mark.parametrize("how", ["raised", "returned for an item"])
+def test_an_exception_that_cannot_be_described_is_a_failure_as_any_other(
+    error: Exception, how: str, store: Any
+) -> None:
+    async def handle(batch: list[Delivery]) -> list[object]:
+        if how == "raised":
+            raise error
+        return [error]
+
+    async def main() -> None:
+        async with running(handle, batch=True, store=store) as (tasks, sink):
+            tasks.put([[one] for one in items(2)])
+            await sink.wait_for(2)
+            assert len(failures(sink.results)) == 2
+
+    asyncio.run(main())
+
+
+async def handled(_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("store", ["in memory", "awaited"], indirect=True)
+def test_a_key_function_that_leaves_fails_its_delivery_alone(store: Any) -> None:
+    def key(item: Delivery) -> str:
+        if item.delivery_tag == 2:
+            raise SystemExit(3)
+        return f"m{item.delivery_tag}"
+
+    async def main() -> None:
+        async with running(handled, store=store, key=key) as (tasks, sink):
+            tasks.put(items(4))
+            await sink.wait_for(4)
+            assert failures(sink.results) == ["SystemExit"]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it held has failed: else it would neither be settled nor come again while the channel lives."""
+    ends = iter([MemoryError()])
+
+    def end(self: HandlerTasks, *_args: object) -> Any:
+        for error in ends:
+            raise error
+        return original(self, *_args)
+
+    name = "_handle" if store is None else "_handle_claimed"
+    original = getattr(HandlerTasks, name)
+    monkeypatch.setattr(HandlerTasks, name, end)
+
+    async def main() -> None:
+        async with running(handled, store=store) as (tasks, sink):
+            tasks.put(items(3))
+            await sink.wait_for(3)
+            assert failures(sink.results) == ["RuntimeError"]
+
+    asyncio.run(main())
+    [record] = [record for record in caplog.records if record.name == "reliable_mq.aio.handlers"]
+    assert record.levelname == "ERROR"
+    assert record.getMessage() == (
+        "a task of consumer 'test' was ended by MemoryError, and is replaced; 1 deliveries that it held have failed"
+    )
 
 
 def test_a_batch_that_raises_or_answers_nonsense_has_failed_as_a_whole(store: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -49,22 +51,34 @@ def test_nonsense_is_refused(wrong: tuple[int, float], named: str) -> None:
         Batcher(*wrong)
 
 
+def batch(count: int) -> list[Delivery]:
+    return [delivery(tag) for tag in range(1, count + 1)]
+
+
+def read(answer: object, count: int) -> list[Exception | None]:
+    """The verdicts of a handler that leaves its list as it was, in the order of the deliveries."""
+    deliveries = batch(count)
+    found = verdicts(answer, deliveries, list(deliveries))
+    assert [one for one, _ in found] == deliveries
+    return [verdict for _, verdict in found]
+
+
 def test_no_answer_and_acks_are_acks() -> None:
-    assert verdicts(None, 2) == [None, None]
-    assert verdicts([Ack, Ack(), None], 3) == [None, None, None]
+    assert read(None, 2) == [None, None]
+    assert read([Ack, Ack(), None], 3) == [None, None, None]
 
 
 def test_other_verdicts_are_what_they_say() -> None:
     later, dead, error = RetryLater(3), DeadLetter("why"), KeyError("k")
-    assert verdicts((later, dead, error), 3) == [later, dead, error]
-    [bare] = verdicts([RetryLater], 1)
+    assert read((later, dead, error), 3) == [later, dead, error]
+    [bare] = read([RetryLater], 1)
     assert isinstance(bare, RetryLater)
     assert bare.delay is None
 
 
 @pytest.mark.parametrize("item", [True, False, "ack", 1, DeadLetter, KeyboardInterrupt()], ids=repr)
 def test_what_is_no_verdict_is_never_an_ack(item: object) -> None:
-    [verdict] = verdicts([item], 1)
+    [verdict] = read([item], 1)
     assert isinstance(verdict, UsageError)
 
 
@@ -83,7 +97,55 @@ def test_what_is_no_verdict_is_never_an_ack(item: object) -> None:
 )
 def test_an_answer_of_another_shape_is_an_error(answer: Any) -> None:
     with pytest.raises(UsageError):
-        verdicts(answer, 2)
+        read(answer, 2)
+
+
+BAD = DeadLetter("bad")
+
+
+@given(st.permutations(range(5)), st.integers(0, 2))
+def test_verdicts_are_in_the_order_in_which_the_handler_leaves_its_list(order: list[int], put_in: int) -> None:
+    """It may have sorted it, and put something into it."""
+    deliveries = batch(5)
+    given: list[object] = [deliveries[index] for index in order]
+    answer = [BAD if index == 2 else Ack for index in order]
+    given[3:3] = [object()] * put_in
+    found = verdicts(answer, deliveries, given)
+    assert [one for one, verdict in found if verdict is BAD] == [deliveries[2]]
+    assert {one.delivery_tag for one, _ in found} == {1, 2, 3, 4, 5}
+
+
+def emptied(given: list[Delivery]) -> None:
+    given.clear()
+
+
+def popped(given: list[Delivery]) -> None:
+    given.pop()
+
+
+def doubled(given: list[Delivery]) -> None:
+    given.append(given[0])
+
+
+@pytest.mark.parametrize("touch", [emptied, popped, doubled])
+@pytest.mark.parametrize("answer", [None, [Ack, None, Ack()]])
+def test_acks_of_a_whole_batch_are_clear_whatever_became_of_the_list(
+    touch: Callable[[list[Delivery]], None], answer: object
+) -> None:
+    deliveries = batch(3)
+    given = list(deliveries)
+    touch(given)
+    assert verdicts(answer, deliveries, given) == [(one, None) for one in deliveries]
+
+
+@pytest.mark.parametrize("touch", [emptied, popped, doubled])
+def test_verdicts_are_nobodys_where_it_cannot_be_known_whose_they_are(touch: Callable[[list[Delivery]], None]) -> None:
+    """Not even by their number: a handler that pops each delivery from the end answers in another order."""
+    deliveries = batch(3)
+    given = list(deliveries)
+    touch(given)
+    with pytest.raises(UsageError, match="took deliveries out of its list"):
+        verdicts([Ack, BAD, Ack], deliveries, given)
 
 
 class Grouping(RuleBasedStateMachine):

@@ -12,6 +12,7 @@ from reliable_mq import (
     PublishNacked,
     PublishRefused,
     PublishReturned,
+    RetryLater,
     RetryPolicy,
 )
 from reliable_mq.core import headers
@@ -19,7 +20,7 @@ from reliable_mq.core.codec import encode_ack, encode_reject
 from reliable_mq.core.consuming import ConsumingSession, NoticeKind
 from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import Failure
+from reliable_mq.core.failure import describe
 from reliable_mq.core.handling import Failed
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, deliver, fail, items, kinds, make, only_republish
@@ -208,27 +209,36 @@ def test_the_original_that_comes_again_beside_its_retry_knows_its_attempts() -> 
 
 
 @pytest.mark.parametrize(
-    ("policy", "kind", "given_up"),
+    ("policy", "error", "given_up"),
     [
-        (RetryPolicy(3, give_up_on=ValueError), UnicodeDecodeError, True),
-        (RetryPolicy(3, give_up_on=ValueError), OSError, False),
-        (RetryPolicy(3, retry_on=OSError), ValueError, True),
-        (RetryPolicy(3, retry_on=OSError), TimeoutError, False),
-        (RetryPolicy(3, retry_on=OSError), None, False),
+        (RetryPolicy(3, give_up_on=ValueError), UnicodeDecodeError("utf-8", b"", 0, 1, "no"), True),
+        (RetryPolicy(3, give_up_on=ValueError), OSError(), False),
+        (RetryPolicy(3, retry_on=OSError), ValueError(), True),
+        (RetryPolicy(3, retry_on=OSError), TimeoutError(), False),
+        (RetryPolicy(3, retry_on=OSError), RetryLater(), False),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("both", [OSError(), TimeoutError()]), False),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("both", [OSError(), ValueError()]), True),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("both", [RetryLater(), OSError()]), False),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("both", [RetryLater(), ValueError()]), True),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("one", [ExceptionGroup("in it", [OSError()])]), False),
+        (RetryPolicy(3, retry_on=OSError), ExceptionGroup("one", [ExceptionGroup("in it", [KeyError()])]), True),
+        (RetryPolicy(3, retry_on=ExceptionGroup), ExceptionGroup("one", [KeyError()]), False),
+        (RetryPolicy(3, give_up_on=ExceptionGroup), ExceptionGroup("one", [KeyError()]), True),
+        (RetryPolicy(3, give_up_on=KeyError), ExceptionGroup("both", [OSError(), KeyError()]), True),
     ],
 )
-def test_the_policy_decides_by_the_exception(
-    policy: RetryPolicy, kind: type[BaseException] | None, given_up: bool
-) -> None:
-    """Where the handler has not chosen itself (None)."""
+def test_the_policy_decides_by_the_exception(policy: RetryPolicy, error: BaseException, given_up: bool) -> None:
+    """By each one of a group; not where the handler has chosen itself."""
     session = make(retry=policy)
     [item] = deliver(session, items(1))
-    session.finished([Failed(item, Failure("E", "text", 1.0, kind=kind))], 0.0)
+    described = describe(error, 1.0)
+    session.finished([Failed(item, described)], 0.0)
     assert bool(session.take_republishes()) == given_up
     assert session.held == (not given_up)
     if given_up:
         assert item.failures is not None
-        assert item.failures.verdict == "the retry policy gives up on E: text"
+        text = f"{described.exception_type}: {described.exception_message}"
+        assert item.failures.verdict == f"the retry policy gives up on {text}"
 
 
 def test_a_stop_lets_what_is_being_published_end() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq import ConfigurationError, UsageError
+from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
 from reliable_mq.core.handlers import check_answer, check_handler, is_coroutine_function
 
 
@@ -57,13 +57,32 @@ def test_a_generator_function_is_none_since_a_call_runs_nothing_of_it(handler: A
         check_handler(handler)
 
 
-@pytest.mark.parametrize("answer", [5, "text", [], object()])
-def test_any_other_answer_is_none_of_our_business(answer: object) -> None:
-    check_answer(answer)
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("answer", [5, "text", [], object(), Ack, Ack(), ValueError("no"), ValueError, [RetryLater(1)]])
+def test_any_other_answer_is_none_of_our_business(answer: object, batch: bool) -> None:
+    check_answer(answer, batch=batch)
+
+
+class NotYet(RetryLater):
+    def __init__(self) -> None:
+        super().__init__(7)
+
+
+@pytest.mark.parametrize("verdict", [RetryLater(1), RetryLater, DeadLetter("x"), NotYet(), NotYet], ids=repr)
+def test_a_verdict_that_a_plain_handler_returns_is_raised(verdict: object) -> None:
+    with pytest.raises((RetryLater, DeadLetter)) as raised:
+        check_answer(verdict, batch=False)
+    assert raised.value is verdict or raised.type is verdict
+    check_answer(verdict, batch=True)  # read elsewhere
+
+
+def test_a_dead_letter_without_a_reason_that_is_returned_is_an_error() -> None:
+    with pytest.raises(TypeError, match="reason"):
+        check_answer(DeadLetter, batch=False)
 
 
 @pytest.mark.parametrize("make", [coroutine, generator, async_generator])
 def test_code_that_was_made_and_has_not_run_is_no_answer(make: Any) -> None:
     """And nobody is told that it was never awaited."""
     with pytest.raises(UsageError, match="nothing has run"):
-        check_answer(make(None))
+        check_answer(make(None), batch=False)

@@ -154,6 +154,25 @@ def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store:
     assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 0)] * 2
 
 
+def test_a_key_function_that_would_end_its_thread_fails_its_delivery_alone() -> None:
+    """But for an interruption, which on an event loop is the program's."""
+
+    def key(item: Delivery) -> str:
+        if item.message_id == "m1":
+            raise error
+        return "m2"
+
+    runner = Runner(key=key)
+    error: BaseException = SystemExit(3)
+    bad, good = delivery(1, message_id="m1"), delivery(2, message_id="m2")
+    failed, handled = runner(bad, good)
+    assert isinstance(failed, Failed)
+    assert (failed.delivery, failed.failure.exception_type, handled) == (bad, "SystemExit", good)
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        runner(delivery(1, message_id="m1"))
+
+
 def test_without_a_store_a_failure_is_described_with_its_time() -> None:
     result = only(Runner(refuse, store=False)(delivery()))
     assert isinstance(result, Failed)

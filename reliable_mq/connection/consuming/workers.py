@@ -2,7 +2,10 @@
 
 Invariants: a delivery is taken by one worker, and has exactly one result or is handed back; what no handler has begun
 with can be withdrawn; an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a
-handler runs; deliveries are begun in the order in which they were put.
+handler runs; deliveries are begun in the order in which they were put; a batch handler gets a list of its own.
+
+An exception that comes where none can be expected (one that another thread has sent, no memory) is logged, and what the
+worker held has failed; the worker goes on, on another thread if need be.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reliable_mq.connection.consuming.groups import Groups, Work
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import describe
+from reliable_mq.core.failure import Failure, describe, shown
 from reliable_mq.core.handlers import check_answer
 from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, NotBegun, Release, handling
 from reliable_mq.core.statistics import Histogram
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
     from reliable_mq.core.handling import Claiming, Handling, Result, Step
     from reliable_mq.stores import IdempotencyStore
 
-__all__ = ["ResultSink", "Workers", "all_failed"]
+__all__ = ["ResultSink", "Workers", "all_failed", "all_lost", "judged"]
 
 logger = logging.getLogger(__name__)
+
+_LOST = "the worker that called its handler was ended"
 
 
 class ResultSink(Protocol):
@@ -74,11 +79,10 @@ class Workers:
             new_worker = partial(
                 _ClaimingWorker, handler, batch, self._waiting, sink, store=store, claiming=claiming, share=1 / count
             )
+        self._name = name
+        self._sink = sink
         self._workers = [new_worker() for _ in range(count)]
-        self._threads = [
-            threading.Thread(target=worker.run, name=f"{name}-worker-{number}", daemon=True)
-            for number, worker in enumerate(self._workers)
-        ]
+        self._threads = [self._new_thread(number) for number in range(count)]
 
     def start(self) -> None:
         """Start the threads."""
@@ -107,7 +111,8 @@ class Workers:
         """End the threads, each after what it runs. Waits up to ``timeout`` seconds; returns whether all have ended."""
         self._waiting.close()
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
+        for number in range(len(self._threads)):
+            thread = self._threads[number]
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
@@ -124,6 +129,38 @@ class Workers:
         for worker in self._workers:
             total.add(worker.seconds)
         return total
+
+    def _new_thread(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._work, args=(number,), name=f"{self._name}-worker-{number}", daemon=True)
+
+    def _work(self, number: int) -> None:
+        worker = self._workers[number]
+        ended = False
+        try:
+            while not ended:
+                try:
+                    worker.run()
+                    ended = True
+                except BaseException as error:  # noqa: BLE001  # not the handler's: those are results
+                    self._recover(worker, error)
+        finally:
+            if not ended:  # `_recover` was interrupted, too
+                self._threads[number] = self._new_thread(number)
+                self._threads[number].start()
+
+    def _recover(self, worker: _Worker, error: BaseException) -> None:
+        """A worker was ended by what no handler has raised: it goes on, and what it held has failed."""
+        held, worker.held = worker.held, ()
+        deliveries = [held] if isinstance(held, Delivery) else list(held)
+        if deliveries:
+            self._sink.report(all_lost(deliveries))
+        logger.error(
+            "a worker of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
+            self._name,
+            shown(error),
+            len(deliveries),
+            exc_info=error,
+        )
 
 
 class _Waiting:
@@ -173,8 +210,10 @@ class _Waiting:
                 if self._closed:
                     return False
                 self._idle += 1
-                self._changed.wait()
-                self._idle -= 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._idle -= 1
         return True
 
     def _taken_out(self) -> list[Work]:
@@ -193,10 +232,16 @@ class _Waiting:
 
 
 class _Worker:
-    """One thread's loop."""
+    """One thread's loop.
+
+    Attributes:
+        seconds: the time that the handler took, per call.
+        held: what it has taken, and not reported yet.
+    """
 
     def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _Waiting, sink: ResultSink) -> None:
         self.seconds = Histogram()
+        self.held: Work | tuple[()] = ()
         self._handler = handler
         self._batch = batch
         self._waiting = waiting
@@ -211,25 +256,26 @@ class _Worker:
                 if not self._waiting.wait():
                     return
                 continue
-            sink.report(self._handle(item))
+            self.held = item
+            results = self._handle(item)
+            self.held = ()
+            sink.report(results)
 
     def _handle(self, item: Work) -> Sequence[Result]:
         """Call the handler without a store: what `handling` does step by step, at once."""
         deliveries = [item] if isinstance(item, Delivery) else item
         started = time.perf_counter()
         try:
-            answer = call(self._handler, item)
-            found = verdicts(answer, len(deliveries)) if self._batch else None
+            if isinstance(item, Delivery):
+                call(self._handler, item)
+                return deliveries
+            given = list(item)
+            found = verdicts(call(self._handler, given), item, given)
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
             return all_failed(deliveries, error)
         finally:
             self.seconds.observe(time.perf_counter() - started)
-        if found is None:
-            return deliveries
-        return [
-            delivery if verdict is None else Failed(delivery, describe(verdict, time.time()))
-            for delivery, verdict in zip(deliveries, found, strict=True)
-        ]
+        return judged(found)
 
 
 class _ClaimingWorker(_Worker):
@@ -252,12 +298,13 @@ class _ClaimingWorker(_Worker):
         self._groups = Groups(waiting, share)
 
     def _handle(self, item: Work) -> Sequence[Result]:
-        deliveries = self._groups.take(item)
+        self.held = deliveries = self._groups.take(item)
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
             logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
             return all_failed(deliveries, error)
+        self.held = ()
         begun, left = self._groups.end(results)
         if left:
             self._sink.hand_back(left)
@@ -307,15 +354,29 @@ def call(handler: Callable[[Any], object], argument: Work) -> object:
     """Call a plain handler.
 
     Raises:
+        RetryLater, DeadLetter: it returned that, for a single delivery.
         UsageError: it returned what has done nothing yet.
     """
     answer = handler(argument)
     if answer is not None:
-        check_answer(answer)
+        check_answer(answer, batch=isinstance(argument, list))
     return answer
+
+
+def judged(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:
+    """Return the results of a batch whose handler gave these verdicts."""
+    return [
+        delivery if verdict is None else Failed(delivery, describe(verdict, time.time())) for delivery, verdict in found
+    ]
 
 
 def all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
     """Say of each of these that its handler, or that of its batch, raised ``error``."""
     failure = describe(error, time.time())
+    return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]
+
+
+def all_lost(deliveries: list[Delivery]) -> list[Result]:
+    """Say of each of these that the worker, or task, that held it was ended. Nothing of the user's is looked at."""
+    failure = Failure("RuntimeError", _LOST, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

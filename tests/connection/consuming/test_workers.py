@@ -74,15 +74,30 @@ def running(
     count: int = 1,
     batch: bool = False,
     store: IdempotencyStore | None = None,
+    key: Callable[[Delivery], str | None] | None = None,
+    sink: Sink | None = None,
 ) -> Iterator[tuple[Workers, Sink]]:
-    sink = Sink()
-    claiming = None if store is None else Claiming(namespace="q", key=None, lease=60.0, max_attempts=3)
+    sink = sink or Sink()
+    claiming = None if store is None else Claiming(namespace="q", key=key, lease=60.0, max_attempts=3)
     workers = Workers(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
     workers.start()
     try:
         yield workers, sink
     finally:
         assert workers.stop(DEADLINE)
+
+
+def refuse(_argument: object) -> None:
+    raise ValueError("no")
+
+
+#: What a handler may do with the list that it is given.
+TOUCHES: dict[str, Callable[[list[Any]], None]] = {
+    "sorts it": lambda batch: batch.sort(key=lambda one: -one.delivery_tag),
+    "empties it": lambda batch: batch.clear(),
+    "pops": lambda batch: batch.pop() and None,
+    "appends": lambda batch: batch.append(batch[0]),
+}
 
 
 def items(count: int) -> list[Delivery]:
@@ -116,12 +131,21 @@ def test_several_workers_share_the_work(store: MemoryStore | None) -> None:
         assert failures(sink.results) == []
 
 
-def test_what_a_handler_returns_is_ignored(store: MemoryStore | None) -> None:
-    work = items(3)
-    answers = iter([DeadLetter("no"), False, [RetryLater()]])
+def test_a_verdict_that_a_handler_returns_counts_as_one_that_it_raises(store: MemoryStore | None) -> None:
+    answers = iter([DeadLetter("no"), RetryLater(7), RetryLater])
+    with running(lambda _: next(answers), store=store) as (workers, sink):
+        workers.put(items(3))
+        results = sink.wait_for(3)
+    found = {one.delivery.delivery_tag: one.failure for one in results if isinstance(one, Failed)}
+    assert (found[1].verdict, found[2].delay, found[3].delay) == ("no", 7.0, None)
+
+
+def test_what_else_a_handler_returns_is_ignored(store: MemoryStore | None) -> None:
+    work = items(4)
+    answers = iter([ValueError("no"), False, [RetryLater()], Ack])
     with running(lambda _: next(answers), store=store) as (workers, sink):
         workers.put(work)
-        assert sink.wait_for(3) == work
+        assert sink.wait_for(4) == work
 
 
 @pytest.mark.parametrize(
@@ -166,6 +190,163 @@ def test_a_batch_handler_gets_lists_and_answers_per_item(store: MemoryStore | No
     assert (third.failure.delay, fourth.failure.verdict) == (5.0, "bad")
     assert third.alone
     assert fourth.alone
+
+
+def by_tag(results: Sequence[Result]) -> dict[int, Result]:
+    return {(one if isinstance(one, Delivery) else one.delivery).delivery_tag: one for one in results}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_a_batch_handler_may_do_as_it_likes_with_its_list(
+    touch: Callable[[Any], None], store: MemoryStore | None
+) -> None:
+    """Every delivery of the batch is handled, and the worker goes on."""
+    work = items(12)
+    with running(touch, batch=True, store=store) as (workers, sink):
+        workers.put([work[:9], work[9:]])
+        assert sink.wait_for(12) == work
+
+
+@pytest.mark.parametrize("touch", [lambda batch: batch.reverse(), lambda batch: batch.insert(4, "mine")])
+def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(
+    touch: Callable[[Any], None], store: MemoryStore | None
+) -> None:
+    def handle(batch: list[Any]) -> list[object]:
+        touch(batch)
+        mine = [one for one in batch if isinstance(one, Delivery)]
+        return [DeadLetter("bad") if one.delivery_tag == 2 else Ack for one in mine]
+
+    with running(handle, batch=True, store=store) as (workers, sink):
+        workers.put([items(9)])
+        results = by_tag(sink.wait_for(9))
+    failed = {tag: one.failure.verdict for tag, one in results.items() if isinstance(one, Failed)}
+    assert failed == {2: "bad"}
+
+
+def test_verdicts_on_deliveries_that_were_taken_out_of_the_list_are_asked_for_again(store: MemoryStore | None) -> None:
+    """One by one: in which order a handler has taken them out is not known."""
+
+    def handle(batch: list[Delivery]) -> list[object]:
+        return [DeadLetter("bad") if batch.pop().delivery_tag == 2 else Ack for _ in range(len(batch))]
+
+    with running(handle, batch=True, store=store) as (workers, sink):
+        workers.put([items(3)])
+        results = sink.wait_for(3)
+    assert failures(results) == ["reliable_mq.errors.UsageError"] * 3
+    assert not any(result.alone for result in results if isinstance(result, Failed))
+
+
+class NotYet(RetryLater):
+    """Without the constructor of `RetryLater`."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]
+@pytest.mark.parametrize("how", ["raised", "returned for an item"])
+def test_an_exception_that_cannot_be_described_is_a_failure_as_any_other(
+    error: Exception, how: str, store: MemoryStore | None
+) -> None:
+    def handle(batch: list[Delivery]) -> list[object] | None:
+        if batch[0].delivery_tag > 1:
+            return None
+        if how == "raised":
+            raise error
+        return [error]
+
+    with running(handle, batch=True, store=store) as (workers, sink):
+        workers.put([items(1)])
+        sink.wait_for(1)
+        workers.put([items(2)[1:]])
+        sink.wait_for(2)
+    assert len(failures(sink.results)) == 1
+
+
+def test_a_key_function_that_leaves_fails_its_delivery_alone() -> None:
+    def key(item: Delivery) -> str:
+        if item.delivery_tag == 2:
+            raise SystemExit(3)
+        return f"m{item.delivery_tag}"
+
+    with running(lambda _: None, store=MemoryStore(), key=key) as (workers, sink):
+        workers.put(items(4))
+        sink.wait_for(4)
+    assert failures(sink.results) == ["SystemExit"]
+
+
+class Interrupting(Sink):
+    """Ends the worker that reports the first results, as an exception that another thread sends may at any point."""
+
+    ended: int = 0
+
+    def report(self, results: Sequence[Result]) -> None:
+        super().report(results)
+        if not self.ended:
+            self.ended += 1
+            raise SystemExit(3)
+
+
+def test_a_worker_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
+    store: MemoryStore | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = items(5)
+    with running(lambda _: None, store=store, sink=Interrupting()) as (workers, sink):
+        workers.put(work[:1])
+        sink.wait_for(1)
+        workers.put(work[1:])
+        assert sink.wait_for(5) == work
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage() == (
+        "a worker of consumer 'test' was ended by SystemExit: 3, and is replaced; 0 deliveries that it held have failed"
+    )
+
+
+def test_what_a_worker_that_is_ended_held_has_failed(
+    store: MemoryStore | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would neither be settled nor come again while the channel lives."""
+
+    def end(*_args: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr("reliable_mq.connection.consuming.workers.all_failed", end)
+    monkeypatch.setattr("reliable_mq.connection.consuming.workers.handling", end)
+    with running(refuse, batch=True, store=store) as (workers, sink):
+        workers.put([items(2)])
+        results = sink.wait_for(2)
+    assert failures(results) == ["RuntimeError"] * 2
+    assert not any(result.alone for result in results if isinstance(result, Failed))
+    assert "2 deliveries that it held have failed" in caplog.text
+
+
+def test_a_worker_whose_recovery_is_interrupted_goes_on_on_another_thread(
+    store: MemoryStore | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter([SystemExit(4)])
+    recover = Workers._recover
+
+    def interrupted(self: Workers, worker: Any, error: BaseException) -> None:
+        recover(self, worker, error)
+        for end in ends:
+            raise end
+
+    monkeypatch.setattr(Workers, "_recover", interrupted)
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    work = items(5)
+    with running(lambda _: None, store=store, sink=Interrupting()) as (workers, sink):
+        workers.put(work[:1])
+        sink.wait_for(1)
+        workers.put(work[1:])
+        assert sink.wait_for(5) == work
+    assert [one.exc_value.code for one in told] == [4]
 
 
 @pytest.mark.parametrize("answer", [[Ack], "ok", 5, [Ack] * 3])
