@@ -241,6 +241,39 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
 
 
 @pytest.mark.both_faces
+def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(
+    any_vhost: VirtualHost, checker: Checker
+) -> None:
+    """Byte for byte, though the consumer has never had it in memory; its neighbours are handled."""
+    handler = Handler(account=checker)
+    body = bytes(range(256)) * 40_000
+    with Consumer(any_vhost.url, ORDERS, handler, max_body_bytes=100_000) as consumer:
+        send(any_vhost, "orders", [Message(b"1"), Message(body, message_id="large"), Message(b"2")], checker)
+        handler.wait_done(2)
+        wait_until(lambda: consumer.statistics.rejected == 1, timeout=10, what="rejected")
+        assert (consumer.statistics.quarantined, consumer.reconnects) == (1, 0)
+    with Consumer(any_vhost.url, "orders.dead") as dead, dead.get(timeout=10) as [delivery]:
+        assert (delivery.message_id, delivery.body) == ("large", body)
+        assert delivery.headers["x-death"][0]["reason"] == "rejected"
+        checker.dead_lettered(["large"])
+    checker.drain(any_vhost, ["orders"], dead_letters=["orders.dead"])
+    checker.close()
+
+
+@pytest.mark.both_faces
+def test_f32_headers_larger_than_a_frame_of_the_connection_cost_no_connection(any_vhost: VirtualHost) -> None:
+    """RabbitMQ sends properties in one frame, however small the frames are that this connection has agreed on."""
+    handler = Handler()
+    large = Message(b"large", headers={"h": "x" * 100_000}, message_id="large")
+    with Consumer(any_vhost.url + "?frame_max=8192", ORDERS, handler) as consumer:
+        send(any_vhost, "orders", [Message(b"1"), large, Message(b"2")])
+        handler.wait_done(3)
+        assert consumer.reconnects == 0
+    assert sorted(handler.bodies) == [b"1", b"2", b"large"]
+    assert {len(str(one.headers.get("h", ""))) for one in handler.begun} == {0, 100_000}
+
+
+@pytest.mark.both_faces
 def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vhost: VirtualHost) -> None:
     """x-death, x-delivery-count and an attempt out of range, sent by a client: the first attempt is the first."""
     spoofs: list[dict[str, object]] = [

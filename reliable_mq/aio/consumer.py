@@ -102,7 +102,8 @@ class AsyncConsumer:
         exclusive: refuse other consumers of a classic queue. RabbitMQ ignores it on others, which have
             ``Queue(..., single_active_consumer=True)``.
         consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
-        max_body_bytes: a larger delivery is dead-lettered, no handler sees it; None for no limit.
+        max_body_bytes: a larger delivery is dead-lettered, no handler sees it; None for no limit. One more than 1 MiB
+            larger is not read into memory where the queue has dead letters of its own: the broker dead-letters it.
         max_header_bytes: likewise for the encoded properties and headers.
         consumer_timeout: seconds after which the broker takes a delivery back that is unacked: its own setting, which
             no client can read; None where it has none. What the arguments of the queue say counts more. After three

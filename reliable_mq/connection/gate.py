@@ -21,6 +21,7 @@ class Gate:
 
     def __init__(self, sink: ChannelSink) -> None:
         self._sink = sink
+        self.largest_body = sink.largest_body
         self._held: list[Callable[[], None]] | None = []
 
     def open(self) -> None:
@@ -46,6 +47,9 @@ class Gate:
 
     def got_empty(self) -> None:
         self._pass(self._sink.got_empty)
+
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        self._pass(lambda: self._sink.oversized(delivery, size, message_count))
 
     def _pass(self, event: Callable[[], None]) -> None:
         if self._held is None:

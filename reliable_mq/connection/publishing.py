@@ -100,6 +100,7 @@ class BasePublishingLane(Generic[P]):
         forked: whether this is a copy in a forked child, where the lane's loop does not exist.
         reconnects: connections lost and made again.
         connected: whether the broker takes messages.
+        largest_body: see `ChannelSink`; nobody looks at the body of a return.
     """
 
     write_bytes: int  # encoded and written in one piece
@@ -112,6 +113,7 @@ class BasePublishingLane(Generic[P]):
         self.forked = False
         self.reconnects = 0
         self.connected = False
+        self.largest_body = 0
         self._guard = lock
         self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout
@@ -316,6 +318,10 @@ class BasePublishingLane(Generic[P]):
     def got_empty(self) -> None:
         """Never: this channel gets nothing."""
         raise AssertionError("a get-empty on a publishing channel")
+
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        """Never: this channel consumes nothing."""
+        raise AssertionError("a delivery on a publishing channel")
 
     def cancelled(self, consumer_tag: str) -> None:
         """Never: this channel consumes nothing."""

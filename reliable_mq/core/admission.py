@@ -122,6 +122,14 @@ class Admission:
                 failures.lost += lost
         return Finding(self._given_up(delivery), *transit)._replace(lost=lost)
 
+    def without_body(self, delivery: Delivery, size: int) -> str:
+        """Return why a delivery is refused whose body of `size` bytes was not taken in."""
+        self._statistics.redelivered += delivery.redelivered
+        self._statistics.quarantined += 1
+        return (
+            f"not handed to a handler: {size} bytes of body are far above the limit of {self._max_body}, and not read"
+        )
+
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered or delivery.failures is not None:
             delivery.failures = self._book.recall(delivery)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 from reliable_mq.core.acks import AckBatcher
 from reliable_mq.core.batching import Batcher
 from reliable_mq.core.breaker import Breaker
+from reliable_mq.core.codec import LARGEST_BODY
 from reliable_mq.core.consuming import ConsumingSession
 from reliable_mq.core.deadletters import DeadLetters, Target
 from reliable_mq.core.handlers import check_handler, is_coroutine_function
@@ -45,6 +46,7 @@ _OFFSETS: Final = ("first", "last", "next")
 _OFFSET: Final = "x-stream-offset"
 _REST: Final = 0.01  # seconds from one ack to the next that is sent since no handler runs: so few cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
+_TAKEN_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are taken in, to be dead-lettered with a reason
 
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
 
@@ -194,6 +196,18 @@ class ConsumerOptions:
         return found
 
     @property
+    def largest_body(self) -> int:
+        """Bytes of a body that are taken in; what is larger is rejected unread, and the broker dead-letters it.
+
+        Not where that would lose it: where only this consumer knows of a dead-letter queue.
+        """
+        most, _ = self._limits
+        ours_alone = self.dead_letter is not None and not self._broker_dead_letters
+        if most is None or ours_alone or self._ack_mode == "automatic":
+            return LARGEST_BODY
+        return min(most + _TAKEN_ABOVE, LARGEST_BODY)
+
+    @property
     def republishes(self) -> bool:
         """Whether anything is ever published: dead letters, or what waits in delay queues."""
         return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
@@ -241,7 +255,7 @@ class ConsumerOptions:
             retry=self._retry,
             random=random.Random(),
             dead_letters=dead_letters,
-            broker_dead_letters=isinstance(self._queue, Queue) and self._queue.dead_letter_name is not None,
+            broker_dead_letters=self._broker_dead_letters,
             acks=acks,
             batcher=batcher,
             max_body_bytes=max_body,
@@ -308,6 +322,10 @@ class ConsumerOptions:
         if self._quarantine is not None:
             yield SetPrefetch(1)
             yield Consume(self._quarantine.name, self.isolated_tag)
+
+    @property
+    def _broker_dead_letters(self) -> bool:
+        return isinstance(self._queue, Queue) and self._queue.dead_letter_name is not None
 
     @property
     def _declared(self) -> list[Declaration]:

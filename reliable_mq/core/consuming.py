@@ -199,6 +199,25 @@ class ConsumingSession:
             return
         self._hand.add(deliveries, now)
 
+    def oversized(self, delivery: Delivery, size: int, now: float) -> None:
+        """A delivery came in on the open channel without its body of `size` bytes: nothing but the broker has that."""
+        source = self._ways.source
+        if source is None:
+            self.statistics.stale += 1
+            return
+        self.statistics.delivered += 1
+        self._acks.delivered(delivery.delivery_tag, delivery.delivery_tag)
+        self._ages.delivered([delivery], now)
+        delivery.source = source
+        if self.position is not None:
+            self.position.delivered([delivery], self._acks.lowest)
+        if self._quarantine is not None and self._quarantine.has(delivery):
+            self._quarantine.received()
+        if self._ways.state is State.CONSUMING:
+            self._ways.reject(delivery, self._admission.without_body(delivery, size))
+        else:
+            self._ways.hand_back([delivery])
+
     def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
         """These were handed out, and this is what became of them; of what was handled, ``since`` then at the latest."""
         self._running -= len(results)

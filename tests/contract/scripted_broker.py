@@ -32,6 +32,7 @@ __all__ = ["Channel", "Connection", "Published", "ScriptedBroker", "Settlement"]
 
 _PATIENCE = 10.0  # seconds, at most, that a test waits for what must come
 _HEAD = struct.Struct(">BHI")
+_PAYLOAD = 131064  # bytes of a body in one frame
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 _PROPERTIES = {
     "product": "RabbitMQ",
@@ -117,6 +118,19 @@ class Channel:
         self.send(method, *content(commands.Basic.Properties(**properties), body))
         return self.delivered
 
+    def deliver_large(self, count: int, **properties: Any) -> int:
+        """Deliver a body of `count` full frames, of which there is never more than one at a time."""
+        head = header.ContentHeader(body_size=count * _PAYLOAD, properties=commands.Basic.Properties(**properties))
+        self.send(self._delivery(False), head)
+        self.connection.send_large(self.number, count)
+        return count * _PAYLOAD
+
+    def return_large(self, published: Published, count: int) -> None:
+        """Return a publish, with a body of `count` full frames in place of its own."""
+        head = header.ContentHeader(body_size=count * _PAYLOAD, properties=published.properties)
+        self.send(commands.Basic.Return(312, "NO_ROUTE", published.exchange, published.routing_key), head)
+        self.connection.send_large(self.number, count)
+
     def deliver_raw(self, body: bytes, properties: bytes) -> int:
         """Deliver with properties as they stand, of any kind."""
         head = struct.pack(">HHQ", 60, 0, len(body)) + properties
@@ -181,6 +195,12 @@ class Connection(threading.Thread):
                 return
             for start in range(0, len(data), self.fragment or len(data) or 1):
                 self._client.sendall(data[start : start + (self.fragment or len(data))])
+
+    def send_large(self, number: int, count: int) -> None:
+        """Send so many full body frames on a channel."""
+        full = _HEAD.pack(3, number, _PAYLOAD) + bytes(_PAYLOAD) + b"\xce"
+        for _ in range(count):
+            self.send_bytes(full)
 
     def cut(self) -> None:
         """Reset the connection; nothing is sent on it any more."""
@@ -472,4 +492,4 @@ def content_header(raw: bytes) -> header.ContentHeader:
 def content(properties: commands.Basic.Properties, body: bytes) -> list[Any]:
     """The frames of a content behind its method."""
     head = header.ContentHeader(body_size=len(body), properties=properties)
-    return [head, *([ContentBody(body)] if body else [])]
+    return [head, *(ContentBody(body[start : start + _PAYLOAD]) for start in range(0, len(body), _PAYLOAD))]

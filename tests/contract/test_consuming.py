@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import struct
 import threading
 import time
+import tracemalloc
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,8 @@ from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from reliable_mq import Delivery
     from tests.contract.scripted_broker import Channel, Published, ScriptedBroker, Settlement
 
@@ -286,6 +291,87 @@ def test_headers_that_cannot_be_decoded_cost_their_message_alone(
     assert handler.bodies == [b"before", b"behind"]
     [letter] = broker.published
     assert (letter.body, letter.routing_key) == (b"poison", "orders.dead")
+
+
+FAR_TOO_LARGE = 500  # frames: 64 MB
+
+
+@pytest.fixture
+def peak() -> Iterator[Callable[[], int]]:
+    """Measure the memory of this process that Python knows of; a call returns the peak since the last one, in bytes."""
+    gc.collect()
+    tracemalloc.start()
+
+    def grown(before: int = tracemalloc.get_traced_memory()[0]) -> int:
+        return tracemalloc.get_traced_memory()[1] - before
+
+    yield grown
+    tracemalloc.stop()
+
+
+def test_a_body_far_above_the_limit_is_rejected_and_never_in_memory(
+    broker: ScriptedBroker, new_consumer: NewConsumer, peak: Callable[[], int]
+) -> None:
+    """The broker has it still, and dead-letters it; the neighbours are handled, on the same connection."""
+    handler = Handler()
+    with new_consumer(handler, ORDERS, max_body_bytes=100_000, ack_interval=0.02) as consumer:
+        channel = broker.consuming
+        channel.deliver(b"before")
+        size = channel.deliver_large(FAR_TOO_LARGE, message_id="large")
+        channel.deliver(b"behind")
+        wait_acked(broker, 1, 3)
+        assert broker.consuming is channel
+        assert (consumer.statistics.quarantined, consumer.statistics.rejected) == (1, 1)
+    assert [(one.tag, one.requeue) for one in broker.settlements if one.verdict == "reject"] == [(2, False)]
+    assert handler.bodies == [b"before", b"behind"]
+    assert peak() < size / 8
+
+
+def test_a_body_somewhat_above_the_limit_is_dead_lettered_byte_for_byte(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """With the reason in its headers."""
+    broker.script = confirming
+    with new_consumer(Handler(), ORDERS, max_body_bytes=100_000, ack_interval=0.02):
+        broker.consuming.deliver(b"x" * 1_000_000, message_id="large")
+        wait_acked(broker, 1)
+    [letter] = broker.published
+    assert (letter.body, letter.routing_key) == (b"x" * 1_000_000, "orders.dead")
+    assert (
+        "1000000 bytes of body are above the limit of 100000" in letter.properties.headers[headers.DEAD_LETTER_REASON]
+    )
+
+
+def test_a_pulled_body_far_above_the_limit_is_rejected_and_the_next_one_comes(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    broker.ready.extend([b"x" * 2_000_000, b"small"])
+    with (
+        new_consumer(queue=ORDERS, max_body_bytes=100_000) as consumer,
+        consumer.get(timeout=10) as [delivery],
+    ):
+        assert delivery.body == b"small"
+    broker.wait_settled(2)
+    assert {(one.verdict, one.tag) for one in broker.settlements} == {("reject", 1), ("ack", 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(1, 3 * 2**30), (3, 131065), (2, 2**24 + 1)], ids=["method", "body", "header"]
+)
+def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture, kind: int, size: int
+) -> None:
+    """Its head is enough; the log says what came, and the consumer goes on with the next connection."""
+    handler = Handler()
+    with new_consumer(handler, ORDERS) as consumer:
+        channel = broker.consuming
+        channel.connection.send_bytes(struct.pack(">BHI", kind, channel.number, size) + b"x")
+        broker.wait(lambda: not channel.connection.live, "the end of the connection")
+        broker.wait(lambda: broker.consumed not in (None, channel), "another channel")
+        broker.consuming.deliver(b"next")
+        handler.wait_done(1)
+        wait_until(lambda: consumer.reconnects == 1, timeout=10, what="reconnected")
+    assert f"frame of type {kind} and {size} bytes on channel {channel.number}, where at most" in caplog.text
 
 
 def test_the_items_of_a_batch_get_a_verdict_each(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import struct
 import threading
 import time
 import tracemalloc
@@ -167,6 +168,39 @@ def test_a_return_before_the_ack_fails_that_message_and_no_other(
         assert (found[1].reply_code, found[1].reply_text) == (313, "NO_CONSUMERS")
         assert (found[3].reply_code, found[3].reply_text) == (312, "NO_ROUTE")
         assert [error is None for error in found] == [True, False, True, False, True]
+
+
+def test_the_body_of_a_return_is_never_in_memory(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """However large it claims to be, and is: the publisher has its own."""
+
+    def script(published: Published) -> None:
+        published.channel.return_large(published, 500)
+        published.channel.ack(published.number)
+
+    broker.script = script
+    with new_publisher() as publisher:
+        publisher.connect()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            with pytest.raises(PublishReturned):
+                publisher.publish(Message(b"x"), routing_key=KEY)
+            assert tracemalloc.get_traced_memory()[1] < 8_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what came; what was unconfirmed is published again."""
+    with new_publisher() as publisher:
+        confirmation = publisher.submit(Message(b"x"), routing_key=KEY)
+        [published] = broker.wait_published(1)
+        broker.script = acking
+        published.channel.connection.send_bytes(struct.pack(">BHI", 3, 1, 3 * 2**30) + b"x")
+        assert confirmation.result(10)
+    assert "frame of type 3 and 3221225472 bytes on channel 1, where at most 131064 may come" in caplog.text
 
 
 def test_a_return_counts_where_a_nack_follows_it_too(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -784,13 +818,15 @@ def test_a_credentials_callback_that_always_hangs_has_a_bounded_number_of_thread
         return "guest", "guest"
 
     url = f"amqp://127.0.0.1:{broker.port}/"
-    publisher = new_publisher(url, credentials=credentials, connect_timeout=0.01)
+    publisher = new_publisher(url, credentials=credentials, connect_timeout=0.004)
     try:
         with pytest.raises(PublishUnconfirmed, match="never sent"):
             publisher.publish(Message(b"1"), routing_key="orders", timeout=1)
         broker.wait(lambda: len(asked) == MOST_UNANSWERED, "so many calls")
         with pytest.raises(TimeoutError):
-            broker.wait(lambda: len(asked) > MOST_UNANSWERED, "one more call", patience=3 * 0.01 * 2**MOST_UNANSWERED)
+            broker.wait(
+                lambda: len(asked) > MOST_UNANSWERED, "one more call", patience=1.5 * 0.004 * 2**MOST_UNANSWERED
+            )
     finally:
         release.set()
         publisher.close()

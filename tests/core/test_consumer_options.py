@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Queue, RetryPolicy
-from reliable_mq.core.codec import encode_ack
+from reliable_mq.core.codec import LARGEST_BODY, encode_ack
 from reliable_mq.core.consumer_options import ConsumerOptions
 from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
 from tests.core.deliveries import delivery
@@ -96,6 +96,25 @@ def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], says: str) -> N
     with pytest.raises(ConfigurationError) as caught:
         options(**given)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [
+        ({}, LARGEST_BODY),
+        ({"max_body_bytes": 1000}, 1000 + 2**20),
+        ({"max_body_bytes": LARGEST_BODY}, LARGEST_BODY),
+        ({"max_body_bytes": 1000, "dead_letter": "elsewhere"}, 1000 + 2**20),
+        ({"max_body_bytes": 1000, "queue": Queue("orders", dead_letter=None)}, 1000 + 2**20),
+        ({"max_body_bytes": 1000, "queue": "orders"}, 1000 + 2**20),
+        ({"max_body_bytes": 1000, "queue": "orders", "dead_letter": "elsewhere"}, LARGEST_BODY),
+        ({"max_body_bytes": 1000, "ack_mode": "automatic"}, LARGEST_BODY),
+    ],
+)
+def test_a_body_far_above_the_limit_is_not_taken_in_unless_only_we_can_dead_letter_it(
+    given: dict[str, Any], largest: int
+) -> None:
+    assert options(**given).largest_body == largest
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,18 @@ from reliable_mq.core.codec import Properties, encode_ack, encode_nack, encode_r
 from reliable_mq.core.consuming import NoticeKind
 from reliable_mq.core.handling import Failed, Outcome, What
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
-from tests.core.sessions import CHANNEL, RETURNED, attempt_again, deliver, fail, items, kinds, make, only_republish
+from tests.core.sessions import (
+    CHANNEL,
+    ISOLATED,
+    RETURNED,
+    attempt_again,
+    deliver,
+    fail,
+    items,
+    kinds,
+    make,
+    only_republish,
+)
 
 # Handled
 
@@ -184,6 +195,48 @@ def test_what_is_refused_unseen_does_not_hold_up_its_neighbours() -> None:
     session.finished(work, 0.0)
     assert session.take_output(5.0) == encode_ack(CHANNEL, 4, True)
     assert session.statistics.quarantined == session.statistics.dead_lettered == 2
+
+
+@pytest.mark.parametrize("dead_letters", [True, False])
+def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> None:
+    """Nobody here can dead-letter what was not taken in; the broker can. Its neighbours flow."""
+    session = make(max_body_bytes=100, dead_letters=dead_letters)
+    before = deliver(session, items(1))
+    session.oversized(delivery(2, body=b"", redelivered=True), 2_000_000, 0.0)
+    assert session.take_output(0.0) == encode_reject(CHANNEL, 2, False)
+    [notice] = session.take_notices()
+    assert notice.kind is NoticeKind.REJECTED
+    assert "2000000 bytes of body are far above the limit of 100" in notice.text
+    statistics = session.statistics
+    assert (statistics.delivered, statistics.quarantined, statistics.rejected, statistics.redelivered) == (2, 1, 1, 1)
+    session.finished([*before, *deliver(session, items(1, 3))], 0.0)
+    assert session.take_output(5.0) == encode_ack(CHANNEL, 3, True)
+    assert session.outstanding == 0
+
+
+def test_a_delivery_without_its_body_goes_back_while_the_session_stops() -> None:
+    session = make(max_body_bytes=100)
+    session.stop()
+    session.oversized(delivery(1, body=b""), 2_000_000, 0.0)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, True)
+    assert session.take_notices() == []
+
+
+def test_a_delivery_without_its_body_on_a_lost_channel_is_dropped() -> None:
+    session = make(max_body_bytes=100)
+    session.lost(1)
+    session.oversized(delivery(1, body=b""), 2_000_000, 0.0)
+    session.opened(2, CHANNEL)
+    assert session.take_output(0.0) == b""
+    assert (session.statistics.stale, session.statistics.delivered) == (1, 0)
+
+
+def test_a_delivery_without_its_body_from_quarantine_is_rejected_and_counts_as_seen() -> None:
+    session = make(max_body_bytes=100, quarantine=True)
+    item = delivery(1, body=b"")
+    item.consumer_tag = ISOLATED
+    session.oversized(item, 2_000_000, 0.0)
+    assert session.take_output(0.0) == encode_reject(CHANNEL, 1, False)
 
 
 def test_a_redelivery_goes_on_where_its_attempts_were_and_not_before_its_time() -> None:

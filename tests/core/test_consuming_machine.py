@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from itertools import groupby
 from random import Random
 
 from hypothesis import strategies as st
@@ -40,6 +41,8 @@ class Broker:
         self.waited: dict[str, Republish] = {}  # the retries that are in the queue, or unacked, by their ids there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
+        self.oversized: set[str] = set()  # whose bodies the reader does not take in
+        self.dead: set[str] = set()
         self.tag = 0
 
     def deliver(self, count: int) -> list[Delivery]:
@@ -80,11 +83,14 @@ class Broker:
                 message_id = self.unacked.pop(one)
                 if method == 80:
                     self.acked.append(message_id)
+                elif method == 90:
+                    assert message_id in self.oversized, "with a dead-letter queue nothing else is rejected"
+                    assert not bits
+                    self.dead.add(message_id)
                 else:
-                    assert method == 120, "with a dead-letter queue nothing is rejected"
                     assert bits & 2
                     self.queue.append((message_id, True))
-            settled.append(({80: "ack", 120: "nack"}[method], tags))
+            settled.append(({80: "ack", 90: "reject", 120: "nack"}[method], tags))
         return settled
 
 
@@ -102,6 +108,7 @@ class Consuming(RuleBasedStateMachine):
     Invariants:
 
     - nothing is lost: every message is in the queue, unacked, handled or dead-lettered, whatever happened;
+    - what came without its body is rejected, and nothing else is;
     - a delivery is acked only after its handler finished, its dead letter was confirmed, or the store had it as done;
     - what a handler begins with is of the open channel, and outstanding; it is with one handler at a time;
     - a handler sees attempts 1 to ``max_attempts``, and earlier failures counted, at a redelivery too, unless an
@@ -146,7 +153,7 @@ class Consuming(RuleBasedStateMachine):
         self.outlived: set[str] = set()  # failed on a channel that is gone, after they were delivered on the next
         self.replaced: set[str] = set()  # ids of originals whose retry was confirmed
         self.handled: set[str] = set()
-        self.dead: set[str] = set()
+        self.dead = self.broker.dead
         self.open_channel()
 
     # The shell
@@ -222,9 +229,23 @@ class Consuming(RuleBasedStateMachine):
     def deliver(self, count: int) -> None:
         if not self.broker.queue:
             self.publish(count)
-        sent = self.broker.deliver(count)
+        self.tell(self.broker.deliver(count))
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def deliver_oversized(self) -> None:
+        self.publish(1)
+        self.broker.oversized.add(f"m{self.published}")
+        self.deliver(PREFETCH)
+
+    def tell(self, sent: list[Delivery]) -> None:
+        for without_body, some in groupby(sent, key=lambda item: item.message_id in self.broker.oversized):
+            if without_body:
+                for item in some:
+                    self.session.oversized(item, 2**30, self.now)
+            else:
+                self.session.delivered(list(some), self.now)
         if sent:
-            self.session.delivered(sent, self.now)
             self.turn()
 
     # The handlers
@@ -376,10 +397,7 @@ class Consuming(RuleBasedStateMachine):
             for retry in list(self.broker.waiting):
                 self.broker.expire(retry)
             self.turn()
-            sent = self.broker.deliver(PREFETCH)
-            if sent:
-                self.session.delivered(sent, self.now)
-                self.turn()
+            self.tell(self.broker.deliver(PREFETCH))
             while self.work:
                 self.begin()
             for item in list(self.begun):

@@ -43,6 +43,16 @@ def test_a_stream_goes_on_behind_what_is_settled_however_it_was() -> None:
     assert position.following == 13
 
 
+def test_a_stream_goes_on_behind_what_came_without_its_body() -> None:
+    session, position = of_a_stream()
+    [first] = deliver(session, events(10))
+    session.finished([first], 0.0)
+    _, oversized = events(10, 11)
+    session.oversized(oversized, 2_000_000, 0.0)
+    session.lost(1)
+    assert position.following == 12
+
+
 def test_a_stream_goes_on_at_what_waits_for_its_next_attempt() -> None:
     session, position = of_a_stream()
     first, second, third = deliver(session, events(10, 11, 12))

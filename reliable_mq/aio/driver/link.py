@@ -344,6 +344,7 @@ class Link:
                 frame, self._tune = methods.negotiated(
                     frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
                 )
+                self._reader.agree(self._tune.frame_max)
             elif method == methods.CONNECTION_CLOSED:
                 self._closed_with = methods.decode_close(frame)
             self._pass_on(frame)

@@ -273,6 +273,12 @@ class BasePullSubscription(BaseSubscription):
         self._poll = _POLL_FIRST
         super().got(delivery, message_count)
 
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        """A request is answered with a delivery that nobody gets."""
+        self._owed -= 1
+        self._poll = _POLL_FIRST
+        super().oversized(delivery, size, message_count)
+
     def got_empty(self) -> None:
         """A request is answered: the queue is empty."""
         self._owed -= 1

@@ -159,6 +159,7 @@ class BaseSubscription:
         isolation: hands out what comes from quarantine, so that it holds up nothing else; None to use ``outlet``.
         republisher: for dead letters; to be set before `start` where the session makes any.
         session: decides.
+        largest_body: see `ChannelSink`.
         error: why it ended by itself, if it did.
         connected: whether it is subscribed.
         reconnects: connections lost and made again.
@@ -175,6 +176,7 @@ class BaseSubscription:
         self.isolation: Outlet | None = None
         self._isolated = False  # subscribed to quarantine
         self.session: ConsumingSession = options.new_session()
+        self.largest_body = options.largest_body
         self.error: ReliableMQError | None = None
         self.connected = False
         self.reconnects = 0
@@ -359,6 +361,10 @@ class BaseSubscription:
 
     def got_empty(self) -> None:
         """``basic.get-empty``."""
+
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        """A delivery or ``basic.get-ok`` with a body that was not taken in."""
+        self.session.oversized(cast("Delivery", delivery), size, time.monotonic())
 
     def acked(self, tag: int, multiple: bool) -> None:
         """Never: nothing is published on this channel."""

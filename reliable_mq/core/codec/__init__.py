@@ -24,10 +24,11 @@ from reliable_mq.core.codec.properties import (
     rewrite_properties,
     split_properties,
 )
-from reliable_mq.core.codec.reader import ChannelSink, InboundReader, RawDelivery
+from reliable_mq.core.codec.reader import LARGEST_BODY, ChannelSink, InboundReader, RawDelivery
 from reliable_mq.core.codec.tables import CodecError, FieldValue, decode_table, encode_table
 
 __all__ = [
+    "LARGEST_BODY",
     "ChannelSink",
     "CodecError",
     "FieldValue",

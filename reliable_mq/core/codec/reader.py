@@ -5,8 +5,13 @@ its sink. Every other frame is given to `foreign`, complete (header, payload, en
 
 Invariants: how the stream is cut into chunks changes nothing about the events but how many deliveries come at once;
 sinks and `foreign` are called in the order of the stream; every byte is part of an event, of a foreign frame, or of
-content whose channel was detached; no input raises anything but `CodecError`, after which the stream cannot be trusted
-and every further `feed` raises it again.
+content that is dropped; no input raises anything but `CodecError`, after which the stream cannot be trusted and every
+further `feed` raises it again.
+
+Memory is bounded, whatever a peer claims: a frame above the negotiated ``frame_max`` is an error as soon as its head is
+there, and so is content above what RabbitMQ can carry. Content headers alone may be larger than ``frame_max``: RabbitMQ
+does not split properties, and sends them in one frame however small the receiver's frames are. A body above the limit
+of its sink is counted and dropped while it arrives.
 """
 
 from __future__ import annotations
@@ -19,7 +24,10 @@ from reliable_mq.core.codec.tables import CodecError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ChannelSink", "InboundReader", "RawDelivery"]
+__all__ = ["LARGEST_BODY", "ChannelSink", "InboundReader", "RawDelivery"]
+
+LARGEST_BODY: Final = 512 * 1024 * 1024
+"""Bytes; RabbitMQ's ``max_message_size`` cannot be set higher."""
 
 _unpack_frame: Final = Struct(">BHI").unpack_from
 _unpack_tag: Final = Struct(">QB").unpack_from
@@ -39,6 +47,9 @@ _WITH_CONTENT: Final = frozenset((_RETURN, _DELIVER, _GET_OK))
 _OURS: Final = frozenset((_RETURN, _DELIVER, _GET_OK, _GET_EMPTY, _ACK, _NACK))
 
 _MAX_CACHED: Final = 1024
+_FRAME_MAX: Final = 131072  # until another one is agreed on; RabbitMQ's default, and the most that we ask for
+_FRAME_OVERHEAD: Final = 8
+_LARGEST_HEADER: Final = 16 * 1024 * 1024  # payload of a content header, bytes; RabbitMQ's default for a whole message
 
 
 class RawDelivery:
@@ -79,7 +90,14 @@ class RawDelivery:
 
 
 class ChannelSink(Protocol):
-    """What an attached channel tells. Called inside `InboundReader.feed`; it may attach, detach and reset."""
+    """What an attached channel tells. Called inside `InboundReader.feed`; it may attach, detach and reset.
+
+    Attributes:
+        largest_body: bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called
+            without it, and `oversized` in place of ``delivered`` and ``got``. Read when the channel is attached.
+    """
+
+    largest_body: int = LARGEST_BODY
 
     def acked(self, tag: int, multiple: bool, /) -> None:
         """The broker confirmed `tag`, or all outstanding up to and including it."""
@@ -101,26 +119,37 @@ class ChannelSink(Protocol):
     def got_empty(self) -> None:
         """``basic.get`` found the queue empty."""
 
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None, /) -> None:
+        """A delivery came whose body of `size` bytes is above `largest_body`; it has no body.
+
+        `message_count` is that of ``basic.get-ok``; None for ``basic.deliver``.
+        """
+
 
 class _Channel:
     """An attached channel, and the content that is being assembled on it.
 
     ``method`` is the one that announced the content, 0 for none; ``delivery`` takes the content in (that of a return,
     too); ``tell``, unless it is a delivery, is what to call at its end; ``missing`` counts the bytes of the body still
-    to come, -1 before the header frame. ``sink`` is None once the channel is detached; it is then kept only until its
-    content has gone by.
+    to come, -1 before the header frame; ``body`` is what has come; ``dropped`` is the size of a body that is not kept,
+    0 otherwise. ``limit`` is the largest body that is kept, and ``whole`` the largest that may come in one frame.
+    ``sink`` is None once the channel is detached; it is then kept only until its content has gone by.
     """
 
-    __slots__ = ("delivery", "method", "missing", "parts", "sink", "tell")
+    __slots__ = ("body", "delivery", "dropped", "limit", "message_count", "method", "missing", "sink", "tell", "whole")
 
     delivery: RawDelivery
     tell: Callable[[], None]
 
-    def __init__(self, sink: ChannelSink) -> None:
+    def __init__(self, sink: ChannelSink, largest_payload: int) -> None:
         self.sink: ChannelSink | None = sink
+        self.limit = min(sink.largest_body, LARGEST_BODY)
+        self.whole = min(self.limit, largest_payload)
         self.method = 0
+        self.message_count: int | None = None
         self.missing = -1
-        self.parts: list[bytes] = []
+        self.dropped = 0
+        self.body = bytearray()
 
 
 class _Batch:
@@ -147,6 +176,7 @@ class InboundReader:
         self._foreign = foreign
         self._make_delivery = delivery
         self._channels: dict[int, _Channel] = {}
+        self._largest = _FRAME_MAX - _FRAME_OVERHEAD  # payload of a frame, bytes
         self._epoch = 0  # grows at reset, so that a feed notices that a callback has reset the reader under it
         self._tail: list[bytes] = []  # the beginning of a frame
         self._tail_size = 0
@@ -156,15 +186,22 @@ class InboundReader:
         self._consumer_tags: dict[bytes, str] = {}
         self._routes: dict[bytes, tuple[str, str]] = {}
 
+    def agree(self, frame_max: int) -> None:
+        """Take no frame above `frame_max` bytes from now on, but content headers. Before a channel is attached."""
+        self._largest = frame_max - _FRAME_OVERHEAD
+
     def attach(self, channel: int, sink: ChannelSink) -> None:
         """From the next frame on, hand what concerns the basic class on `channel` to `sink`."""
-        self._channels[channel] = _Channel(sink)
+        self._channels[channel] = _Channel(sink, self._largest)
 
     def detach(self, channel: int) -> None:
         """Hand the frames of `channel` to `foreign` again; content half received is dropped, with what is to come."""
         state = self._channels.get(channel)
         if state is not None:
             state.sink = None
+            state.limit = -1
+            state.dropped = 1  # of the body that is on its way, if one is
+            state.body.clear()
             if not state.method:
                 del self._channels[channel]
 
@@ -174,6 +211,7 @@ class InboundReader:
         self._channels.clear()
         self._tail.clear()
         self._tail_size = self._wanted = 0
+        self._largest = _FRAME_MAX - _FRAME_OVERHEAD
         self._broken = ""
 
     def feed(self, data: bytes) -> None:
@@ -203,13 +241,20 @@ class InboundReader:
                 kind, number, length = _unpack_frame(data, offset)
                 payload = offset + 7
                 end = payload + length
-                if end >= size or data[end] != _FRAME_END or kind not in _FRAME_TYPES:
-                    if end >= size and kind in _FRAME_TYPES:
+                if length > self._largest or end >= size or data[end] != _FRAME_END or kind not in _FRAME_TYPES:
+                    most = _LARGEST_HEADER if kind == _HEADER_FRAME else self._largest
+                    if kind not in _FRAME_TYPES:
+                        if data[offset : offset + 4] != _PROTOCOL_HEADER:
+                            raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number}")
+                        number, end = -1, payload
+                    elif length > most:
+                        what = f"frame of type {kind} and {length} bytes on channel {number}"
+                        raise self._broken_by(f"{what}, where at most {most} may come")
+                    elif end >= size:
                         wanted = end + 1 - offset
                         break
-                    if data[offset : offset + 4] != _PROTOCOL_HEADER:
-                        raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number}")
-                    number, end = -1, payload
+                    elif data[end] != _FRAME_END:
+                        raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number} has no end")
                 state = channels.get(number)
                 method = 0
                 if kind == _METHOD_FRAME and length >= 4 and state is not None:
@@ -261,7 +306,8 @@ class InboundReader:
             body_end >= size
             or kind != _HEADER_FRAME
             or channel != number
-            or length < 14
+            or not 14 <= length <= _LARGEST_HEADER
+            or body_size > state.whole
             or class_id != _BASIC
             or data[header_end] != _FRAME_END
             or data[body_end] != _FRAME_END
@@ -280,7 +326,7 @@ class InboundReader:
 
     def _continues(self, batch: _Batch, state: _Channel | None, kind: int, method: int) -> bool:
         """Say whether a frame belongs to a further delivery for the channel whose deliveries are being collected."""
-        if state is not batch.channel:
+        if state is not batch.channel or batch.channel.dropped:
             return False
         return (batch.channel.method if kind in (_HEADER_FRAME, _BODY_FRAME) else method) == _DELIVER
 
@@ -323,6 +369,7 @@ class InboundReader:
         else:
             message_count, arguments = self._get_arguments(data, start, end)
             delivery = self._make_delivery(*arguments, b"", b"")
+            state.message_count = message_count
             state.tell = lambda: sink.got(delivery, message_count)
         state.delivery = delivery
         state.method = method
@@ -333,9 +380,14 @@ class InboundReader:
             raise self._broken_by("content header out of place")
         if end - payload < 14:
             raise self._broken_by("truncated content header")
-        _, _, _, class_id, _, state.missing = _unpack_header_frame(data, payload - 7)
+        _, _, _, class_id, _, size = _unpack_header_frame(data, payload - 7)
         if class_id != _BASIC:
             raise self._broken_by(f"content of class {class_id}")
+        if size > LARGEST_BODY:
+            raise self._broken_by(f"content of {size} bytes, where {LARGEST_BODY} are the most that RabbitMQ carries")
+        state.missing = size
+        if size > state.limit:
+            state.dropped = size
         state.delivery.properties = data[payload + 12 : end]
 
     def _content_body(self, state: _Channel, data: bytes, payload: int, end: int) -> None:
@@ -344,15 +396,19 @@ class InboundReader:
         state.missing -= end - payload
         if state.missing < 0:
             raise self._broken_by("content body larger than announced")
-        state.parts.append(data[payload:end])
+        if not state.dropped:
+            state.body += data[payload:end]
 
     def _content_complete(self, state: _Channel, number: int) -> None:
         method, state.method = state.method, 0
-        state.delivery.body = state.parts[0] if len(state.parts) == 1 else b"".join(state.parts)
-        state.parts = []
+        dropped, state.dropped = state.dropped, 0
+        state.delivery.body = bytes(state.body)
+        state.body = bytearray()
         state.missing = -1
         if state.sink is None:
             del self._channels[number]
+        elif dropped and method != _RETURN:
+            state.sink.oversized(state.delivery, dropped, state.message_count if method == _GET_OK else None)
         elif method == _DELIVER:
             if self._batch is None:
                 self._batch = _Batch(state, state.sink)

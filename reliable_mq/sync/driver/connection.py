@@ -98,6 +98,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
 
     def _opened_now(self, connection: Connection) -> None:
         self.was_open = True
+        self.reader.agree(int(self.params.frame_max))
         self._on_open(connection)
 
     def _proto_connection_made(self, transport: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import tracemalloc
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pika import spec
 
-from reliable_mq.core.codec import CodecError, InboundReader, Properties, RawDelivery
+from reliable_mq.core.codec import LARGEST_BODY, CodecError, InboundReader, Properties, RawDelivery
 from tests.properties import examples, machine
 
 Event = tuple[Any, ...]
@@ -53,9 +55,10 @@ class Recorder:
 
 
 class Sink:
-    def __init__(self, recorder: Recorder, channel: int) -> None:
+    def __init__(self, recorder: Recorder, channel: int, largest_body: int = LARGEST_BODY) -> None:
         self.recorder = recorder
         self.channel = channel
+        self.largest_body = largest_body
 
     def acked(self, tag: int, multiple: bool) -> None:
         self.recorder.note("acked", self.channel, tag, multiple)
@@ -77,6 +80,9 @@ class Sink:
 
     def got_empty(self) -> None:
         self.recorder.note("got_empty", self.channel)
+
+    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
+        self.recorder.note("oversized", self.channel, *values(delivery), size, message_count)
 
 
 def values(it: RawDelivery) -> Event:
@@ -433,6 +439,10 @@ BROKEN = {
     "bodies too large": DELIVERY + HEADER + frame(3, b"a") + frame(3, b"ab"),
     "content within content": DELIVERY + HEADER + frame(3, b"a") + DELIVERY,
     "content within content, before its header": DELIVERY + DELIVERY,
+    "frame larger than agreed": frame(3, bytes(131065)),
+    "frame larger than agreed, to come": struct.pack(">BHI", 1, 0, 3 * 2**30) + b"\0",
+    "content header of over 16 MiB, to come": DELIVERY + struct.pack(">BHI", 2, 1, 2**24 + 1) + b"\0",
+    "content larger than RabbitMQ carries": DELIVERY + frame(2, struct.pack(">HHQH", 60, 0, 2**29 + 1, 0)),
 }
 
 
@@ -458,6 +468,104 @@ def test_a_broken_method_before_whole_content_delivers_nothing(broken: bytes) ->
     with pytest.raises(CodecError, match="stream is broken"):
         recorder.reader.feed(broken + HEADER + frame(3, b"ab"))
     assert (recorder.events, recorder.batches) == ([], [])
+
+
+def test_a_frame_above_the_agreed_size_is_an_error_as_soon_as_its_head_is_there() -> None:
+    """Nothing of it is waited for; one of just that size is taken."""
+    recorder = attached()
+    recorder.reader.agree(4096)
+    largest = frame(1, bytes(4088))
+    recorder.reader.feed(largest)
+    assert recorder.events == [("foreign", largest)]
+    with pytest.raises(CodecError, match="frame of type 3 and 4089 bytes on channel 1, where at most 4088 may come"):
+        recorder.reader.feed(struct.pack(">BHI", 3, 1, 4089) + b"x")
+
+
+def test_a_content_header_may_be_larger_than_the_agreed_size() -> None:
+    """As RabbitMQ sends it: it does not split properties, and dead-lettering lets them grow."""
+    recorder = attached()
+    recorder.reader.agree(4096)
+    recorder.reader.attach(1, Sink(recorder, 1))
+    frames = content(
+        1, spec.Basic.Deliver("c", 1, True, "", "q"), pika.BasicProperties(headers={"h": "x" * 9000}), [b"a"]
+    )
+    for chunks in ([b"".join(frames)], frames, cut(b"".join(frames), [500, 5000])):
+        for chunk in chunks:
+            recorder.reader.feed(chunk)
+    assert [event[-1] for event in recorder.events] == [b"a"] * 3
+    assert {len(event[-2]) for event in recorder.events} == {9000 + 13}
+
+
+def limited(largest_body: int) -> Recorder:
+    recorder = Recorder()
+    recorder.reader.attach(1, Sink(recorder, 1, largest_body))
+    return recorder
+
+
+def test_a_body_above_the_limit_of_its_sink_is_told_without_its_bytes() -> None:
+    """In its place among the others, in one frame or in several, pushed or pulled; one of just the limit is taken."""
+    got = content(1, spec.Basic.GetOk(4, False, "ex", "key", 7), pika.BasicProperties(), [b"abc", b"d"])
+    recorder = limited(3)
+    recorder.reader.feed(
+        deliver(1, b"abc")
+        + deliver(2, b"abcd")
+        + deliver(3, b"ab", b"cd", b"e")
+        + b"".join(got)
+        + deliver(5, b"a", b"bc")
+    )
+    assert recorder.events == [
+        delivered(1, b"abc"),
+        ("oversized", *delivered(2, b"")[1:], 4, None),
+        ("oversized", *delivered(3, b"")[1:], 5, None),
+        ("oversized", 1, "", 4, False, "ex", "key", b"\0\0", b"", 4, 7),
+        delivered(5, b"abc"),
+    ]
+
+
+def test_a_return_above_the_limit_is_told_without_its_body() -> None:
+    recorder = limited(0)
+    recorder.reader.feed(
+        b"".join(content(1, spec.Basic.Return(312, "NO_ROUTE", "", "k"), pika.BasicProperties(), [b"a", b"b"]))
+    )
+    assert recorder.events == [("returned", 1, 312, "NO_ROUTE", "", "k", b"\0\0", b"")]
+
+
+def peak_of_feeding(recorder: Recorder, first: bytes, then: bytes, times: int) -> int:
+    """Measure what feeding takes of memory at most, in bytes."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        recorder.reader.feed(first)
+        for _ in range(times):
+            recorder.reader.feed(then)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def begun(size: int) -> bytes:
+    return DELIVERY + frame(2, struct.pack(">HHQH", 60, 0, size, 0))
+
+
+def test_a_body_above_the_limit_takes_no_memory_while_it_arrives() -> None:
+    recorder = limited(1000)
+    assert peak_of_feeding(recorder, begun(400 * 2**20), frame(3, bytes(100_000)), 1000) < 2**20
+
+
+def test_the_body_of_a_channel_that_is_detached_takes_no_memory_any_more() -> None:
+    recorder = attached()
+    recorder.reader.feed(begun(400 * 2**20) + frame(3, bytes(100_000)))
+    recorder.reader.detach(1)
+    assert peak_of_feeding(recorder, b"", frame(3, bytes(100_000)), 1000) < 2**20
+
+
+def test_a_body_that_comes_in_tiny_frames_takes_little_more_than_its_size() -> None:
+    """Empty ones take nothing, for ever."""
+    recorder = attached()
+    recorder.reader.feed(begun(3_001))
+    assert peak_of_feeding(recorder, b"", frame(3, b"") * 100 + frame(3, b"x"), 3_000) < 2**16
+    recorder.reader.feed(frame(3, b"x"))
+    assert recorder.events == [("delivered", 1, "c", 0, False, "", "", b"\0\0", b"x" * 3_001)]
 
 
 def test_a_delivery_shows_no_body() -> None:
@@ -524,8 +632,10 @@ damaged = st.builds(
 )
 
 
-def run(chunks: list[bytes]) -> tuple[list[Event], bool]:
-    recorder = attached()
+def run(chunks: list[bytes], frame_max: int = 131072, largest_body: int = LARGEST_BODY) -> tuple[list[Event], bool]:
+    recorder = Recorder()
+    recorder.reader.agree(frame_max)
+    recorder.reader.attach(1, Sink(recorder, 1, largest_body))
     for chunk in chunks:
         try:
             recorder.reader.feed(chunk)
@@ -540,12 +650,16 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
 
 
 @examples(75)
-@given(streams | damaged, st.lists(st.integers(0), max_size=20))
-def test_how_a_stream_is_cut_changes_nothing(stream: bytes, places: list[int]) -> None:
-    """Also when channels are attached and detached in it, and when it is damaged."""
-    whole = run([stream])
-    assert run(cut(stream, places)) == whole
-    assert run([stream[at : at + 1] for at in range(len(stream))]) == whole
+@given(
+    streams | damaged, st.lists(st.integers(0), max_size=20), st.sampled_from([131072, 40]), st.sampled_from([2**29, 3])
+)
+def test_how_a_stream_is_cut_changes_nothing(
+    stream: bytes, places: list[int], frame_max: int, largest_body: int
+) -> None:
+    """Also when channels are attached and detached in it, when it is damaged, and when something in it is too large."""
+    whole = run([stream], frame_max, largest_body)
+    assert run(cut(stream, places), frame_max, largest_body) == whole
+    assert run([stream[at : at + 1] for at in range(len(stream))], frame_max, largest_body) == whole
 
 
 @given(st.binary(max_size=100), st.lists(st.integers(0), max_size=5))
@@ -557,8 +671,10 @@ class ReaderMachine(RuleBasedStateMachine):
     """The reader against a model that sees one whole frame after the other.
 
     Frames of two channels are queued as a broker may send them, contents interleaved; any number of bytes is fed;
-    channels are attached and detached between feeds.
+    channels are attached and detached between feeds. The second channel takes bodies of up to `LIMIT` bytes.
     """
+
+    LIMIT = 5
 
     def __init__(self) -> None:
         super().__init__()
@@ -616,6 +732,12 @@ class ReaderMachine(RuleBasedStateMachine):
             ),
         }
         command, event = commands[kind]
+        if channel == 2 and len(body) > self.LIMIT:
+            event = {
+                "delivered": ("oversized", *event[1:-1], b"", len(body), None),
+                "returned": (*event[:-1], b""),
+                "got": ("oversized", *event[1:-2], b"", len(body), 4),
+            }[kind]
         first, *rest = _content_frames(command, parts, channel)
         self.send(channel, "begin", None, first)
         self.waiting[channel] = [*(("part", None, data) for data in rest[:-1]), ("end", event, rest[-1])]
@@ -660,7 +782,9 @@ class ReaderMachine(RuleBasedStateMachine):
         # As a shell does: when the channel is opened, so never amid a content of it.
         in_content = self.waiting[channel] or any(frame[1] == channel for frame in self.frames)
         if channel not in self.attached and channel not in self.orphans and not in_content:
-            self.recorder.reader.attach(channel, Sink(self.recorder, channel))
+            self.recorder.reader.attach(
+                channel, Sink(self.recorder, channel, LARGEST_BODY if channel == 1 else self.LIMIT)
+            )
             self.attached.add(channel)
 
     @rule(channel=channels)
