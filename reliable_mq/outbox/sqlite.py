@@ -9,8 +9,9 @@ Any number of processes may store in one file. One of them at a time relays, and
 that, which ends with the process, however it ends; the next one takes over at once.
 
 Invariants: ids grow in the order in which transactions commit, and none is ever used again; the connection that writes
-is used under a lock; no connection is used on the other side of a fork; delays are by the time since the boot of the
-machine, which no jump of the wall clock moves (a row that an earlier boot has delayed is due within two minutes).
+is used under a lock, and counting, which takes long, never holds that; nothing is reported stored in a file that the
+path does not name any more; no connection is used on the other side of a fork; delays are by the time since the boot of
+the machine, which no jump of the wall clock moves (a row that an earlier boot has delayed is due within two minutes).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
 from reliable_mq.outbox.sqlite_claims import SQLiteClaims
 from reliable_mq.outbox.sqlite_errors import is_full, outbox_error, uncertain
+from reliable_mq.outbox.sqlite_file import OpenFile
 from reliable_mq.outbox.sqlite_reserve import Reserve
 from reliable_mq.paths import file_path
 
@@ -81,21 +83,30 @@ _CHANGE: Final = """
     UPDATE outbox SET state = ?, available_at = ?, reason = ?, attempts = attempts + 1,
     possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
 """
-# Behind a row of the same key that does not move by itself.
-_HELD: Final = """
-    EXISTS (SELECT 1 FROM outbox AS before WHERE before.ordering_key = outbox.ordering_key AND before.id < outbox.id
-    AND (before.state = 2 OR before.format > :format))
+# Of each key the first row that does not move by itself: it holds those behind it.
+_STUCK: Final = """
+    WITH stuck (ordering_key, first) AS MATERIALIZED (
+        SELECT ordering_key, min(id) FROM (
+            SELECT ordering_key, id FROM outbox WHERE state > 0 AND state = 2 AND +ordering_key IS NOT NULL
+            UNION ALL
+            SELECT ordering_key, id FROM outbox WHERE format > :format AND +ordering_key IS NOT NULL
+        ) GROUP BY ordering_key
+    )
 """
-_MOVES: Final = f"state < 2 AND format <= :format AND (ordering_key IS NULL OR NOT {_HELD})"
+_HOLDS: Final = "LEFT JOIN stuck ON stuck.ordering_key = outbox.ordering_key AND stuck.first < outbox.id"
+_BACKLOG: Final = f"""
+    {_STUCK} SELECT count(*) FROM outbox {_HOLDS}
+    WHERE outbox.id <= :up_to AND state < 2 AND format <= :format AND stuck.first IS NULL
+"""  # noqa: S608
 _STATUS: Final = f"""
-    SELECT
+    {_STUCK} SELECT
         count(*) FILTER (WHERE state < 2 AND format <= :format),
         count(*) FILTER (WHERE state = 1 AND format <= :format),
-        count(*) FILTER (WHERE state < 2 AND format <= :format AND ordering_key IS NOT NULL AND {_HELD}),
+        count(*) FILTER (WHERE state < 2 AND format <= :format AND stuck.first IS NOT NULL),
         count(*) FILTER (WHERE state = 2 AND format <= :format),
         count(*) FILTER (WHERE format > :format),
         min(stored_at) FILTER (WHERE state < 2)
-    FROM outbox
+    FROM outbox {_HOLDS}
 """  # noqa: S608
 
 
@@ -135,8 +146,11 @@ class SQLiteOutbox:
         self._ordering_key = ordering_key
         self._reserve = Reserve(self.path)
         self._made_in = os.getpid()
+        self._file = OpenFile(self.path)
         self._lock = threading.Lock()  # for the connection
         self._connection: sqlite3.Connection | None = None
+        self._read_lock = threading.Lock()  # for the connection that counts; taken before the other lock
+        self._reader: sqlite3.Connection | None = None
 
     # For a publisher
 
@@ -198,7 +212,7 @@ class SQLiteOutbox:
     def claims(self) -> Claims:
         """Make what one relay takes its rows from."""
         self.open()
-        return SQLiteClaims(self.path, self._timeout)
+        return SQLiteClaims(self.path, self._timeout, self._file)
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
@@ -207,8 +221,7 @@ class SQLiteOutbox:
             last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
             limit = last[0] if last else 0
             arguments = {"format": FORMAT, "up_to": limit if up_to is None else up_to}
-            query = f"SELECT count(*) FROM outbox WHERE id <= :up_to AND {_MOVES}"  # noqa: S608
-            (count,) = connection.execute(query, arguments).fetchone()
+            (count,) = connection.execute(_BACKLOG, arguments).fetchone()
             return count, limit
 
         return self._ask(work)
@@ -249,8 +262,14 @@ class SQLiteOutbox:
         """Close the file; what is stored stays. The next call opens it again. Does nothing in a forked child."""
         if os.getpid() != self._made_in:
             return
-        with self._lock:
+        reader = self._reader
+        if reader is not None:
+            with suppress(sqlite3.Error):
+                reader.interrupt()  # whoever counts gets an error
+        with self._read_lock, self._lock:
+            self._drop_reader()
             self._drop()
+            self._file.forget()
 
     def __repr__(self) -> str:
         return f"SQLiteOutbox({str(self.path)!r})"
@@ -287,6 +306,7 @@ class SQLiteOutbox:
             connection = self._open()
             committing = False
             try:
+                self._file.check()
                 connection.execute("BEGIN IMMEDIATE")
                 result = work(connection)
                 committing = True
@@ -298,14 +318,28 @@ class SQLiteOutbox:
                 failure = outbox_error(error, self.path, what)
                 failure.may_have_arrived = committing and uncertain(error)
                 raise failure from error
+            try:
+                self._file.check()
+            except OutboxError as error:  # the relay has that file open, too, and may have taken it from there
+                error.may_have_arrived = True
+                raise
             return result
 
     def _ask(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with self._lock:
-            connection = self._open()
+        """Read, on a connection of its own: writing goes on meanwhile."""
+        if not self._file.noted:
+            self.open()
+        with self._read_lock:
+            self._check_not_forked()
             try:
-                return work(connection)
+                self._file.check()
+                if self._reader is None:
+                    self._reader = _connection(self.path, self._timeout)
+                    self._reader.execute("PRAGMA query_only = ON")
+                return work(self._reader)
             except sqlite3.Error as error:
+                if uncertain(error):
+                    self._drop_reader()
                 raise outbox_error(error, self.path, "reading") from error
 
     def _roll_back(self, connection: sqlite3.Connection, error: BaseException) -> None:
@@ -315,10 +349,14 @@ class SQLiteOutbox:
         if uncertain(error):
             self._drop()  # the next call starts from what the file says
 
-    def _open(self) -> sqlite3.Connection:
+    def _check_not_forked(self) -> None:
         if os.getpid() != self._made_in:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
+
+    def _open(self) -> sqlite3.Connection:
+        self._check_not_forked()
         if self._connection is None:
+            self._file.check_file()  # before one is made in the place of one that was deleted
             try:
                 self._connection = self._connect()
             except (sqlite3.Error, OSError) as error:
@@ -331,12 +369,17 @@ class SQLiteOutbox:
                 self._connection.close()
             self._connection = None
 
+    def _drop_reader(self) -> None:
+        if self._reader is not None:
+            with suppress(sqlite3.Error):
+                self._reader.close()
+            self._reader = None
+
     def _connect(self) -> sqlite3.Connection:
         new = not self.path.exists()
         if new:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self.path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
-        connection.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # a row may be damaged
+        connection = _connection(self.path, self._timeout)
         try:
             _use_wal(connection, self._timeout)
             # FULL: an fsync at every commit. NORMAL would do without in WAL mode, and forget what was accepted.
@@ -344,6 +387,7 @@ class SQLiteOutbox:
             # Some builds overwrite what is deleted: all of a message once more, at its removal.
             connection.execute("PRAGMA secure_delete = OFF").fetchall()
             self._check_version(connection)
+            self._file.note()
         except BaseException:
             connection.close()
             raise
@@ -381,6 +425,12 @@ class SQLiteOutbox:
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
         return _APPLICATION, _VERSION
+
+
+def _connection(path: Path, timeout: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
+    connection.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # a row may be damaged
+    return connection
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int]:

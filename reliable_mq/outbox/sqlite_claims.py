@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from reliable_mq.outbox.sqlite_file import OpenFile
+
 __all__ = ["SQLiteClaims"]
 
 logger = logging.getLogger(__name__)
@@ -73,13 +75,15 @@ class SQLiteClaims:
     Args:
         path: of the database, which has its tables.
         timeout: seconds to wait for a process that writes.
+        file: tells whether that path still names the file that was opened.
     """
 
     keep_every = float("inf")
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path, timeout: float, file: OpenFile) -> None:
         self._path = path
         self._timeout = timeout
+        self._file = file
         self._lock: int | None = None  # the descriptor of the file that is locked, where we are the relay
         self._connection: sqlite3.Connection | None = None
         self._position = 0  # rows up to this one were given, or noted down
@@ -107,6 +111,7 @@ class SQLiteClaims:
             connection = self._reader()
             if connection is None:
                 return taken
+            self._file.check()
             (epoch,) = connection.execute(_EPOCH).fetchone()
             if epoch != self._epoch:
                 self._start_over(connection, epoch)
@@ -195,6 +200,7 @@ class SQLiteClaims:
         return True
 
     def _connect(self) -> sqlite3.Connection:
+        self._file.check()
         connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
         connection.text_factory = _text_or_bytes  # what is no UTF-8 is the fault of one row, not of the others
         try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Reserve"]
 
 _BYTES: Final = 8 * 1024 * 1024  # the log: 4 MiB (SQLite's default), a transaction behind it, and room for the removal
+_ZEROS: Final = bytes(1024 * 1024)
 
 
 class Reserve:
@@ -43,7 +44,12 @@ class Reserve:
     def _make(self) -> bool:
         descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _BYTES)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _BYTES)
+            else:  # on macOS
+                for start in range(0, _BYTES, len(_ZEROS)):
+                    os.pwrite(descriptor, _ZEROS, start)
+                os.fsync(descriptor)  # some file systems find room only when they write
         except OSError:
             os.ftruncate(descriptor, 0)
             return False

@@ -1,0 +1,202 @@
+"""The file of a SQLite outbox: counting in it beside writers, its deletion while it is open, and the reserve."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from reliable_mq import Message, OutboxError
+from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.outbox import SQLiteOutbox, sqlite_reserve
+from reliable_mq.outbox.sqlite_reserve import Reserve
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[SQLiteOutbox]:
+    made = SQLiteOutbox(tmp_path / "outbox")
+    yield made
+    made.close()
+
+
+def store(outbox: SQLiteOutbox, count: int, *keys: str | None) -> None:
+    outbox.write([NewRow(Message(b"%d" % n), "", "q", True, keys[n % len(keys)]) for n in range(count)], [])
+
+
+def reader_of(outbox: SQLiteOutbox) -> sqlite3.Connection:
+    """The connection on which it counts."""
+    outbox.status()
+    assert outbox._reader is not None
+    return outbox._reader
+
+
+def instructions(outbox: SQLiteOutbox) -> int:
+    """Hundreds of instructions of SQLite's machine that counting takes."""
+    count = 0
+
+    def counted() -> int:
+        nonlocal count
+        count += 1
+        return 0
+
+    reader_of(outbox).set_progress_handler(counted, 100)
+    outbox.status()
+    outbox.backlog()
+    reader_of(outbox).set_progress_handler(None, 0)
+    return count
+
+
+def test_counting_is_linear_in_the_rows_of_a_key(outbox: SQLiteOutbox) -> None:
+    """Eight times the rows take about eight times the instructions, with a row set aside in front, too."""
+    store(outbox, 1000, "key")
+    claims = outbox.claims()
+    row = claims.take(1).rows[0]
+    outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why")])
+    claims.close()
+    few = instructions(outbox)
+    store(outbox, 7000, "key")
+    assert instructions(outbox) < 10 * few
+    assert (outbox.status().rows, outbox.status().held, outbox.backlog()[0]) == (7999, 7999, 0)
+
+
+def test_what_holds_others_counts_for_its_key_and_from_its_place_on(outbox: SQLiteOutbox) -> None:
+    """Rows before it, of other keys and without one are not held."""
+    store(outbox, 9, "a", "b", None)
+    with sqlite3.connect(outbox.path) as connection:
+        connection.execute("UPDATE outbox SET state = 2 WHERE id = 4")  # the second of a
+        connection.execute("UPDATE outbox SET format = 2 WHERE id = 2")  # the first of b
+    connection.close()
+    status = outbox.status()
+    assert (status.rows, status.held, status.set_aside, status.unreadable) == (7, 3, 1, 1)
+    assert outbox.backlog() == (4, 9)
+    assert outbox.backlog(3) == (2, 9)
+
+
+def test_a_message_is_stored_while_somebody_counts(outbox: SQLiteOutbox) -> None:
+    """Counting has a connection of its own, and holds up no writer."""
+    store(outbox, 1000, "key")
+    counts, goes_on = threading.Event(), threading.Event()
+
+    def waits() -> int:
+        counts.set()
+        return int(not goes_on.wait(20))
+
+    reader_of(outbox).set_progress_handler(waits, 100)
+    with ThreadPoolExecutor(1) as pool:
+        counted = pool.submit(outbox.status)
+        assert counts.wait(20)
+        try:
+            store(outbox, 1, None)
+        finally:
+            goes_on.set()
+        assert counted.result(20).rows == 1000
+    assert outbox.status().rows == 1001
+
+
+def test_closing_does_not_wait_for_who_counts(outbox: SQLiteOutbox) -> None:
+    """The counting fails; the next call opens the file again."""
+    store(outbox, 1000, "key")
+    counts = threading.Event()
+
+    def slow() -> int:
+        counts.set()
+        time.sleep(0.01)  # a minute for all of it
+        return 0
+
+    reader_of(outbox).set_progress_handler(slow, 1)
+    with ThreadPoolExecutor(1) as pool:
+        counted = pool.submit(outbox.status)
+        assert counts.wait(20)
+        outbox.close()
+        with pytest.raises(OutboxError, match="interrupted"):
+            counted.result(20)
+    assert outbox.status().rows == 1000
+
+
+@pytest.mark.parametrize("gone", ["outbox", "outbox-wal"])
+def test_nothing_is_reported_stored_in_a_file_that_was_deleted(outbox: SQLiteOutbox, gone: str) -> None:
+    """Neither is what is left counted or relayed, nor is another file made in its place."""
+    store(outbox, 1, None)
+    claims = outbox.claims()
+    (outbox.path.parent / gone).unlink()
+    with pytest.raises(OutboxError, match="was deleted") as not_stored:
+        store(outbox, 1, None)
+    assert not not_stored.value.may_have_arrived
+    for ask in (outbox.status, outbox.backlog, outbox.set_aside, lambda: claims.take(1), lambda: outbox.purge([])):
+        with pytest.raises(OutboxError, match="was deleted"):
+            ask()
+    assert not (outbox.path.parent / gone).exists()
+    claims.close()
+    outbox.close()
+    store(outbox, 1, None)
+    assert outbox.status().rows >= 1
+
+
+def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: Path) -> None:
+    """Moved away and back, it is the one that is open."""
+    store(outbox, 1, None)
+    (tmp_path / "elsewhere").mkdir()
+    names = ("outbox", "outbox-wal", "outbox-shm")
+    for name in names:
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    with pytest.raises(OutboxError, match="was deleted or replaced"):
+        store(outbox, 1, None)
+    shutil.copy(tmp_path / "elsewhere" / "outbox", tmp_path / "outbox")
+    with pytest.raises(OutboxError, match="was deleted or replaced"):
+        store(outbox, 1, None)
+    for name in names:
+        (tmp_path / "elsewhere" / name).rename(tmp_path / name)
+    store(outbox, 1, None)
+    assert outbox.status().rows == 2
+
+
+def test_a_file_that_is_deleted_during_a_commit_may_hold_the_message(
+    outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay has it open, and may have published it: the error says so."""
+    store(outbox, 1, None)
+    checks = iter((lambda: None, outbox.path.unlink))
+    check = outbox._file.check
+
+    def deleted_before_the_second() -> None:
+        next(checks, lambda: None)()
+        check()
+
+    monkeypatch.setattr(outbox._file, "check", deleted_before_the_second)
+    with pytest.raises(OutboxError, match="was deleted") as in_doubt:
+        store(outbox, 1, None)
+    assert in_doubt.value.may_have_arrived
+
+
+def test_the_reserve_is_made_where_the_system_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, which has no posix_fallocate: zeros are written."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    with closing(SQLiteOutbox(tmp_path / "outbox")) as outbox:
+        store(outbox, 1, None)
+        assert outbox.status().rows == 1
+    made = tmp_path / "outbox-reserve"
+    assert made.stat().st_size == sqlite_reserve._BYTES
+    assert made.stat().st_blocks * 512 >= sqlite_reserve._BYTES
+
+
+def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of one is given back."""
+
+    def full(_descriptor: int, _data: bytes, offset: int) -> int:
+        if offset:
+            raise OSError(28, "No space left on device")
+        return os.write(_descriptor, _data)
+
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(os, "pwrite", full)
+    reserve = Reserve(tmp_path / "outbox")
+    assert not reserve.there()
+    assert (tmp_path / "outbox-reserve").stat().st_size == 0
