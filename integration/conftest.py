@@ -259,7 +259,7 @@ def _databases() -> Iterator[dict[str, Database]]:
 
 @pytest.fixture
 def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Database]]:
-    """A function that gives the server of a kind: ``redis``, ``postgresql`` or ``mariadb``. Harm it at will."""
+    """A function that gives the server of a kind: one of ``KINDS``. Harm it at will."""
 
     def get(kind: str) -> Database:
         if kind not in _databases:

@@ -4,7 +4,7 @@
 #   setup.sh venv              .venv with this package (editable) and all its extras
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
-#   setup.sh databases         the image reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB
+#   setup.sh databases         the images reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB, and :mysql
 #   setup.sh java              a Java that Spark runs on (17 or newer)
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
 #   setup.sh strace            strace, for what a program has synchronised with the disk
@@ -14,6 +14,7 @@
 #   RELIABLE_MQ_BROKER_IMAGE     RabbitMQ image to take for `newest`, e.g. rabbitmq:4-management
 #   RELIABLE_MQ_BROKER_IMAGE_40  the same for `4.0`, e.g. rabbitmq:4.0-management
 #   RELIABLE_MQ_DATABASES_IMAGE  image with Debian's redis-server, postgresql and mariadb-server, for `databases`
+#   RELIABLE_MQ_MYSQL_IMAGE      image with MySQL's server, for `databases`
 #   PYTHON                       interpreter for .venv (default python3; 3.11 or newer)
 #
 # Without a setting an image is looked for in this order: a local official one; one pulled from the registry that the
@@ -31,6 +32,7 @@ PULL_DEADLINE=300       # seconds for one image from a registry
 DEBIAN_PACKAGES=rabbitmq-server,ca-certificates
 DATABASES_DIR=$HERE/databases
 DATABASE_PACKAGES=redis-server,postgresql,mariadb-server
+MYSQL_PACKAGES=mysql-server-core  # of Debian sid alone
 
 main() {
     case "${1:-}" in
@@ -181,17 +183,22 @@ debian_image() {  # debian_image "SUITE..." -> name of an image with RabbitMQ fr
 }
 
 ensure_databases() {
-    local tag=reliable-mq/databases:latest setting=${RELIABLE_MQ_DATABASES_IMAGE:-} recipe base suite
-    recipe=$( (cat "$DATABASES_DIR"/*; printf '%s\n' "$DATABASE_PACKAGES" "$setting") | sha256sum | cut -c1-16)
+    databases_image latest RELIABLE_MQ_DATABASES_IMAGE "$DATABASE_PACKAGES" 'trixie bookworm'
+    databases_image mysql RELIABLE_MQ_MYSQL_IMAGE "$MYSQL_PACKAGES" 'sid testing'
+}
+
+databases_image() {  # databases_image TAG SETTING PACKAGES "SUITE..."
+    local tag=reliable-mq/databases:$1 setting=${!2:-} packages=$3 suites=$4 recipe base suite
+    recipe=$( (cat "$DATABASES_DIR"/*; printf '%s\n' "$packages" "$setting") | sha256sum | cut -c1-16)
     [ "$(docker image inspect --format '{{index .Config.Labels "reliable-mq.recipe"}}' "$tag" 2>/dev/null)" = "$recipe" ] &&
         return
     base=$setting
-    for suite in trixie bookworm; do
+    for suite in $suites; do
         [ -z "$base" ] || break
-        base=reliable-mq/databases-debian:$suite-$(printf '%s' "$DATABASE_PACKAGES" | sha256sum | cut -c1-8)
-        has_image "$base" || debootstrap_image "$suite" "$base" "$DATABASE_PACKAGES" || base=''
+        base=reliable-mq/databases-debian:$suite-$(printf '%s' "$packages" | sha256sum | cut -c1-8)
+        has_image "$base" || debootstrap_image "$suite" "$base" "$packages" || base=''
     done
-    [ -n "$base" ] || die "no databases: set RELIABLE_MQ_DATABASES_IMAGE to an image that has $DATABASE_PACKAGES."
+    [ -n "$base" ] || die "no databases: set $2 to an image that has $packages."
     say "building $tag from $base"
     docker build --quiet --build-arg "BASE=$base" --label "reliable-mq.recipe=$recipe" --tag "$tag" "$DATABASES_DIR" >&2
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from integration.support.databases import Database
 
 
-@pytest.fixture(params=["postgresql", "mariadb"])
+@pytest.fixture(params=["postgresql", "mariadb", "mysql"])
 def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -> Iterator[TableOutbox]:
     """In an empty database."""
     engine = create_engine(database(request.param).fresh())
@@ -59,7 +59,8 @@ def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_r
     """A row is another relay's when the lease of a dead one is over, neither earlier nor later; likewise a delay."""
     offset_file = tmp_path / "offset"
     offset_file.write_text("+0")
-    urls = [f"sqlite:///{tmp_path / 'database'}", database("postgresql").fresh(), database("mariadb").fresh()]
+    servers = [database(kind) for kind in ("postgresql", "mariadb", "mysql")]
+    urls = [f"sqlite:///{tmp_path / 'database'}", *(server.fresh() for server in servers)]
     for url in urls:
         engine = create_engine(url)
         SQLAlchemyOutbox(engine).create_table()

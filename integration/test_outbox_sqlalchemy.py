@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("baseline")
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb", "mysql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path, database: Callable[[str], Database]) -> str:
     """An empty database of each kind, one after the other."""
     return f"sqlite:///{tmp_path / 'database'}" if request.param == "sqlite" else database(request.param).fresh()
@@ -116,6 +116,7 @@ def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_nev
         ("postgresql", "psycopg_async"),
         ("postgresql", "asyncpg"),
         ("mariadb", "asyncmy"),
+        ("mysql", "asyncmy"),
     ],
     indirect=["database_url"],
 )

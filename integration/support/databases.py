@@ -21,15 +21,22 @@ from integration.support.waiting import wait_until
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
-KINDS = ("redis", "postgresql", "mariadb")
-_PORTS = {"redis": 6379, "postgresql": 5432, "mariadb": 3306}
+KINDS = ("redis", "postgresql", "mariadb", "mysql")
+_PORTS = {"redis": 6379, "postgresql": 5432, "mariadb": 3306, "mysql": 3306}
+_IMAGES = {"mysql": "reliable-mq/databases:mysql"}  # the others have one image
 _URLS = {
     "redis": "redis://{at}/0",
     "postgresql": "postgresql+psycopg://postgres@{at}/postgres",
     "mariadb": "mysql+pymysql://root@{at}/mysql",
+    "mysql": "mysql+pymysql://root@{at}/mysql",
 }
 #: Asyncio's, the usual one first.
-ASYNC_DRIVERS = {"redis": ("asyncio",), "postgresql": ("psycopg_async", "asyncpg"), "mariadb": ("asyncmy",)}
+ASYNC_DRIVERS = {
+    "redis": ("asyncio",),
+    "postgresql": ("psycopg_async", "asyncpg"),
+    "mariadb": ("asyncmy",),
+    "mysql": ("asyncmy",),
+}
 #: A database, a face and a driver, which is the usual one where none is named; for tests that take long.
 FACES = [
     ("postgresql", "sync", ""),
@@ -37,11 +44,13 @@ FACES = [
     ("mariadb", "sync", ""),
     pytest.param("postgresql", "aio", "asyncpg", marks=pytest.mark.soak),
     pytest.param("mariadb", "aio", "asyncmy", marks=pytest.mark.soak),
+    pytest.param("mysql", "sync", "", marks=pytest.mark.soak),
 ]
 _QUICK = {
     "redis": ["--appendfsync", "no"],
     "postgresql": ["-c", "fsync=off"],
     "mariadb": ["--innodb-flush-log-at-trx-commit=2"],
+    "mysql": ["--innodb-flush-log-at-trx-commit=2"],
 }
 _DEADLINE = 60.0
 _STARTUP = b"\0\3\0\0user\0postgres\0database\0postgres\0\0"
@@ -72,7 +81,7 @@ class Database(ContainedServer):
             self.port = free_port()
             try:
                 self._made = self._client.containers.run(
-                    "reliable-mq/databases:latest",
+                    _IMAGES.get(self.kind, "reliable-mq/databases:latest"),
                     [self.kind, *([] if self._durable else _QUICK[self.kind])],
                     detach=True,
                     labels={OWNER_LABEL: owner()},
