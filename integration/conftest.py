@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 
 __all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
 
-properties.load()
-
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
 
 # -- collecting and reporting ------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
+    properties.load(config)
     config.addinivalue_line("markers", "both_faces: a test of `consumer_face` that is for both in every run")
     config.addinivalue_line("markers", "one_face(face): a long one of `publisher_face`, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
@@ -101,6 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_report_header() -> list[str]:
+    return properties.header_lines()
+
+
 def pytest_collection_finish() -> None:
     # What is imported by now stays. `baseline` collects garbage several times a test: of what the test made, that is.
     gc.collect()
@@ -110,6 +114,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
+    properties.tell_how_to_repeat(item, report)
     callspec = getattr(item, "callspec", None)
     if report.failed and callspec is not None and "seed" in callspec.params:
         seed = callspec.params["seed"]

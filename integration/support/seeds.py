@@ -19,8 +19,13 @@ def soaking() -> bool:
     return SOAK in os.environ
 
 
+def soak_seeds() -> int:
+    """Return how many seeds a fault test takes, and how many times the examples a property test takes."""
+    return int(os.environ.get(SOAK, "1"))
+
+
 def seeds() -> list[int]:
     """The seeds of this run; the first one is the one that a single run takes."""
     first = int(os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32))))
     source = random.Random(first)
-    return [first, *(source.randrange(2**32) for _ in range(int(os.environ.get(SOAK, "1")) - 1))]
+    return [first, *(source.randrange(2**32) for _ in range(soak_seeds() - 1))]

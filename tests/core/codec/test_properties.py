@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,7 +46,17 @@ STRINGS = (
     "app_id",
 )
 texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=40)
-header_tables = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | texts, max_size=4)
+# RabbitMQ takes nothing but a list of routing keys as CC or BCC, and so does a message.
+carbon_copies = st.dictionaries(st.sampled_from(["CC", "BCC"]), st.lists(texts, max_size=2), max_size=2)
+header_tables = st.builds(
+    operator.or_,
+    st.dictionaries(
+        texts.filter(lambda name: name not in {"CC", "BCC"}),
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | texts,
+        max_size=4,
+    ),
+    st.just({}) | carbon_copies,
+)
 moments = st.datetimes(naive(1970), naive(2105), timezones=st.just(UTC)).map(
     lambda moment: moment.replace(microsecond=0)
 )
