@@ -174,12 +174,13 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
             self._threads.stop()
 
     def abort(self) -> None:
-        """End without waiting. What is stored stays."""
+        """End without waiting. What is stored stays; the outbox is closed when its threads have ended."""
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._carrier.cancel()
         self._writer.stop()
         self._threads.stop()
+        _ = self._threads.call(self._close_outbox)
 
     # For confirmations
 
@@ -200,11 +201,26 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
     def _settled(self, settlements: list[Settlement]) -> None:
         self.relay.settled(settlements)
 
+    # On threads that nobody may wait for any more
+
+    def _open_outbox(self) -> None:
+        self.outbox.open()
+        if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
+            self.outbox.close()
+
+    def _close_outbox(self) -> None:
+        self.relay.join(CLOSE_GRACE)
+        self._writer.join(CLOSE_GRACE)
+        try:
+            self.outbox.close()
+        except Exception:
+            logger.exception("closing %r", self.outbox)
+
     # On the event loop
 
     async def _open(self) -> None:
         try:
-            await self._ask(self.outbox.open, float("inf"))
+            await self._ask(self._open_outbox, float("inf"))
         except BaseException:
             self._threads.stop()
             raise

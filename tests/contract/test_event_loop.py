@@ -502,9 +502,8 @@ def test_leaving_a_publisher_that_is_cancelled_twice_leaves_nothing_behind(
 
     async def main() -> None:
         before = asyncio.all_tasks()
-        publisher = AsyncPublisher(
-            broker.url, outbox=SQLiteOutbox(tmp_path / "outbox") if outbox else None, registry=registry
-        )
+        file = SQLiteOutbox(tmp_path / "outbox") if outbox else None
+        publisher = AsyncPublisher(broker.url, outbox=file, registry=registry)
         entered = asyncio.Event()
 
         async def enter() -> None:
@@ -521,10 +520,39 @@ def test_leaving_a_publisher_that_is_cancelled_twice_leaves_nothing_behind(
         await cancelled_twice(task, closing.is_set)
         assert "closed" in repr(publisher)
         await nothing_runs(before)
+        await until(lambda: file is None or file._connection is None)
 
     run(main())
     gc.collect()
     assert b"connected" not in generate_latest(registry)
+
+
+def test_an_outbox_that_opens_after_its_publisher_was_left_is_closed_again(run: Any, tmp_path: Path) -> None:
+    opening, may_open, opened = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(SQLiteOutbox):
+        def open(self) -> None:
+            opening.set()
+            may_open.wait(10)
+            super().open()
+            opened.set()
+
+    outbox = Slow(tmp_path / "outbox")
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        publisher = AsyncPublisher("amqp://localhost", outbox=outbox)
+        publishing = asyncio.create_task(publisher.publish(Message(b"x"), routing_key="q"))
+        await until(opening.is_set)
+        publishing.cancel()
+        await publisher.close(0)
+        may_open.set()
+        await until(opened.is_set)
+        await until(lambda: outbox._connection is None)
+        await nothing_runs(before)
+
+    run(main())
+    gc.collect()
 
 
 def test_a_consumer_that_is_cancelled_twice_leaves_no_connection_for_dead_letters(
