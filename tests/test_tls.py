@@ -31,6 +31,20 @@ DAY = timedelta(days=1)
 DEADLINE = 10.0
 
 
+# What an authority must say of its key, or a strict context refuses what it has signed.
+_SIGNING = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 class Authority:
     """A certificate authority whose files lie in one directory."""
 
@@ -38,7 +52,11 @@ class Authority:
         self.directory = directory
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._builder(self.name, self.key, DAY).add_extension(x509.BasicConstraints(True, None), True)
+        certificate = (
+            self._builder(self.name, self.key, DAY)
+            .add_extension(x509.BasicConstraints(True, None), True)
+            .add_extension(_SIGNING, True)
+        )
         self.pem = certificate.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         self.file = directory / f"{name}.pem"
         self.file.write_bytes(self.pem)
@@ -73,6 +91,9 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 30 * DAY)
             .not_valid_after(now + ends_in)
+            # A context that is strict, as Python's own are from 3.13 on, asks for both.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), False)
         )
 
 

@@ -26,6 +26,20 @@ class Certificate:
     key_file: Path
 
 
+# What an authority must say of its key, or a strict context refuses what it has signed.
+_SIGNING = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 class Authority:
     """A certificate authority, whose files lie in one directory; `file` is its own certificate."""
 
@@ -33,7 +47,11 @@ class Authority:
         self._directory = directory
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
-        own = self._builder(self._name, self._key, DAY).add_extension(x509.BasicConstraints(True, None), True)
+        own = (
+            self._builder(self._name, self._key, DAY)
+            .add_extension(x509.BasicConstraints(True, None), True)
+            .add_extension(_SIGNING, True)
+        )
         self.file = directory / f"{name}.pem"
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
@@ -64,6 +82,9 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 30 * DAY)
             .not_valid_after(now + ends_in)
+            # A context that is strict, as Python's own are from 3.13 on, asks for both.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), False)
         )
 
 

@@ -108,7 +108,10 @@ def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:
 
 
 class _Resetting(socket.socket):
-    """Takes the first piece in two parts; then the peer is gone."""
+    """Takes the first piece in two parts; then the peer is gone.
+
+    The event loop sends what is left with ``send``, from Python 3.12 on with ``sendmsg``.
+    """
 
     sent = 0
 
@@ -117,6 +120,9 @@ class _Resetting(socket.socket):
         if self.sent > 2:
             raise ConnectionResetError(104, "Connection reset by peer")
         return super().send(data[:100] if self.sent == 1 else data, flags)
+
+    def sendmsg(self, buffers: Any, *_: Any) -> int:
+        return self.send(b"".join(buffers))
 
 
 class _Writing:
