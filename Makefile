@@ -9,7 +9,8 @@ ARGS ?=
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv image images databases check test test-unit test-integration demo demo-spark java bench soak fmt clean
+.PHONY: help setup venv image images databases check test test-unit test-core test-rest test-fast t test-integration \
+	test-brokers test-spark test-pythons demo demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,16 +35,38 @@ check: venv  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: test-unit test-integration  ## all tests: without a broker, then against real ones
+# Every part runs, also when one before it failed; the end tells what became of each.
+test:  ## all tests: without a broker, then against real ones
+	@tests/parts.sh test-core test-rest test-brokers test-spark
+
+test-unit:  ## the tests that need no broker, and the coverage of the core
+	@tests/parts.sh test-core test-rest
 
 # The core is covered by its own tests, every branch of it; what else runs its lines does not count.
-test-unit: venv  ## the tests that need no broker (under a minute)
+test-core: venv
 	$(PYTEST) tests/core -m traced -n auto --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
+
+test-rest: venv
 	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)
 
-test-integration: venv images java databases  ## the tests against real brokers and databases
+test-fast: venv  ## the tests that need no broker, without the coverage (under a minute)
+	$(PYTEST) tests -q -n $(JOBS) $(ARGS)
+
+T ?= tests/core
+t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
+	$(PYTEST) -q -n 0 $(T) $(ARGS)
+
+test-integration:  ## the tests against real brokers, databases and Spark
+	@tests/parts.sh test-brokers test-spark
+
+test-brokers: venv images databases
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile $(ARGS)
+
+test-spark: venv images java
 	$(PYTEST) integration/spark -n 2 --dist loadfile $(ARGS)
+
+test-pythons:  ## the tests that need no broker on every Python found, and on the newest of Debian sid
+	@tests/pythons.sh
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
@@ -59,19 +82,29 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 	$(BIN)/python -m integration.bench.stores
 	$(BIN)/python -m integration.bench.poison
 
-# Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set); RELIABLE_MQ_SEED repeats a run. A part of it:
+# Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set), drawn from one that is printed; RELIABLE_MQ_SEED
+# repeats a run. Property tests take so many times the examples. A part of it:
 # make soak TESTS=integration/spark/test_queue_kills.py JOBS=2 DIST=load
-# and, with so many times the examples, what needs no broker: make soak TESTS=tests
-TESTS ?= integration
+TESTS ?=
 DIST ?= loadfile
-soak: venv images java databases  ## the fault matrix on both broker lines with many seeds
-	RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) $(TESTS) -n $(JOBS) --dist $(DIST) $(ARGS)
+SOAK = RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) -n $(JOBS) --dist $(DIST)
+soak:  ## the fault matrix on both broker lines with many seeds, many examples of each property, every Python
+	@tests/parts.sh $(if $(TESTS),soak-tests,soak-integration soak-unit test-pythons)
+
+soak-integration: venv images java databases
+	$(SOAK) integration $(ARGS)
+
+soak-unit: venv
+	$(SOAK) tests $(ARGS)
+
+soak-tests: venv images java databases
+	$(SOAK) $(TESTS) $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv and everything that was generated here (docker images stay)
-	rm -rf .venv build dist .bench htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .pythons build dist .bench htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
 		.pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

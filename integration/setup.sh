@@ -5,6 +5,7 @@
 #   setup.sh docker            a docker daemon that answers
 #   setup.sh image newest|4.0  the broker image reliable-mq/rabbitmq:newest or :4.0
 #   setup.sh databases         the images reliable-mq/databases:latest, with Redis, PostgreSQL and MariaDB, and :mysql
+#   setup.sh python            an image with the newest Python of Debian sid; prints its name
 #   setup.sh java              a Java that Spark runs on (17 or newer)
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
 #   setup.sh strace            strace, for what a program has synchronised with the disk
@@ -33,6 +34,7 @@ DEBIAN_PACKAGES=rabbitmq-server,ca-certificates
 DATABASES_DIR=$HERE/databases
 DATABASE_PACKAGES=redis-server,postgresql,mariadb-server
 MYSQL_PACKAGES=mysql-server-core  # of Debian sid alone
+PYTHON_PACKAGES=python3-all-venv,ca-certificates
 
 main() {
     case "${1:-}" in
@@ -40,6 +42,7 @@ main() {
         docker) ensure_docker ;;
         image) ensure_docker; ensure_image "${2:?newest or 4.0}" ;;
         databases) ensure_docker; ensure_databases ;;
+        python) ensure_docker; ensure_python ;;
         java) ensure_java ;;
         faketime) ensure_faketime ;;
         strace) ensure_strace ;;
@@ -201,6 +204,13 @@ databases_image() {  # databases_image TAG SETTING PACKAGES "SUITE..."
     [ -n "$base" ] || die "no databases: set $2 to an image that has $packages."
     say "building $tag from $base"
     docker build --quiet --build-arg "BASE=$base" --label "reliable-mq.recipe=$recipe" --tag "$tag" "$DATABASES_DIR" >&2
+}
+
+ensure_python() {
+    local name
+    name=reliable-mq/python:sid-$(printf '%s' "$PYTHON_PACKAGES" | sha256sum | cut -c1-8)
+    has_image "$name" || debootstrap_image sid "$name" "$PYTHON_PACKAGES" || die "debootstrap of sid failed"
+    echo "$name"
 }
 
 debootstrap_image() (  # debootstrap_image SUITE NAME PACKAGES [CHANGE...]; a subshell, so that its traps are its own
