@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from contextlib import closing
@@ -23,11 +24,14 @@ from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, ClaimStatu
 from tests.stores import subjects
 from tests.stores.contract import StoreContract, contended
 from tests.stores.linearizability import explain
+from tests.stores.purging import grow
 from tests.stores.subjects import LEASE, RETENTION, Blocking, Subject
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection, Engine
 
     from integration.support.databases import Database
 
@@ -93,6 +97,115 @@ def examples() -> int:
 
 class TestStores(StoreContract):
     pass
+
+
+# -- rows that are over ------------------------------------------------------------------------------------------------
+
+IN_SQL = ("postgresql", "postgresql+psycopg_async", "mariadb")
+
+
+@pytest.mark.parametrize("subject", IN_SQL, indirect=True)
+def test_a_table_holds_what_is_not_over_and_little_more(subject: Subject) -> None:
+    grow(subject)
+
+
+def over(engine: Engine, count: int = 300) -> None:
+    """Put rows into the table that are over."""
+    rows = ", ".join(f"('over-{number}', 1, 2, 1, 0, 0, 1, {number})" for number in range(count))
+    with engine.begin() as connection:
+        connection.execute(text(f"INSERT INTO reliable_mq_claims VALUES {rows}"))
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def two_stores(
+    request: pytest.FixtureRequest, database: Callable[[str], Database]
+) -> Iterator[tuple[SQLAlchemyStore, Engine]]:
+    """A store whose questions have a second, and an engine of somebody else."""
+    url = database(request.param).fresh()
+    engine, other = create_engine(url), create_engine(url)
+    store = SQLAlchemyStore(engine, timeout=1.0)
+    store.create_table()
+    yield store, other
+    store.close()
+    engine.dispose()
+    other.dispose()
+
+
+def test_claims_do_not_wait_for_a_purge(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
+    """Of keys that are new, whenever their rows will be over; as long as its transaction takes."""
+    store, other = two_stores
+    with other.connect() as purging:
+        over(other)
+        assert store.answer(purging, store.purging(250)) == 250  # MariaDB's is not committed yet
+        claims = store.claim_many([f"key-{number}" for number in range(64)], LEASE)
+        assert all(store.complete_many(claims))
+
+
+def test_a_purge_does_not_wait_for_rows_that_others_have(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
+    """A handler's transaction that is open for long, say; nor do claims."""
+    store, other = two_stores
+    over(other)
+    with other.connect() as holding:
+        holding.execute(text("SELECT * FROM reliable_mq_claims WHERE claim_key = 'over-7' FOR UPDATE"))
+        [claim] = store.claim_many(["a"], LEASE)
+        assert claim.status is ClaimStatus.NEW
+        store.purge()
+        with other.connect() as looking:
+            left = looking.execute(text("SELECT claim_key FROM reliable_mq_claims ORDER BY claim_key")).scalars().all()
+    assert left == ["a", "over-7"]
+
+
+def test_of_keys_that_nobody_has_none_waits_for_one_that_somebody_has(
+    two_stores: tuple[SQLAlchemyStore, Engine],
+) -> None:
+    """In a table so small that the server would rather read all of it, and lock what it reads."""
+    store, other = two_stores
+    held, *claims = store.claim_many([f"key-{number:03}" for number in range(200)], LEASE)
+    with other.connect() as holding:
+        holding.execute(text(f"SELECT * FROM reliable_mq_claims WHERE claim_key = '{held.key}' FOR UPDATE"))
+        assert all(store.release_many(claims[100:], failed=True))
+        assert all(store.reset_many([claim.key for claim in claims[100:150]]))
+        assert all(store.complete_many(claims[:100]))
+        again = store.claim_many([claim.key for claim in claims[100:]], LEASE)
+        assert {claim.status for claim in again} == {ClaimStatus.NEW}
+
+
+def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
+    """Of a table that is large, whether it was analyzed or not; its rows are found by their keys then."""
+    store, other = two_stores
+    series = "generate_series(1, 20000) AS s(i)" if other.dialect.name == "postgresql" else "seq_1_to_20000 AS s"
+    number = "i" if other.dialect.name == "postgresql" else "seq"
+    fill = (
+        f"INSERT INTO reliable_mq_claims SELECT concat('k', {number}), 1, 2, 1, 0, 0, 1, "
+        f"CASE WHEN {number} <= 5000 THEN {number} ELSE 9000000000000000 END FROM {series}"
+    )
+    with other.begin() as connection:
+        connection.execute(text(fill))
+    for analyze in ("", "ANALYZE reliable_mq_claims" if number == "i" else "ANALYZE TABLE reliable_mq_claims"):
+        with other.begin() as connection:
+            if analyze:
+                connection.exec_driver_sql(analyze)
+            plans = plans_of(store, connection)
+            connection.rollback()
+        assert "reliable_mq_claims_expires" in plans[0], plans[0]
+        assert not any("Seq Scan" in plan or "Sort" in plan or "filesort" in plan for plan in plans), plans
+        if len(plans) > 1:
+            assert all("PRIMARY" in plan for plan in plans[1:]), plans
+
+
+def plans_of(store: SQLAlchemyStore, connection: Connection) -> list[str]:
+    """How the statements of a purge are carried out, which they are, too."""
+    plans: list[str] = []
+    steps = store.purging(250)(0)
+    ask = next(steps)
+    with contextlib.suppress(StopIteration):
+        while True:
+            if "VERSION()" not in ask.sql:
+                plan = connection.execute(text("EXPLAIN " + ask.sql), ask.parameters).all()
+                plans.append("\n".join(str(list(row)) for row in plan))
+            result = connection.execute(text(ask.sql), ask.parameters)
+            ask = steps.send(result.all() if result.returns_rows else ())
+    return plans
 
 
 # -- what happens to servers -------------------------------------------------------------------------------------------

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 import re
 import threading
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core.claims import Claim, ClaimStatus
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 __all__ = [
     "DAY",
     "FORMAT",
     "Answer",
     "Doubts",
+    "PurgePace",
     "claims_in_order",
     "held_by",
     "microseconds",
@@ -97,7 +100,8 @@ class Doubts:
     """The holders in whose names keys were claimed, as far as nobody answered. Thread-safe.
 
     A holder is a number that is drawn for a question. Whoever takes one out of here again asks the same question again;
-    nobody else does. Of several for one key, which were asked for at a time, each is tried in its turn.
+    nobody else does, a forked child neither. Of several for one key, which were asked for at a time, each is tried in
+    its turn.
 
     Args:
         capacity: keys that are remembered at most, the latest.
@@ -105,12 +109,18 @@ class Doubts:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
+        self._random = random.SystemRandom()
+        self._begin()
+
+    def _begin(self) -> None:
         self._doubts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
-        self._random = random.SystemRandom()
+        self._made_in = os.getpid()
 
     def holders(self, keys: Iterable[str]) -> dict[str, int]:
         """Say in whose name to claim each key."""
+        if os.getpid() != self._made_in:
+            self._begin()  # those are the parent's, and so may be the lock, for ever
         fresh = self._random.getrandbits(_HOLDER_BITS) or 1
         if not self._doubts:
             return dict.fromkeys(keys, fresh)
@@ -134,6 +144,57 @@ class Doubts:
         if not waiting:
             del self._doubts[key]
         return holder
+
+
+class PurgePace:
+    """When claims purge rows that are over, and how many, so that a table does not grow for ever.
+
+    Claimed keys pay for it: each entitles to the deletion of two rows. So purging keeps up with any rate of claims,
+    over all processes together, also where there is a backlog; and no claim deletes more than a few hundred rows, or
+    two for each of its own keys. Where nothing is left to delete, it is not looked for again within a second.
+
+    Without a lock, and so safe in a forked child: of two threads at once, both may purge, or neither.
+
+    Args:
+        clock: a monotonic clock, in seconds.
+    """
+
+    EVERY: Final = 60.0  # seconds after which a claim purges in any case
+    PAUSE: Final = 1.0  # seconds after a purge that left nothing
+    PAUSE_AFTER_ERROR: Final = 10.0  # seconds
+    AT_LEAST: Final = 250  # rows: a purge for each claim costs more
+    AT_MOST: Final = 5000  # rows: all are one transaction
+    ROWS_PER_KEY: Final = 2
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entitled = self.AT_LEAST  # to so many rows; the first claim purges: some processes make few
+        self._not_before = self._at_latest = clock()
+
+    def claimed(self, keys: int) -> int:
+        """Count claimed keys.
+
+        Returns:
+            How many rows to purge now at most; 0 for none. Tell `purged` or `failed` what became of it.
+        """
+        self._entitled += self.ROWS_PER_KEY * keys
+        now = self._clock()
+        if now < self._not_before or (self._entitled < self.AT_LEAST and now < self._at_latest):
+            return 0
+        limit = min(max(self.AT_LEAST, self.ROWS_PER_KEY * keys), self.AT_MOST)
+        self._entitled = 0
+        self._at_latest = now + self.EVERY
+        self._not_before = now + self.PAUSE  # for other threads, as long as this one is at it
+        return limit
+
+    def purged(self, rows: int, limit: int) -> None:
+        """Note how many rows were purged of ``limit``: where it was reached, there may be more."""
+        if rows >= limit:
+            self._not_before = self._clock()
+
+    def failed(self) -> None:
+        """Note that a purge failed."""
+        self._not_before = self._clock() + self.PAUSE_AFTER_ERROR
 
 
 def the_one_loop(store: object, loop: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:

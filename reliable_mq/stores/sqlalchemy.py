@@ -112,8 +112,8 @@ class SQLAlchemyStore(Questions):
         try:
             deadline = time.monotonic() + self.timeout
             found = self._ask(self.claiming(holders, lease), deadline)
-            if self.is_time_to_purge:
-                self._purge_some(deadline)
+            if limit := self.pace.claimed(len(holders)):
+                self._purge_some(limit, deadline)
         except BaseException:
             self.doubts.unanswered(holders)
             raise
@@ -138,7 +138,7 @@ class SQLAlchemyStore(Questions):
         """Delete what is over; claims do so by and by, too. Returns how many rows. Errors as for `claim_many`."""
         total = 0
         while True:
-            count = self._ask(self.purging)
+            count = self._ask(self.purging(PURGED_TOGETHER))
             total += count
             if count < PURGED_TOGETHER:
                 return total
@@ -249,9 +249,9 @@ class SQLAlchemyStore(Questions):
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
             self.not_rolled_back(error)
 
-    def _purge_some(self, deadline: float) -> None:
+    def _purge_some(self, limit: int, deadline: float) -> None:
         try:
-            self._ask(self.purging, deadline)
+            self.pace.purged(self._ask(self.purging(limit), deadline), limit)
         except IdempotencyStoreError as error:
             self.not_purged(error)
 

@@ -94,8 +94,8 @@ class AsyncSQLAlchemyStore(Questions):
         try:
             deadline = time.monotonic() + self.timeout
             found = await self._ask(self.claiming(holders, lease), deadline)
-            if self.is_time_to_purge:
-                await self._purge_some(deadline)
+            if limit := self.pace.claimed(len(holders)):
+                await self._purge_some(limit, deadline)
         except BaseException:
             self.doubts.unanswered(holders)
             raise
@@ -120,7 +120,7 @@ class AsyncSQLAlchemyStore(Questions):
         """See `SQLAlchemyStore.purge`."""
         total = 0
         while True:
-            count = await self._ask(self.purging)
+            count = await self._ask(self.purging(PURGED_TOGETHER))
             total += count
             if count < PURGED_TOGETHER:
                 return total
@@ -195,9 +195,9 @@ class AsyncSQLAlchemyStore(Questions):
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
             self.not_rolled_back(error)
 
-    async def _purge_some(self, deadline: float) -> None:
+    async def _purge_some(self, limit: int, deadline: float) -> None:
         try:
-            await self._ask(self.purging, deadline)
+            self.pace.purged(await self._ask(self.purging(limit), deadline), limit)
         except IdempotencyStoreError as error:
             self.not_purged(error)
 

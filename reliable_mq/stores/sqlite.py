@@ -21,6 +21,7 @@ from reliable_mq.paths import file_path
 from reliable_mq.stores.questions import (
     DAY,
     Doubts,
+    PurgePace,
     claims_in_order,
     held_by,
     microseconds,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["SQLiteStore"]
 
 T = TypeVar("T")
-_PURGE_EVERY: Final = 60.0  # seconds
 _PURGED_TOGETHER: Final = 500  # rows
 _ATTEMPTS_AT_WAL: Final = 50  # to change the journal of a new file, which does not wait for others by itself
 
@@ -74,12 +74,12 @@ class SQLiteStore:
         self._timeout = seconds("timeout", timeout, positive=True)
         self._sql = SQLite(checked_table(table))
         self._doubts = Doubts()
+        self._pace = PurgePace()
         self._made_in = os.getpid()
         self._lock = threading.Lock()  # for all below
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection | None] = []  # of parent processes, not to be touched
         self._base = 0
-        self._purge_at = 0.0
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """See `IdempotencyStore.claim_many`.
@@ -94,9 +94,8 @@ class SQLiteStore:
 
         def steps(now: int) -> Steps[list[Claim]]:
             answers = yield from self._sql.claim(holders, lease=microseconds(lease), retention=self._retention, now=now)
-            if time.monotonic() > self._purge_at:
-                self._purge_at = time.monotonic() + _PURGE_EVERY
-                yield from self._sql.purge(_PURGED_TOGETHER, now=now)
+            if limit := self._pace.claimed(len(holders)):
+                self._pace.purged((yield from self._sql.purge(limit, now=now)), limit)
             return claims_in_order(keys, {key: answers[name].claim(key) for key, name in stored.items()})
 
         try:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reliable_mq.stores import ClaimStatus
+from reliable_mq.stores.questions import PurgePace
 from reliable_mq.stores.sql import sqlite
 from reliable_mq.stores.sql.dialect import Ask, Steps
 from tests.stores import subjects
+from tests.stores.purging import Clock, grow, pace_of
 from tests.stores.subjects import LEASE, RETENTION, Subject
 
 Make = Callable[[Path], AbstractContextManager[Subject]]
@@ -19,8 +24,8 @@ in_sqlalchemy = [subjects.sqlalchemy_sqlite, subjects.sqlalchemy_async_sqlite]
 
 
 def make_it_time(subject: Subject) -> None:
-    """As it is once a minute."""
-    getattr(subject.store, "store", subject.store)._purge_at = 0.0
+    """As if a minute had passed."""
+    pace_of(subject)._not_before = pace_of(subject)._at_latest = 0.0
 
 
 @pytest.mark.parametrize("make", in_sqlalchemy)
@@ -70,3 +75,108 @@ def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, mon
         subject.store.claim_many(["a"], LEASE)
     assert len(deadlines) == 2
     assert deadlines[0] == deadlines[1] is not None
+
+
+@pytest.mark.parametrize("make", [*in_sqlalchemy, subjects.sqlite])
+def test_a_table_holds_what_is_not_over_and_little_more(make: Make, tmp_path: Path) -> None:
+    with make(tmp_path) as subject:
+        grow(subject)
+
+
+def test_a_purge_reads_what_is_over_by_the_index(tmp_path: Path) -> None:
+    """And not the whole table, which is large, for a few rows."""
+    dialect = sqlite.SQLite("claims")
+    ask = next(dialect.purge(250, now=1000))
+    with closing(sqlite3.connect(tmp_path / "store.db")) as connection:
+        for statement in dialect.ddl:
+            connection.execute(statement)
+        plan = [row[3] for row in connection.execute("EXPLAIN QUERY PLAN " + ask.sql, ask.parameters)]
+    assert any("INDEX claims_expires (expires<?)" in step for step in plan), plan
+    assert not any(step.startswith("SCAN claims") for step in plan), plan
+
+
+# -- the pace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_the_first_claim_purges_and_the_next_ones_do_not(clock: Clock) -> None:
+    """Of processes that make a few claims each, each does its part."""
+    pace = PurgePace(clock)
+    assert pace.claimed(1) == PurgePace.AT_LEAST
+    pace.purged(3, PurgePace.AT_LEAST)
+    clock.now += PurgePace.PAUSE
+    assert pace.claimed(1) == 0
+
+
+def test_a_purge_that_left_nothing_is_followed_by_a_pause(clock: Clock) -> None:
+    pace = PurgePace(clock)
+    pace.purged(0, pace.claimed(1))
+    assert pace.claimed(1000) == 0
+    clock.now += PurgePace.PAUSE
+    assert pace.claimed(1) == PurgePace.AT_LEAST
+
+
+def test_a_purge_that_may_have_left_more_is_followed_by_the_next_as_claims_pay_for_it(clock: Clock) -> None:
+    pace = PurgePace(clock)
+    pace.purged(PurgePace.AT_LEAST, pace.claimed(1))
+    assert sum(pace.claimed(1) > 0 for _ in range(PurgePace.AT_LEAST // 2)) == 1
+
+
+def test_a_claim_of_many_keys_purges_in_proportion_and_no_more_than_a_bound(clock: Clock) -> None:
+    assert PurgePace(clock).claimed(1000) == 2000
+    assert PurgePace(clock).claimed(100_000) == PurgePace.AT_MOST
+
+
+def test_where_claims_are_few_one_a_minute_purges(clock: Clock) -> None:
+    pace = PurgePace(clock)
+    pace.purged(0, pace.claimed(1))
+    limits = []
+    for _ in range(20):
+        clock.now += 10
+        limits.append(pace.claimed(1))
+    assert [limit > 0 for limit in limits] == ([False] * 5 + [True]) * 3 + [False] * 2
+
+
+def test_a_purge_that_failed_is_not_tried_with_every_claim(clock: Clock) -> None:
+    pace = PurgePace(clock)
+    assert pace.claimed(1)
+    pace.failed()
+    clock.now += PurgePace.PAUSE_AFTER_ERROR / 2
+    assert pace.claimed(1000) == 0
+    clock.now += PurgePace.PAUSE_AFTER_ERROR / 2
+    assert pace.claimed(1) > 0
+
+
+@given(
+    backlog=st.integers(0, 20_000),
+    processes=st.lists(st.tuples(st.integers(1, 3000), st.floats(0.001, 0.3)), min_size=1, max_size=4),
+)
+def test_whatever_the_rate_the_number_of_processes_and_the_backlog_a_table_shrinks_to_what_it_must_hold(
+    backlog: int, processes: list[tuple[int, float]]
+) -> None:
+    """Each process claims so many keys at a time, so many seconds apart; rows are over at once."""
+    clock = Clock()
+    over, claimed, ever = backlog, 0, 0
+    paces = [PurgePace(clock) for _ in processes]
+    due = [0.0 for _ in processes]
+    begun = clock.now
+    while claimed < 2 * backlog + 20_000 and ever < 3000:
+        number = min(range(len(processes)), key=due.__getitem__)
+        keys, apart = processes[number]
+        clock.now = max(clock.now, begun + due[number])
+        due[number] += apart
+        ever += 1
+        claimed += keys
+        over += keys
+        if limit := paces[number].claimed(keys):
+            gone = min(limit, over)
+            over -= gone
+            paces[number].purged(gone, limit)
+    rate = sum(keys / apart for keys, apart in processes)
+    largest = max(keys for keys, _ in processes)
+    bound = rate * PurgePace.PAUSE + len(processes) * (largest + PurgePace.AT_LEAST)
+    assert over <= max(backlog + bound - claimed / 2, 2 * bound)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +61,19 @@ def test_doubts_are_bounded() -> None:
     doubts.unanswered(asked)
     assert doubts.holders(["a"]) != {"a": asked["a"]}
     assert doubts.holders(["c"]) == {"c": asked["c"]}
+
+
+def test_what_a_process_was_not_answered_its_forked_child_does_not_ask_in_the_same_name() -> None:
+    """Both would be granted it. And the child does not wait for a lock that a thread of its parent had."""
+    doubts = Doubts()
+    asked = doubts.holders(["a"])
+    doubts.unanswered(asked)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with doubts._lock:
+        child = context.Process(target=lambda: answers.put(doubts.holders(["a"])))
+        child.start()
+        child.join(20)
+    assert child.exitcode == 0
+    assert answers.get() != asked
+    assert doubts.holders(["a"]) == asked

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,11 @@ __all__ = ["MySQL"]
 
 
 class MySQL(Dialect):
-    """MariaDB 10.5 and newer, MySQL 8: no ``RETURNING`` for both, so a question is a change and a look at it."""
+    """MariaDB 10.5 and newer, MySQL 8: no ``RETURNING`` for both, so a question is a change and a look at it.
+
+    A statement locks whatever it reads. Of a small table the server would rather read all rows than look up many keys;
+    so each statement that locks is told to look them up.
+    """
 
     transactional = True
     _create = (
@@ -27,6 +32,11 @@ class MySQL(Dialect):
         ),
     )
     _now = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+
+    def __init__(self, table: str) -> None:
+        super().__init__(table)
+        self._by_key = f"{table} FORCE INDEX (PRIMARY)"
+        self._skips_locked: bool | None = None
 
     def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
         """See `Dialect.claim`. An assignment sees those before it: ``holder`` says to the later ones what was found."""
@@ -74,8 +84,8 @@ class MySQL(Dialect):
         if taken:
             names, keys = _named(sorted(key for key, _ in taken))
             yield Ask(
-                f"UPDATE {self.table} SET state = 2, holder = 0, expires = GREATEST(expires, {self._now} + :retention) "
-                f"WHERE claim_key IN ({names})",
+                f"UPDATE {self._by_key} SET state = 2, holder = 0, "
+                f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
                 {**keys, "retention": retention},
             )
         return taken
@@ -87,7 +97,7 @@ class MySQL(Dialect):
         if taken:
             names, keys = _named(sorted(key for key, _ in taken))
             yield Ask(
-                f"UPDATE {self.table} SET state = 0, holder = 0, attempts = attempts + :failed, "
+                f"UPDATE {self._by_key} SET state = 0, holder = 0, attempts = attempts + :failed, "
                 f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
                 {**keys, "retention": retention, "failed": int(failed)},
             )
@@ -96,7 +106,7 @@ class MySQL(Dialect):
     def _lock(self, held: Sequence[Held]) -> Steps[Sequence[Sequence[Any]]]:
         names, keys = _named([key for key, _ in held])
         rows = yield Ask(
-            f"SELECT claim_key, token, state FROM {self.table} WHERE claim_key IN ({names}) AND format = {FORMAT} "
+            f"SELECT claim_key, token, state FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} "
             f"AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             keys,
         )
@@ -106,28 +116,48 @@ class MySQL(Dialect):
         """See `Dialect.reset`."""
         names, parameters = _named(keys)
         rows = yield Ask(
-            f"SELECT claim_key FROM {self.table} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
+            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
             f"AND attempts > 0 AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             parameters,
         )
         found = [key for (key,) in rows]
         if found:
             names, parameters = _named(found)
-            yield Ask(f"UPDATE {self.table} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
+            yield Ask(f"UPDATE {self._by_key} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
         return set(found)
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """See `Dialect.purge`."""
-        rows = yield Ask(
-            f"SELECT claim_key FROM {self.table} WHERE expires <= {self._now} AND format = {FORMAT} "
-            f"ORDER BY expires LIMIT {int(limit)} FOR UPDATE",
-            {},
+        """See `Dialect.purge`.
+
+        Looks for what is over without a lock: a locking look at the index of ``expires`` would lock the gap behind what
+        it found, too, where claims that are made now belong. Then it locks what it found, key by key, and waits for
+        nobody.
+        """
+        locking = "FOR UPDATE SKIP LOCKED" if (yield from self._can_skip_locked()) else "FOR UPDATE"
+        over = f"expires <= {self._now} AND format = {FORMAT}"
+        rows = yield Ask(  # twice as many as wanted: others may be at the first of them
+            f"SELECT claim_key FROM {self.table} WHERE {over} ORDER BY expires LIMIT {2 * limit}", {}
         )
-        found = [key for (key,) in rows]
-        if found:
-            names, parameters = _named(found)
-            yield Ask(f"DELETE FROM {self.table} WHERE claim_key IN ({names})", parameters)
-        return len(found)
+        if not rows:
+            return 0
+        names, keys = _named([key for (key,) in rows])
+        rows = yield Ask(
+            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND {over} "
+            f"LIMIT {int(limit)} {locking}",
+            keys,
+        )
+        if rows:
+            names, keys = _named([key for (key,) in rows])
+            yield Ask(f"DELETE {self.table} FROM {self._by_key} WHERE claim_key IN ({names})", keys)
+        return len(rows)
+
+    def _can_skip_locked(self) -> Steps[bool]:
+        """Whether the server knows SKIP LOCKED: MariaDB since 10.6, MySQL 8 always."""
+        if self._skips_locked is None:
+            [(version,)] = yield Ask("SELECT VERSION()", {})
+            numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+            self._skips_locked = numbers >= ((10, 6) if "mariadb" in version.lower() else (8, 0))
+        return self._skips_locked
 
 
 def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -14,7 +13,7 @@ from reliable_mq.clock import boot, since_boot
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.isolation import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
-from reliable_mq.stores.questions import Answer, Doubts, held_by, microseconds
+from reliable_mq.stores.questions import Answer, Doubts, PurgePace, held_by, microseconds
 from reliable_mq.stores.sql.dialect import Dialect, Held, Steps, checked_table
 from reliable_mq.stores.sql.mysql import MySQL
 from reliable_mq.stores.sql.postgresql import PostgreSQL
@@ -51,7 +50,6 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
 }
 AGAIN_AT_MOST: Final = 10  # times
 _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
-_PURGE_EVERY: Final = 60.0  # seconds
 PURGED_TOGETHER: Final = 500  # rows
 
 
@@ -74,7 +72,7 @@ class Questions:
         self._where = redacted(engine.url.render_as_string(hide_password=False))
         self.doubts = Doubts()
         self._base: int | None = None
-        self._purge_at = time.monotonic() + _PURGE_EVERY
+        self.pace = PurgePace()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
@@ -109,18 +107,12 @@ class Questions:
     def resetting(self, names: Sequence[str]) -> Callable[[int], Steps[set[str]]]:
         return lambda now: self._sql.reset(names, now=now)
 
-    def purging(self, now: int) -> Steps[int]:
-        return self._sql.purge(PURGED_TOGETHER, now=now)
-
-    @property
-    def is_time_to_purge(self) -> bool:
-        if time.monotonic() < self._purge_at:
-            return False
-        self._purge_at = time.monotonic() + _PURGE_EVERY
-        return True
+    def purging(self, limit: int) -> Callable[[int], Steps[int]]:
+        return lambda now: self._sql.purge(limit, now=now)
 
     def not_purged(self, error: IdempotencyStoreError) -> None:
         """What is over stays for now: the claims that were made are none the worse for that."""
+        self.pace.failed()
         logger.warning("rows that are over were not deleted, which is tried again: %s", error)
 
     def not_rolled_back(self, error: Exception) -> None:

@@ -1,0 +1,46 @@
+"""That tables do not grow, for the stores in SQL databases, wherever they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reliable_mq.stores.questions import PurgePace
+from tests.stores.subjects import LEASE, RETENTION, Records, Subject
+
+__all__ = ["Clock", "grow", "pace_of"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pace_of(subject: Subject) -> PurgePace:
+    """Return what paces the purges of a store in SQL, of either API."""
+    store: Any = getattr(subject.store, "store", subject.store)
+    pace: PurgePace = store._pace if hasattr(store, "_pace") else store.pace
+    return pace
+
+
+def grow(subject: Subject, *, keys: int = 64, seconds: float = 2.0) -> None:
+    """Claim and complete so many keys at a time, so many seconds apart, and check what the table holds in the end.
+
+    That is what was claimed within retention and lease, and a little more.
+    """
+    records = subject.age.__self__  # type: ignore[attr-defined]
+    assert isinstance(records, Records)
+    clock = Clock()
+    pace = pace_of(subject)
+    pace._clock = clock
+    pace._not_before = pace._at_latest = clock.now
+    held = keys * (LEASE + RETENTION + PurgePace.PAUSE) / seconds + keys + PurgePace.AT_LEAST
+    rounds = int(3 * held / keys)
+    for number in range(rounds):
+        claims = subject.store.claim_many([f"{number}-{key}" for key in range(keys)], LEASE)
+        assert all(subject.store.complete_many(claims))
+        subject.age(seconds)
+        clock.now += seconds
+    assert records.count() <= held
