@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reliable_mq.aio.store_calls import StoreCalls
 from reliable_mq.connection.consuming.groups import Groups
 from reliable_mq.connection.consuming.workers import all_failed, all_lost, judged
+from reliable_mq.core.ages import names
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import shown
@@ -269,7 +270,7 @@ class HandlerTasks:
             detail = self._interrupted(error)
             return [Outcome(delivery, What.CANCELLED, detail) for delivery in deliveries]
         except BaseException as error:
-            logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
+            logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
         finally:
             steps.close()

@@ -15,6 +15,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reliable_mq.core.ages import names
 from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
 
@@ -88,7 +89,7 @@ class AsyncRepublisher:
         except ReliableMQError as error:
             self._answer(republish, error)
         except Exception as error:
-            logger.exception("%s cannot be published", republish.delivery)
+            logger.exception("the copy of %s cannot be published", names([republish.delivery]))
             self._answer(republish, PublishError(f"it cannot be published: {error!r}"))
         else:
             confirmation.add_done_callback(partial(self._settled, republish))

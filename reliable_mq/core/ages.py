@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from reliable_mq.core.codec import CodecError, Properties
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reliable_mq.core.acks import AckBatcher
     from reliable_mq.core.delivery import Delivery
     from reliable_mq.core.recovery import Loss
 
-__all__ = ["WARN_AT", "Ages", "Strike", "named", "strike_of"]
+__all__ = ["WARN_AT", "Ages", "Strike", "named", "names", "strike_of"]
 
 #: The part of the consumer timeout after which a delivery that is still unacked is warned of.
 WARN_AT: Final = 0.75
 _SLACK_SHARE: Final = 0.02  # of the timeout: a delivery was on its way when its time began
 _SLACK: Final = 1.0  # seconds, at least
+_NAMED: Final = 5  # deliveries that a log line names
 _SPARE: Final = 64  # deliveries that are kept without need, at least
 _PRECONDITION_FAILED: Final = 406
 _TIMED_OUT: Final = re.compile(r"timed out", re.IGNORECASE)
@@ -141,3 +144,9 @@ def named(delivery: Delivery) -> str:
     except CodecError:
         message_id = None
     return f"message {message_id!r}" if message_id else f"a message without an id ({len(delivery.body)} bytes)"
+
+
+def names(deliveries: Sequence[Delivery]) -> str:
+    """Name messages for a log, the first few of them."""
+    others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
+    return f"{', '.join(map(named, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

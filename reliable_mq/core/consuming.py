@@ -48,7 +48,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.admission import Admission, Finding
-from reliable_mq.core.ages import WARN_AT, Ages, Strike, named
+from reliable_mq.core.ages import WARN_AT, Ages, Strike, names
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.handout import HandOut
 from reliable_mq.core.notices import Notice, NoticeKind
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Queue
 
 __all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
-
-_NAMED: Final = 5  # overdue deliveries that a warning names
 
 
 class ConsumingSession:
@@ -478,9 +476,8 @@ class ConsumingSession:
     def _warn(self, overdue: list[Delivery]) -> None:
         self.statistics.overdue += len(overdue)
         timeout = self._ages.timeout or 0.0
-        others = f", and {len(overdue) - _NAMED} more" if len(overdue) > _NAMED else ""
         text = (
-            f"{', '.join(map(named, overdue[:_NAMED]))}{others} of queue {self._queue!r}, for {timeout * WARN_AT:g} s; "
+            f"{names(overdue)}, for {timeout * WARN_AT:g} s; "
             f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
         )
         self._ways.note(NoticeKind.OVERDUE, None, text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.core.ages import named
 
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
@@ -30,9 +32,27 @@ class NoticeKind(enum.Enum):
     DROPPED = "failed, and acknowledged automatically"
 
 
+#: After these the message is with no consumer any more, and the log is where people look for the reason.
+_LAST: Final = frozenset({NoticeKind.DEAD_LETTERED, NoticeKind.REJECTED})
+
+
 class Notice(NamedTuple):
     """Something that a log should tell, most often about a delivery."""
 
     kind: NoticeKind
     delivery: Delivery | None
     text: str
+
+    def line(self, consumer: str) -> str:
+        """Return the line for the log of the consumer of this name: which message, which attempt, and why."""
+        if self.delivery is None:
+            return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
+        line = f"{named(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
+        failures = self.delivery.failures
+        count = 0 if failures is None else failures.count
+        if count or self.kind in _LAST:
+            line += f"; attempts failed: {count}"
+        if self.kind in _LAST and failures is not None and failures.last is not None:
+            last = f"{failures.last.exception_type}: {failures.last.exception_message}"
+            line += "" if last in self.text else f", the last with {last}"
+        return line

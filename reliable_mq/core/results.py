@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.admission import used_up
-from reliable_mq.core.ages import named
 from reliable_mq.core.attempts import Failures
 from reliable_mq.core.breaker import Change
 from reliable_mq.core.deadletters import Purpose, Republish
@@ -148,7 +147,7 @@ class Results:
             failures.alone = True
             self._ways.book.remember(delivery, failures)
         delivery.source = _TakenBack(0, 0, delivery.queue)
-        self._ways.note(NoticeKind.TIMED_OUT, delivery, f"{named(delivery)}: {text}; attempts failed: {failures.count}")
+        self._ways.note(NoticeKind.TIMED_OUT, delivery, text)
 
     def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
         """What was taken to be published is confirmed, or it is known that it was not."""

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import tracemalloc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -391,6 +392,36 @@ def test_deliveries_of_a_block_in_which_the_consumer_is_closed_go_back(broker: S
     run(main())
     assert all(one.verdict != "ack" for one in broker.settlements)
     assert broker.connections[0].closed_in_good_order
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_consumer_that_has_ended_leaves_no_timer_that_keeps_it_alive(
+    broker: ScriptedBroker, run: Any, in_time: bool
+) -> None:
+    """The loop is the user's and goes on; a look at what was unacked would be due after 1 350 s."""
+
+    async def ended() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        release = asyncio.Event()
+
+        async def handle(_: Delivery) -> None:
+            await release.wait()
+
+        consumer = AsyncConsumer(broker.url, "orders", handle, stop_timeout=5 if in_time else 0.1)
+        await consumer.connect()
+        broker.consuming.deliver(b"x")
+        await until(lambda: consumer.statistics.delivered == 1)
+        if in_time:
+            release.set()
+        await consumer.close()
+        return weakref.ref(consumer), weakref.ref(handle)
+
+    async def main() -> None:
+        consumer, handler = await ended()
+        gc.collect()
+        assert consumer() is None
+        assert handler() is None
+
+    run(main())
 
 
 def test_a_consumer_whose_run_is_cancelled_hands_back_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:

@@ -12,6 +12,8 @@ from reliable_mq.core.failure import Failure
 
 #: The length of a header table that ends before its entries do: the properties hold, the headers do not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
+#: Where deliveries come from, until a session says where.
+SOURCE = Source(0, 0, "orders")
 #: A header that our publisher or consumer wrote makes the session look closer.
 OURS = {headers.FORMAT: headers.FORMAT_VERSION}
 
@@ -53,13 +55,12 @@ def delivery(
     body: bytes = b"body",
     message_id: str | None = "m1",
     headers: Mapping[str, object] | bytes | None = None,
-    source: Source | None = None,
+    source: Source = SOURCE,
     **others: bytes,
 ) -> Delivery:
     raw = properties(headers=headers, message_id=message_id, **others)
     made = Delivery("ctag", tag, redelivered, exchange, routing_key, raw, body)
-    if source is not None:
-        made.source = source
+    made.source = source
     return made
 
 

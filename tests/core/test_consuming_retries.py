@@ -17,13 +17,13 @@ from reliable_mq import (
 )
 from reliable_mq.core import headers
 from reliable_mq.core.codec import encode_ack, encode_reject
-from reliable_mq.core.consuming import ConsumingSession, NoticeKind
+from reliable_mq.core.consuming import ConsumingSession, Notice, NoticeKind
 from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
-from reliable_mq.core.handling import Failed
+from reliable_mq.core.handling import Failed, Outcome, What
 from tests.core.deliveries import delivery, failure
-from tests.core.sessions import CHANNEL, deliver, fail, items, kinds, make, only_republish
+from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_transit import waited
 
 BLOCKED = PublishBlocked("memory alarm")
@@ -107,6 +107,46 @@ def test_without_a_delay_it_is_tried_again_at_once(delay: float) -> None:
     fail(session, item, delay=delay)
     session.tick(0.0)
     assert session.take_work() == [item]
+
+
+def lines(session: ConsumingSession) -> list[str]:
+    return [notice.line("c") for notice in session.take_notices()]
+
+
+def test_the_log_names_the_message_its_queue_the_attempts_and_the_exception() -> None:
+    session = make(max_attempts=2)
+    first, second, third = deliver(session, items(3))
+    fail(session, first)
+    assert lines(session) == ["message 'm1' of queue 'orders' retried: in 1 s: ValueError: no; attempts failed: 1"]
+    [again] = attempt_again(session, 1.0)
+    fail(session, again)
+    fail(session, second, verdict="blocked")
+    session.finished([Outcome(third, What.UNIDENTIFIED)], 1.0)
+    broken, refused, unknown = lines(session)
+    assert broken == (
+        "message 'm1' of queue 'orders' dead-lettered: 2 of 2 attempts failed; attempts failed: 2, "
+        "the last with ValueError: no"
+    )
+    assert refused == (
+        "message 'm2' of queue 'orders' dead-lettered: blocked; attempts failed: 1, the last with ValueError: no"
+    )
+    assert unknown.startswith("message 'm3' of queue 'orders' dead-lettered: not handed to a handler: it has no")
+    assert unknown.endswith("; attempts failed: 0")
+
+
+def test_the_log_does_not_say_the_exception_twice() -> None:
+    session = make(retry=RetryPolicy(2, give_up_on=KeyError))
+    [item] = deliver(session, items(1))
+    session.finished([Failed(item, describe(KeyError("k"), 1.0))], 0.0)
+    assert lines(session) == [
+        "message 'm1' of queue 'orders' dead-lettered: the retry policy gives up on KeyError: 'k'; attempts failed: 1"
+    ]
+
+
+def test_the_log_says_of_what_consumer_it_speaks_where_it_speaks_of_no_message() -> None:
+    assert Notice(NoticeKind.PAUSED, None, "text").line("c") == (
+        "consumer 'c': hands out nothing for now, too many handlings fail: text"
+    )
 
 
 def test_a_queue_that_cannot_be_declared_is_said_and_the_delivery_held() -> None:

@@ -76,7 +76,10 @@ def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_th
     assert (session.statistics.timed_out, session.statistics.failed, session.running) == (1, 1, 1)
     [notice] = session.take_notices()
     assert (notice.kind, notice.delivery) == (NoticeKind.TIMED_OUT, item)
-    assert notice.text == "message 'm1': no result within 10 s, the broker's consumer timeout; attempts failed: 1"
+    assert notice.line("c") == (
+        "message 'm1' of queue 'orders' taken back from its handler, which counts as a failed attempt: "
+        "no result within 10 s, the broker's consumer timeout; attempts failed: 1"
+    )
     assert deliver(session, [again()], 100.0) == []
     assert attempt_again(session, 100.9) == []
     [second] = attempt_again(session, 101.0)

@@ -333,6 +333,8 @@ class BasePullSubscription(BaseSubscription):
 
     def _end(self) -> None:
         super()._end()
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
         with self._changed:
             self._done = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ Invariants:
 - what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again; and, for a
   moment, not before what runs has ended: then one frame returns it all, instead of one each;
 - a finished delivery is looked at within ``ack_interval``, however long the handler of the next one takes;
-- the subscription ends once, and what was finished until then has been acked.
+- the subscription ends once, and what was finished until then has been acked; after that it has no timer.
 """
 
 from __future__ import annotations
@@ -428,8 +428,7 @@ class BaseSubscription:
         if isolated:
             (self.isolation or self.outlet).put(isolated)
         for notice in session.take_notices():
-            subject = notice.delivery or f"consumer {self._options.name!r}:"
-            logger.log(_LEVELS[notice.kind], "%s %s: %s", subject, notice.kind.value, notice.text)
+            logger.log(_LEVELS[notice.kind], "%s", notice.line(self._options.name))
         if session.drained:
             if self._phase is _Phase.RESUBSCRIBING:
                 self._resubscribe()
@@ -462,6 +461,9 @@ class BaseSubscription:
             self._io.write(output)
 
     def _schedule(self, now: float) -> None:
+        if self._phase is _Phase.ENDED:
+            self._alarm.cancel()  # the loop may be the user's: a timer would keep the consumer alive
+            return
         self._look_after = 1 if self._options.ack_interval < _SHORTEST_LOOK else self.session.acks_due_after
         if len(self._results) >= self._look_after:  # reported meanwhile, when more were wanted
             self._wake()
@@ -578,6 +580,7 @@ class BaseSubscription:
         if self._pause is not None:
             self._pause.cancel()
         self._be_patient_no_more()
+        self._alarm.cancel()
         self.session.stop()
         self.session.withdrawn(self._withdrawn())
         now = time.monotonic()

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reliable_mq.connection.consuming.groups import Groups, Work
+from reliable_mq.core.ages import names
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import Failure, describe, shown
@@ -302,7 +303,7 @@ class _ClaimingWorker(_Worker):
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
-            logger.exception("handling %s ended with %s", deliveries, type(error).__name__)
+            logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
         self.held = ()
         begun, left = self._groups.end(results)
