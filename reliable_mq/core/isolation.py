@@ -2,28 +2,44 @@
 
 A channel exception (404 no such exchange, 406 message too large, 403 not permitted, ...) names no publish.
 Re-publishing everything that was outstanding closes the next channel too, for ever; failing everything would fail the
-innocent. So the suspects are re-published in groups that narrow down: a group that settles is innocent, a group over
-which the channel closes again is halved, and the one that closes it alone is the culprit.
+innocent. What is known:
+
+- the broker processes a channel in order. Everything before the culprit was processed, and its confirm may be lost;
+  nothing after the culprit was;
+- where the text of the error names an exchange, or a value, only publishes with it can be the culprit.
+
+So the publishes that the text names (`reliable_mq.core.blame`) are separated from the others. A single one is the
+culprit. Several are published once more, as a group of their own, behind the others: where the channel closes again
+with an error that names all of them, they have the same flaw, and all are culprits. Where the text names nobody, all
+are suspects, and are narrowed down twice: in groups of the square root of their number, then one by one.
 
 States and what moves between them::
 
-    idle     --closed(unsettled)-->  probing, with two groups: the halves of what was unsettled
-    probing  --next_group()-->       probing the group returned; idle where none is left
-    probing  --closed(unsettled): the channel closed over the group-->  its halves are probed first
-    probing  --interrupted(unsettled): lost for another reason-->       the same group again
-    either   --closed(one unsettled)-->  that one is the culprit; the state stays
+    idle     --closed: one is named, or was alone--> that one is the culprit; those before it are a group, those after
+                                                     it are another; idle where there are none
+    idle     --closed: several are named-->          groups: those before the first that is named, the others that are
+                                                     not named, those that are named
+    idle     --closed: none is named-->              groups of the square root of their number
+    probing  --next_group()-->                       probing the group returned; idle where none is left
+    probing  --closed: as when idle, but-->          a group of those named, all named again: all are culprits;
+                                                     a group of the narrowing, none named: one by one
+    probing  --interrupted: lost for another reason--> the same group again
 
 Invariants:
 
 - every suspect is either returned as a culprit, settled by the broker, or still in a group: none is forgotten, none is
   in two;
-- groups keep the order of publishing;
-- a culprit among ``n`` suspects is found after at most ``ceil(log2 n)`` further channel closes.
+- groups keep the order of publishing, except that those who are named come last;
+- any number of culprits that one error names are found by one further channel close, one alone by none; a culprit that
+  no text names, by two;
+- an innocent publish is processed by the broker once more than without the error at most where the text names the
+  culprit, and twice more at most where it does not; what comes after the culprit is not processed twice at all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from math import isqrt
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +47,13 @@ if TYPE_CHECKING:
 __all__ = ["Isolation"]
 
 T = TypeVar("T")
+
+_Kind = Literal["any", "named", "narrowed"]
+
+
+class _Group(NamedTuple, Generic[T]):
+    members: list[T]
+    kind: _Kind
 
 
 class Isolation(Generic[T]):
@@ -40,27 +63,50 @@ class Isolation(Generic[T]):
         active: whether suspects are being probed; nothing else may be published meanwhile.
     """
 
-    __slots__ = ("_groups", "active")
+    __slots__ = ("_groups", "_kind", "active")
 
     def __init__(self) -> None:
         self.active = False
-        self._groups: list[list[T]] = []  # a stack: the next group to probe is last
+        self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
+        self._kind: _Kind = "any"  # of the group that is probed
 
-    def closed(self, unsettled: Sequence[T]) -> T | None:
-        """The broker closed the channel over one of ``unsettled``, given in publish order.
+    def closed(self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = ()) -> list[T]:
+        """The broker closed the channel over a publish.
 
-        Returns the culprit where it is alone.
+        Args:
+            unsettled: what was on the channel, in publish order: the culprit is among them.
+            unwritten: what of the group that is probed had not been written yet.
+            named: those of both whom the text of the error can be about, in this order; empty where it says nothing.
+
+        Returns:
+            The culprits, where they are known.
         """
-        if len(unsettled) == 1:
-            return unsettled[0]
-        half = len(unsettled) // 2
-        self._push(unsettled[half:])
-        self._push(unsettled[:half])
-        return None
+        kind, self._kind = self._kind, "any"
+        if not unsettled:
+            self._push(unwritten, kind)
+            return []
+        everyone = [*unsettled, *unwritten]
+        culprits = self._culprits(kind, unsettled, everyone, named)
+        if culprits:
+            first, last = everyone.index(culprits[0]), everyone.index(culprits[-1])
+            self._push(everyone[last + 1 :])
+            self._push(everyone[:first])
+        elif named:
+            first = everyone.index(named[0])
+            those = set(map(id, named))
+            self._push(named, "named")
+            self._push([one for one in everyone[first:] if id(one) not in those])
+            self._push(everyone[:first])
+        else:
+            self._push(unwritten, kind)
+            size = 1 if kind == "narrowed" else isqrt(len(unsettled))
+            for start in reversed(range(0, len(unsettled), size)):
+                self._push(unsettled[start : start + size], "narrowed")
+        return culprits
 
     def interrupted(self, unsettled: Sequence[T]) -> None:
         """The channel was lost for a reason that blames no publish: the group is probed again."""
-        self._push(unsettled)
+        self._push(unsettled, self._kind)
 
     def next_group(self) -> list[T]:
         """The group to publish now, alone, until all of it is settled or the channel is lost.
@@ -68,11 +114,22 @@ class Isolation(Generic[T]):
         Empty when all are probed: idle.
         """
         if self._groups:
-            return self._groups.pop()
+            members, self._kind = self._groups.pop()
+            return members
         self.active = False
+        self._kind = "any"
         return []
 
-    def _push(self, group: Sequence[T]) -> None:
+    def _culprits(self, kind: _Kind, unsettled: Sequence[T], everyone: list[T], named: Sequence[T]) -> list[T]:
+        if kind == "named" and len(named) == len(everyone):
+            return everyone
+        if len(unsettled) == 1:
+            return list(unsettled)
+        on_channel = set(map(id, unsettled))
+        of_these = [one for one in named if id(one) in on_channel]
+        return of_these if len(of_these) == 1 else []
+
+    def _push(self, group: Sequence[T], kind: _Kind = "any") -> None:
         if group:
             self.active = True
-            self._groups.append(list(group))
+            self._groups.append(_Group(list(group), kind))

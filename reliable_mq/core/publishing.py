@@ -14,7 +14,7 @@ The way of a publish::
                  --nack, attempts left--> delayed --its delay is over--> ready
                  --nack, none left--> nacked
                  --channel lost--> ready, in its old order (in doubt: its next attempt may be a duplicate)
-                 --the broker closed the channel over it, and over it alone--> refused
+                 --the broker closed the channel over it (`reliable_mq.core.isolation`)--> refused
     ready    --its message cannot be encoded--> refused
     anywhere     --its deadline passes--> unknown, or returned where the return has come (it is sent no more)
 
@@ -22,10 +22,12 @@ Invariants:
 
 - every accepted publish is settled exactly once, and ``outcome`` never changes afterwards;
 - a return beats its ack: a returned publish is never reported as confirmed;
-- what was on the wire when the channel was lost is exactly what is published again, in order, before anything newer;
+- what was on the wire when the channel was lost is exactly what is published again, before anything newer, and in
+  order, except that those whom the broker's error may mean come last;
+- what came after the one that the broker closed the channel over was not processed, and is in no doubt;
 - nothing is published while a channel exception is being isolated, except the group that is probed;
-- a publish is refused only where the channel closed over it alone: one that was given up while on the wire is a suspect
-  too;
+- a publish is refused only where it was alone on the channel that closed, or the only one that the error can mean, or
+  one of a group that the error means as a whole, twice: one that was given up while on the wire is a suspect too;
 - no two publishes with the same ``message_id`` are on the wire at once;
 - nothing is published without a channel, while the broker blocks, or once it is settled;
 - a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
@@ -41,6 +43,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.core import headers
+from reliable_mq.core.blame import named_by
 from reliable_mq.core.codec import append_publish, encode_properties, publish_head
 from reliable_mq.core.confirms import ConfirmTracker
 from reliable_mq.core.failure import describe
@@ -51,7 +54,7 @@ from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.core.window import IdGate
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from random import Random
 
     from reliable_mq.retry import RetryPolicy
@@ -194,20 +197,28 @@ class PublishingSession(Generic[P]):
         if connection:
             self.blocked_reason = None
         lost = self._tracker.channel_lost()
+        blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
+        unwritten = self._take_probe()
+        named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
+        doubted = _processed(lost, named) if blames else len(lost)
         unsettled: list[P] = []
-        for publication in lost:
+        for place, publication in enumerate(lost):
             publication.on_wire = False
             if publication.outcome is not None:
                 self._retire(publication)
                 continue
-            publication.in_doubt = True
+            if place < doubted:
+                publication.in_doubt = True
+                self.statistics.in_doubt += 1
             publication.reply = None
             unsettled.append(publication)
-        self.statistics.in_doubt += len(unsettled)
-        if reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH):
-            self._close_over(lost, reply)
+        if reply is not None and blames:
+            for culprit in self._isolation.closed(lost, unwritten, named):
+                if culprit.outcome is None:
+                    culprit.reply = reply
+                    self._settle(culprit, Outcome.REFUSED)
         elif self._isolation.active:
-            self._isolation.interrupted([*unsettled, *self._take_probe()])
+            self._isolation.interrupted([*unsettled, *unwritten])
         else:
             self._ready.extendleft(reversed(unsettled))
 
@@ -346,13 +357,6 @@ class PublishingSession(Generic[P]):
             self._probe = deque(isolation.next_group())
         return self._probe if isolation.active else self._ready
 
-    def _close_over(self, suspects: list[P], reply: Reply) -> None:
-        self._isolation.interrupted(self._take_probe())
-        culprit = self._isolation.closed(suspects)
-        if culprit is not None and culprit.outcome is None:
-            culprit.reply = reply
-            self._settle(culprit, Outcome.REFUSED)
-
     def _take_probe(self) -> list[P]:
         rest = list(self._probe)
         self._probe.clear()
@@ -399,3 +403,15 @@ class PublishingSession(Generic[P]):
     def _free(self, publication: P) -> None:
         self.freed_count += 1
         self.freed_bytes += publication.size
+
+
+def _processed(lost: Sequence[P], named: Sequence[P]) -> int:
+    """How many of those on a channel that the broker closed it may have processed, from the first one on.
+
+    It processes a channel in order, so the culprit and what came after it were not; and the last one that is named is
+    the culprit, or came after it.
+    """
+    if len(lost) == 1:
+        return 0
+    those = set(map(id, named))
+    return next((place for place in reversed(range(len(lost))) if id(lost[place]) in those), len(lost))

@@ -23,6 +23,7 @@ FRAME_MAX = 4096
 
 NO_ROUTE = Reply(312, "NO_ROUTE")
 NO_EXCHANGE = Reply(404, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+UNKNOWN_ERROR = Reply(406, "PRECONDITION_FAILED - something new")
 FRAME_ERROR = Reply(501, "FRAME_ERROR")
 FORCED = Reply(320, "CONNECTION_FORCED - broker forced connection closure")
 

@@ -20,6 +20,7 @@ from tests.core.published import (
     MAX_ATTEMPTS,
     NO_EXCHANGE,
     NO_ROUTE,
+    UNKNOWN_ERROR,
     Published,
     Shell,
     Unencodable,
@@ -187,68 +188,118 @@ def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> No
     assert shell.session.freed_count == 1
 
 
-def test_a_channel_exception_fails_its_culprit_alone(shell: Shell) -> None:
+@pytest.mark.parametrize(("reply", "closes"), [(NO_EXCHANGE, 1), (UNKNOWN_ERROR, 3)])
+def test_a_channel_exception_fails_its_culprit_alone(shell: Shell, reply: Reply, closes: int) -> None:
     """Of 100, the one to an exchange that does not exist is refused with the broker's reply; the 99 are confirmed."""
     good = shell.accept(*(f"good {number}" for number in range(60)))
     (culprit,) = shell.accept("culprit", exchange="missing")
     good += shell.accept(*(f"good {number}" for number in range(60, 99)))
-    closes = 0
+    closed = 0
     while shell.session.outstanding:
         published = shell.sent()
         assert published, "stands still"
         if "culprit" in published:
-            closes += 1
-            shell.lose(NO_EXCHANGE, connection=False)
+            closed += 1
+            shell.lose(reply, connection=False)
             shell.reopen()
         else:
             shell.ack(0, multiple=True)
     assert set(outcomes(good)) == {Outcome.CONFIRMED}
     error = culprit.failure()
     assert isinstance(error, PublishRefused)
-    assert (error.reply_code, error.reply_text) == NO_EXCHANGE
-    assert closes <= 8
+    assert (error.reply_code, error.reply_text) == reply
+    assert closed == closes
     assert len(shell.take_settled()) == shell.session.freed_count == 100
+
+
+def test_what_came_after_the_culprit_is_in_no_doubt(shell: Shell) -> None:
+    """The broker processes a channel in order: what came before is published again as a possible duplicate, alone."""
+    shell.accept("a", "b")
+    (culprit,) = shell.accept("culprit", exchange="missing")
+    shell.accept("c", "d")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    error = culprit.failure()
+    assert error is not None
+    assert not error.may_have_arrived
+    assert shell.session.statistics.in_doubt == 2
+    shell.reopen()
+    assert [(one.body, one.possible_duplicate) for one in shell.send()] == [(b"a", True), (b"b", True)]
+    shell.ack(2, multiple=True)
+    assert [(one.body, one.possible_duplicate) for one in shell.send()] == [(b"c", False), (b"d", False)]
+
+
+def test_publishes_to_one_missing_exchange_are_refused_together(shell: Shell) -> None:
+    """The first error does not say which of them it means; the second one does: they alone were on the channel."""
+    shell.accept("a")
+    culprits = shell.accept("x", exchange="missing")
+    shell.accept("b")
+    culprits += shell.accept("y", "z", exchange="missing")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    for group in ["a"], ["b"]:
+        assert shell.sent() == group
+        shell.ack(0, multiple=True)
+    assert shell.sent(limit=1) == ["x"]
+    shell.lose(NO_EXCHANGE, connection=False)
+    assert set(outcomes(culprits)) == {Outcome.REFUSED}
+    shell.reopen()
+    assert shell.sent() == []
+    assert shell.session.outstanding == shell.session.on_wire == 0
+    assert [error.may_have_arrived for one in culprits if (error := one.failure())] == [True, True, False]
+
+
+def test_those_to_an_exchange_that_is_back_are_confirmed(shell: Shell) -> None:
+    """What the error may mean is published once more before it is refused."""
+    publishes = shell.accept("x", "y", exchange="missing")
+    shell.send()
+    shell.lose(NO_EXCHANGE, connection=False)
+    shell.reopen()
+    assert shell.sent() == ["x", "y"]
+    shell.ack(2, multiple=True)
+    assert set(outcomes(publishes)) == {Outcome.CONFIRMED}
 
 
 def test_nothing_newer_is_published_while_a_channel_exception_is_isolated(shell: Shell) -> None:
     """Between the groups that narrow down, no other publish gets onto the channel."""
     shell.accept("a", "culprit")
     shell.send()
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     shell.accept("new")
     assert shell.sent() == ["a"]
     assert shell.sent() == []
     shell.ack(1)
     assert shell.sent() == ["culprit"]
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     assert shell.sent() == ["new"]
 
 
 def test_a_group_is_written_bit_by_bit(shell: Shell) -> None:
     """What of a group was not written yet when the channel closed is probed after what was."""
-    shell.accept("a", "b", "c", "d", "e", "f")
+    shell.accept(*"abcdefghi")
     shell.send()
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     assert shell.sent(limit=1) == ["a"]
     assert shell.sent(limit=1) == ["b"]
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     probed = []
     while group := shell.sent():
-        probed.append(group)
+        probed.append("".join(group))
         shell.ack(len(shell.session.settled) or 1, multiple=True)
         shell.ack(0, multiple=True)
-    assert probed == [["a"], ["b"], ["c"], ["d", "e", "f"]]
+    assert probed == ["a", "b", "c", "def", "ghi"]
 
 
 def test_a_connection_lost_during_an_isolation_convicts_nobody(shell: Shell) -> None:
     """A group of one that a lost connection interrupts is probed again, not refused."""
     (a, b) = shell.accept("a", "b")
     shell.send()
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     assert shell.sent() == ["a"]
     shell.lose(FORCED)
@@ -265,7 +316,7 @@ def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
     given_up, innocent = shell.accept("given up", "innocent")
     shell.send()
     shell.session.abandon(given_up)
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     assert innocent.outcome is None
     shell.reopen()
     assert shell.sent() == ["innocent"]
@@ -287,12 +338,24 @@ def test_the_next_group_follows_where_the_rest_of_one_was_given_up(shell: Shell)
     """A group whose unwritten rest is given up does not hold back the groups behind it."""
     _, b, _, _ = shell.accept("a", "b", "c", "d")
     shell.send()
-    shell.lose(NO_EXCHANGE, connection=False)
+    shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     assert shell.sent(limit=1) == ["a"]
     shell.session.abandon(b)
     shell.ack(1)
     assert shell.sent() == ["c", "d"]
+
+
+def test_the_next_group_follows_where_one_cannot_be_encoded(shell: Shell) -> None:
+    """A group of which nothing can be written does not hold back the groups behind it."""
+    broken = Publication(Unencodable.after(1, b"broken", "broken"), "", "orders", True, 6, 0.0, None)
+    shell.session.accept([broken])
+    shell.accept("a")
+    shell.send()
+    shell.lose(UNKNOWN_ERROR, connection=False)
+    shell.reopen()
+    assert shell.sent() == ["a"]
+    assert broken.outcome is Outcome.REFUSED
 
 
 @pytest.mark.parametrize(

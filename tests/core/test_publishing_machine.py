@@ -34,7 +34,7 @@ from tests.core.published import (
 from tests.properties import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ KINDS = st.lists(
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
+MISSING = "missing"  # the exchange that NO_EXCHANGE names
 POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from its first to its last
 
 
@@ -142,7 +143,7 @@ class PublishingMachine(RuleBasedStateMachine):
             encodable = UNENCODABLE.get(kind)
             publication = Publication(
                 Message(body, message_id=own_id) if encodable is None else Unencodable.after(encodable, body, own_id),
-                "" if culprit is None else "missing",
+                MISSING if culprit is NO_EXCHANGE else "",
                 kind,
                 kind == "unroutable" or number % 2 == 0,
                 number,
@@ -265,7 +266,11 @@ class PublishingMachine(RuleBasedStateMachine):
         assert one.possible_duplicate is expected.in_doubt
         self.again = [other for other in self.again if other.outcome is None]
         if self.again:
-            assert self.again.pop(0) is expected, "not the oldest of those whose channel was lost"
+            to_missing = publication.exchange == MISSING  # those that an error may mean come last
+            older = self.again[: self.again.index(expected)]
+            same = [other for other in older if (other.publication.exchange == MISSING) is to_missing]
+            assert not same, "not the oldest of those whose channel was lost"
+            self.again.remove(expected)
         if expected.unique and not expected.sends:
             assert expected.number > self.last_first_send, "overtook an older publish"
             self.last_first_send = expected.number
@@ -387,16 +392,37 @@ class PublishingMachine(RuleBasedStateMachine):
         channel = self.channel
         assert channel is not None
         self.session.channel_lost(channel.generation, reply, connection=connection)
-        unsettled = [expected for expected in channel.on_wire if expected.outcome is None]
-        for expected in unsettled:
-            expected.in_doubt = True
-        if reply in (NO_EXCHANGE, FRAME_ERROR) and len(channel.unconfirmed) == 1 and unsettled:
-            assert unsettled[0].culprit is not None
-            unsettled.pop().outcome = Outcome.REFUSED
-        self.again = unsettled + self.again
+        on_wire = channel.on_wire
+        unsettled = [expected for expected in on_wire if expected.outcome is None]
+        blames = reply in (NO_EXCHANGE, FRAME_ERROR)
+        named = [one for one in on_wire if one.publication.exchange == MISSING] if reply is NO_EXCHANGE else []
+        self.mark_doubt(on_wire, named, alone=blames and len(on_wire) == 1)
+        if blames and len(on_wire) == 1:
+            self.refuse(on_wire)
+        elif len(named) == 1:
+            self.refuse(named)
+        together = [one for one in [*named, *self.again] if one.outcome is None and one.publication.outcome is not None]
+        if together:
+            assert named == on_wire, "refused, though the error may have meant others"
+            assert all(one.sends and one.publication.exchange == MISSING for one in together)
+            self.refuse([*named, *together])
+        self.again = [*unsettled, *self.again]
         self.channel = None
         if connection:
             self.connection_blocked = False
+
+    def mark_doubt(self, on_wire: list[Expected], named: list[Expected], *, alone: bool) -> None:
+        """The broker processes in order: the last that is named, and what came after it, were not processed."""
+        processed = [] if alone else on_wire[: on_wire.index(named[-1])] if named else on_wire
+        for expected in processed:
+            if expected.outcome is None:
+                expected.in_doubt = True
+
+    def refuse(self, culprits: Iterable[Expected]) -> None:
+        for expected in culprits:
+            if expected.outcome is None:
+                assert expected.culprit is not None
+                expected.outcome = Outcome.REFUSED
 
     def block(self) -> None:
         self.session.blocked("low on memory")
