@@ -190,7 +190,7 @@ class SQLiteStore:
             _use_wal(connection, self._timeout)
             for statement in self._sql.ddl:
                 connection.execute(statement)
-            self._base = _carried_out(self._sql.clock_base(*boot()), connection)
+            self._base = _carried_out(self._sql.clock_base(*boot(), since_boot()), connection)
         except BaseException:
             connection.close()
             raise

@@ -6,15 +6,22 @@ import contextlib
 import multiprocessing
 import os
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
-from reliable_mq import ConfigurationError, IdempotencyStoreError, clock
-from reliable_mq.stores import Claim, ClaimStatus, SQLiteStore
-from tests.stores.subjects import Records, sqlite
+from reliable_mq import ConfigurationError, IdempotencyStoreError
+from reliable_mq.stores import Claim, ClaimStatus, SQLAlchemyStore, SQLiteStore
+from reliable_mq.stores.sql.dialect import Steps
+from tests.properties import examples
+from tests.stores.subjects import LEASE, RETENTION, Records, sqlite
 
 
 def claimed(path: Path, keys: list[str]) -> list[ClaimStatus]:
@@ -130,15 +137,140 @@ def test_many_threads_open_a_new_file_at_once(tmp_path: Path) -> None:
     assert wins == ["a"]
 
 
-def test_leases_go_on_over_a_restart_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time since the boot begins anew; a claim from before is one until its lease ends, by the wall clock."""
-    path = tmp_path / "store.db"
-    assert claimed(path, ["a"]) == [ClaimStatus.NEW]
-    wall = clock.boot()[1] + clock.since_boot()
-    for name, later, status in (("second", 30, ClaimStatus.IN_PROGRESS), ("third", 61, ClaimStatus.NEW)):
-        monkeypatch.setattr("reliable_mq.stores.sqlite.since_boot", lambda: 5)
-        monkeypatch.setattr("reliable_mq.stores.sqlite.boot", lambda n=name, s=later: (n, wall + s * 1_000_000))
-        assert claimed(path, ["a"]) == [status]
+# -- boots of the machine ----------------------------------------------------------------------------------------------
+
+YEAR = 365 * 86400.0
+
+
+class Machine:
+    """A machine that is booted again and again, with whatever wall clock, and the stores that are made on it.
+
+    Attributes:
+        running: seconds for which it has run.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.path, self.running = path, 0.0
+        self._boots, self._since, self._offset = 0, 0.0, 0.0
+        for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sql.questions"):
+            monkeypatch.setattr(f"{module}.since_boot", lambda: int(self._since * 1e6))
+            monkeypatch.setattr(f"{module}.boot", lambda: (f"boot {self._boots}", int(self._offset * 1e6)))
+
+    def boot(self, wall: float) -> None:
+        """Boot it. Its wall clock says so many seconds after 2026 began."""
+        self._boots += 1
+        self._since = 5.0
+        self._offset = 56 * YEAR + wall
+
+    def run(self, seconds: float) -> None:
+        self._since += seconds
+        self.running += seconds
+
+    @contextlib.contextmanager
+    def store(self, kind: str) -> Iterator[SQLiteStore | SQLAlchemyStore]:
+        """A store of a process that is new."""
+        if kind == "sqlite":
+            with SQLiteStore(self.path, retention=RETENTION) as store:
+                yield store
+        else:
+            engine = create_engine(f"sqlite:///{self.path}", poolclass=NullPool)
+            sql = SQLAlchemyStore(engine, retention=RETENTION)
+            sql.create_table()
+            yield sql
+            sql.close()
+            engine.dispose()
+
+    def status(self, kind: str, key: str) -> ClaimStatus:
+        with self.store(kind) as store:
+            return store.claim_many([key], LEASE)[0].status
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path / "store.db")
+
+
+@pytest.mark.parametrize("wrong", [-56 * YEAR, 4 * YEAR], ids=["1970", "2030"])
+@pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
+def test_a_boot_with_a_wrong_wall_clock_forgets_nothing_and_holds_nothing_for_years(
+    machine: Machine, kind: str, wrong: float
+) -> None:
+    """Neither that boot nor the next, whose clock is right."""
+    for wall in (0.0, wrong, 3600.0):
+        machine.boot(wall)
+        with machine.store(kind) as store:
+            done, _ = store.claim_many([f"done {wall}", f"held {wall}"], LEASE)
+            assert store.complete_many([done]) == [True]
+        assert machine.status(kind, "done 0.0") is ClaimStatus.DONE
+        assert machine.status(kind, f"held {wall}") is ClaimStatus.IN_PROGRESS
+    assert machine.status(kind, f"done {wrong}") is ClaimStatus.DONE
+    assert machine.status(kind, f"held {wrong}") is ClaimStatus.IN_PROGRESS
+    machine.run(LEASE)
+    assert machine.status(kind, f"held {wrong}") is ClaimStatus.NEW
+    assert machine.status(kind, f"done {wrong}") is ClaimStatus.DONE
+    machine.run(LEASE + RETENTION)
+    with machine.store(kind) as store:
+        store.purge()
+    assert Records(create_engine(f"sqlite:///{machine.path}", poolclass=NullPool)).count() == 0
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
+def test_a_file_that_was_begun_with_a_wrong_wall_clock_goes_on_by_its_own(machine: Machine, kind: str) -> None:
+    machine.boot(-56 * YEAR)
+    with machine.store(kind) as store:
+        assert store.complete_many(store.claim_many(["done"], LEASE)) == [True]
+    machine.boot(0.0)
+    assert machine.status(kind, "done") is ClaimStatus.DONE
+    machine.run(LEASE + RETENTION)
+    assert machine.status(kind, "done") is ClaimStatus.NEW
+
+
+@given(
+    walls=st.lists(st.floats(-56 * YEAR, 60 * YEAR), min_size=2, max_size=5),
+    runs=st.lists(st.floats(0.0, RETENTION), min_size=5, max_size=5),
+    kinds=st.lists(st.sampled_from(["sqlite", "sqlalchemy"]), min_size=5, max_size=5),
+)
+@examples(25)
+def test_whatever_the_wall_clocks_of_boots_what_is_done_is_known_for_its_retention_of_running(
+    walls: list[float], runs: list[float], kinds: list[str]
+) -> None:
+    """And no longer than the lease above that, since each boot goes on where the last claim was."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        machine = Machine(patch, Path(directory) / "store.db")
+        done: dict[str, float] = {}
+        for wall, run, kind in zip(walls, runs, kinds, strict=False):
+            machine.boot(wall)
+            for key, since in done.items():
+                if machine.running - since < RETENTION:
+                    assert machine.status(kind, key) is ClaimStatus.DONE
+                elif machine.running - since > LEASE + RETENTION:
+                    assert machine.status(kind, key) is not ClaimStatus.DONE
+            with machine.store(kind) as store:
+                store.complete_many(store.claim_many([f"of {wall}"], LEASE))
+                done = {f"of {wall}": machine.running} | done
+                machine.run(run)
+                store.claim_many([f"last of {wall}"], LEASE)
+
+
+def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) -> None:
+    """Another process may have found another one meanwhile."""
+    machine.boot(0.0)
+    engine = create_engine(f"sqlite:///{machine.path}", poolclass=NullPool)
+    store = SQLAlchemyStore(engine, retention=RETENTION)
+    store.create_table()
+
+    def fails(_now: int) -> Steps[None]:
+        raise OSError
+        yield
+
+    with pytest.raises(IdempotencyStoreError):
+        store._ask(fails)
+    machine._offset += 100.0
+    with machine.store("sqlite") as other:
+        [claim] = other.claim_many(["a"], LEASE)
+    assert store.claim_many(["b"], LEASE)[0].token == claim.token
+    store.close()
+    engine.dispose()
 
 
 @pytest.mark.parametrize(

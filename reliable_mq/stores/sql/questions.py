@@ -85,15 +85,18 @@ class Questions:
     def answer(self, connection: Connection, steps: Callable[[int], Steps[T]]) -> T:
         """Ask in a transaction; a question of one statement is one by itself, and one round trip."""
         with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
-            return _carry_out(self._timed(steps), connection)
+            answer, base = _carry_out(self._timed(steps), connection)
+        self._base = base  # not earlier: what was rolled back another process may find otherwise
+        return answer
 
-    def _timed(self, steps: Callable[[int], Steps[T]]) -> Steps[T]:
-        """Find out the time first, where the database has none."""
-        if isinstance(self._sql, SQLite):
-            if self._base is None:
-                self._base = yield from self._sql.clock_base(*boot())
-            return (yield from steps(self._base + since_boot()))
-        return (yield from steps(0))
+    def _timed(self, steps: Callable[[int], Steps[T]]) -> Steps[tuple[T, int | None]]:
+        """Find out the time first, where the database has none; return the base of the clock beside the answer."""
+        if not isinstance(self._sql, SQLite):
+            return (yield from steps(0)), None
+        base = self._base
+        if base is None:
+            base = yield from self._sql.clock_base(*boot(), since_boot())
+        return (yield from steps(base + since_boot())), base
 
     def claiming(self, holders: Mapping[str, int], lease: float) -> Callable[[int], Steps[dict[str, Answer]]]:
         return lambda now: self._sql.claim(holders, lease=microseconds(lease), retention=self._retention, now=now)
@@ -151,7 +154,7 @@ class Questions:
             IdempotencyStoreError: it must not be committed, for another holder has taken over.
         """
         held = held_by(hold.claim for hold in holds)
-        taken = _carry_out(self._timed(self.completing(held)), connection)
+        taken, _ = _carry_out(self._timed(self.completing(held)), connection)
         stale = [key for key, token in held if (key, token) not in taken]
         if stale:
             raise IdempotencyStoreError(

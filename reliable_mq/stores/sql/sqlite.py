@@ -1,7 +1,7 @@
 """The questions of a store in SQLite's SQL, and the clock that its processes share.
 
 SQLite has no clock but the wall clock of whoever asks, which jumps. What is asked is therefore told the time, of
-:mod:`reliable_mq.clock`.
+:mod:`reliable_mq.clock`, which goes on from boot to boot of the machine, and never backwards.
 """
 
 # ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
@@ -98,18 +98,27 @@ class SQLite(Dialect):
         """
         yield Ask(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
-    def clock_base(self, boot: str, offset: int) -> Steps[int]:
-        """Say what to add to the microseconds since this boot of the machine, so that all processes read one clock.
+    def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
+        """Return what to add to the microseconds since this boot of the machine, so that all processes read one clock.
+
+        In the first boot that the file sees, that is the wall clock. From boot to boot the clock goes on from its
+        newest claim, and the wall clock is not asked: it may be wrong at a boot, by years, until it is set over the
+        network. If it were believed, what is done would be forgotten, or claims be held for years. So the time for
+        which the machine is off does not count.
 
         Args:
             boot: names this boot.
             offset: what the wall clock would add.
+            since: the microseconds since this boot.
         """
-        yield Ask(
-            f"INSERT INTO {self.table}_clock (boot, base) SELECT :boot, :offset WHERE true "
-            "ON CONFLICT (boot) DO NOTHING",
-            {"boot": boot, "offset": offset},
-        )
         rows = yield Ask(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+        if not rows:
+            yield Ask(
+                f"INSERT INTO {self.table}_clock (boot, base) "
+                f"SELECT :boot, coalesce(max(token) - :since, :offset) FROM {self.table} WHERE format = {FORMAT} "
+                "ON CONFLICT (boot) DO NOTHING",
+                {"boot": boot, "offset": offset, "since": since},
+            )
+            rows = yield Ask(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         base: int = rows[0][0]
         return base
