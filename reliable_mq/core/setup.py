@@ -42,6 +42,7 @@ __all__ = [
     "StepRefused",
     "consumer_setup",
     "declare",
+    "is_away",
     "is_missing",
     "parse_version",
     "publisher_setup",
@@ -258,7 +259,7 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     """Return the error for a step that the broker refused."""
     code, text = refused.code, refused.text
     kind, name = _subject(step)
-    away = "is down or inaccessible" in text  # RabbitMQ says 404 of a queue whose node is away
+    away = is_away(refused)
     if code == _NOT_FOUND and kind and not away:
         if isinstance(step, CheckQueue):
             to_do = "a plain name is not declared: create the queue, or give a Queue"
@@ -272,9 +273,15 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
 
 
+def is_away(refused: StepRefused) -> bool:
+    """Whether a queue was refused that exists and is not there for now: its broker starts, or its node is away."""
+    return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
+
+
 def is_missing(error: ReliableMQError) -> bool:
     """Whether a set-up ended because something named does not exist; it may come to exist."""
-    return isinstance(error.__cause__, StepRefused) and error.__cause__.code == _NOT_FOUND
+    cause = error.__cause__
+    return isinstance(cause, StepRefused) and cause.code == _NOT_FOUND and not is_away(cause)
 
 
 def parse_version(version: str) -> tuple[int, ...]:
@@ -284,6 +291,14 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 _NOT_FOUND = 404
+_AWAY_CODES = frozenset({_NOT_FOUND, 406})
+# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
+_AWAY = (
+    "is down or inaccessible",
+    "due to timeout",
+    "process is stopped by supervisor",
+    "does not have a running replica on the local node",
+)
 _DELAYED_RETRY = (4, 3)
 _DIFFERENT = frozenset({406, 503})  # precondition-failed; command-invalid for an exchange type that does not exist
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused, refusal
+from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused, is_away, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.spark.stream_channel import offset_of
 
@@ -140,7 +140,7 @@ def _exists(channel: StreamChannel, queue: str) -> bool:
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:
-        if refused.code == _NOT_FOUND:
+        if refused.code == _NOT_FOUND and not is_away(refused):
             return False
         raise refusal(CheckQueue(queue), refused) from refused
     return True

@@ -181,6 +181,9 @@ def test_what_is_named_and_missing_is_a_mismatch(step: Step, code: int, text: st
     assert text in str(error)
 
 
+NO_REPLICA = "queue 'q' in vhost '/' does not have a running replica on the local node"
+
+
 @pytest.mark.parametrize(
     ("step", "code", "text"),
     [
@@ -209,6 +212,10 @@ def test_refusals_that_time_does_not_heal(step: Step, code: int, text: str) -> N
     [
         (DeclareQueue("q"), 405, "RESOURCE_LOCKED - cannot obtain exclusive access to locked queue 'q' in vhost '/'"),
         (CheckQueue("q"), 404, "NOT_FOUND - home node 'rabbit@a' of durable queue 'q' is down or inaccessible"),
+        (DeclareQueue("q"), 404, "NOT_FOUND - failed to perform operation on queue 'q' in vhost '/' due to timeout"),
+        (CheckQueue("q"), 404, "NOT_FOUND - queue 'q' in vhost '/' process is stopped by supervisor"),
+        (Consume("q", "t"), 406, f"PRECONDITION_FAILED - stream {NO_REPLICA}"),
+        (Consume("q", "t"), 406, f"PRECONDITION_FAILED - {NO_REPLICA}"),
         (Consume("q", "t", exclusive=True), 403, "ACCESS_REFUSED - queue 'q' in vhost '/' in exclusive use"),
         (DeclareQueue("q"), 541, "INTERNAL_ERROR"),
     ],
@@ -217,6 +224,15 @@ def test_refusals_that_time_heals(step: Step, code: int, text: str) -> None:
     error = refusal(step, StepRefused(code, text))
     assert isinstance(error, BrokerUnavailable)
     assert not error.permanent
+
+
+def test_a_queue_that_is_not_back_yet_is_not_missing() -> None:
+    """A broker that starts says 404 of it."""
+    steps = pull_setup("orders", [], ())
+    next(steps)
+    with pytest.raises(BrokerUnavailable) as caught:
+        steps.throw(StepRefused(404, "NOT_FOUND - queue 'orders' in vhost '/' process is stopped by supervisor"))
+    assert not is_missing(caught.value)
 
 
 @pytest.mark.parametrize(("code", "missing"), [(404, True), (406, False)])
