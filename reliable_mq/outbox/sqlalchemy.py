@@ -11,6 +11,7 @@ thing do (a lock on the row that the messages are about).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,12 +45,14 @@ from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering
 from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
 from reliable_mq.outbox.sqlalchemy_runner import AsyncRunner, Runner, SyncRunner
 from reliable_mq.outbox.sqlalchemy_table import (
+    COLLATES,
     DELAYED,
     READY,
     SET_ASIDE,
     boot_name,
     database_time,
     ddl,
+    exact_collation,
     outbox_table,
 )
 
@@ -62,6 +65,8 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import OrderingKey
 
 __all__ = ["SQLAlchemyOutbox"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -81,8 +86,8 @@ class SQLAlchemyOutbox:
     what was added by whomever, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
     is a relay in a process of its own.
 
-    Tested with PostgreSQL (psycopg, asyncpg), MariaDB (PyMySQL, asyncmy) and SQLite; not with MySQL. Relays ask the
-    database every ``poll_interval`` seconds.
+    Tested with PostgreSQL (psycopg, asyncpg), MariaDB and MySQL (PyMySQL, asyncmy) and SQLite. Relays ask the database
+    every ``poll_interval`` seconds.
 
     Args:
         engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and this object's own methods have
@@ -209,6 +214,7 @@ class SQLAlchemyOutbox:
             raise OutboxError(
                 f"{self!r} does not exist: make it with create_table(), create=True, or the statements in ddl"
             )
+        self._do(self._look_at_table, "opening")
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
@@ -359,6 +365,27 @@ class SQLAlchemyOutbox:
     def _is_there(self) -> bool:
         return self._do(lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening")
 
+    def _look_at_table(self, connection: Connection) -> None:
+        """Warn of a table that was made by an earlier version, or by others, and is slow or takes keys for others."""
+        seen, name, schema = inspect(connection), self.table.name, self.table.schema
+        index = ["ordering_key", "id"]
+        if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
+            logger.warning("%r has no index of ordering_key and id, and is slow: make the one that is in ddl", self)
+        if connection.dialect.name not in COLLATES:
+            return
+        exact = exact_collation(connection.dialect)
+        for column in seen.get_columns(name, schema):
+            given = getattr(column["type"], "collation", None)
+            if column["name"] == "ordering_key" and given is not None and not given.endswith("_bin"):
+                logger.warning(
+                    "%r has the collation %s, which takes some ordering keys for the same: they wait for one another. "
+                    "To change that: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 COLLATE %s",
+                    self,
+                    given,
+                    self.table.fullname,
+                    exact,
+                )
+
     def _values(self, row: NewRow, now: float) -> dict[str, Any]:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
@@ -399,9 +426,16 @@ class SQLAlchemyOutbox:
             if message_ids is None:
                 return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
             count = 0
+            columns = self.table.c
             for start in range(0, len(message_ids), _IDS_AT_A_TIME):
-                wanted = self.table.c.message_id.in_(list(message_ids[start : start + _IDS_AT_A_TIME]))
-                count += connection.execute(statement.where(self._is_set_aside(), wanted)).rowcount
+                some = set(message_ids[start : start + _IDS_AT_A_TIME])
+                wanted = select(columns.id, columns.message_id).where(
+                    self._is_set_aside(), columns.message_id.in_(some)
+                )
+                # The column's collation may take other texts for the same.
+                ids = [number for number, message_id in connection.execute(wanted) if message_id in some]
+                if ids:
+                    count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(ids))).rowcount
             return count
 
         return self._do(work, "changing what was set aside")

@@ -4,6 +4,10 @@ Where the database can, rows that another relay is just taking are passed over (
 another. No transaction is open while a message is being published. A relay that dies leaves its rows claimed, and when
 the lease is over they are anybody's; they may have been published, and are marked so.
 
+Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each by
+one look into the index of key and id: a relay goes around the keys, and begins where its last look ended. So a look
+costs no more where a million rows wait behind the first ones. The oldest of what both ways find is taken.
+
 Invariants:
 
 - of an ordering key, a relay takes the first row of all that are left, and with it those behind it; so no other relay
@@ -22,25 +26,34 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import and_, case, exists, literal, or_, select, update
+from sqlalchemy import and_, case, func, literal, or_, select, union_all, update
 
 from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Taken
-from reliable_mq.outbox.sqlalchemy_table import LOCKS_WHAT_IT_READS, SET_ASIDE, database_time, skips_locked
+from reliable_mq.outbox.sqlalchemy_table import (
+    SET_ASIDE,
+    WALKS_AN_INDEX,
+    begin_taking,
+    database_time,
+    skips_locked,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sqlalchemy import ColumnElement, Connection, Row, Select, Table
 
 __all__ = ["SQLAlchemyClaims"]
 
-_BEHIND: Final = 200  # rows looked at behind the first ones of their keys
+_BEHIND: Final = 200  # rows looked at behind the first ones of their keys, at least
+_KEYS_BEHIND: Final = 50  # keys whose rows one statement looks for
+_KEYS_AT_LEAST: Final = 100  # looked at in one statement
+_KEYS_AT_MOST: Final = 5000  # looked at while rows are being taken; the next look goes on there
 _ROWS_AT_FIRST: Final = 32  # taken at a time while their size is not known
 _BYTES_AT_A_TIME: Final = 8 * 1024 * 1024  # about
 _WEIGHT: Final = 0.2  # of what was taken last in the average
-_IDS_AT_A_TIME: Final = 200  # in one statement; some databases bind few
+_IDS_AT_A_TIME: Final = 500  # in one statement; some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
@@ -66,6 +79,7 @@ class SQLAlchemyClaims:
         self._claims = 0  # made so far
         self._renewed_at = 0.0
         self._average: float | None = None  # bytes of a row
+        self._last_key: str | None = None  # up to which keys were looked at
         self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
 
     def take(self, limit: int) -> Taken:
@@ -127,88 +141,150 @@ class SQLAlchemyClaims:
             self._renew(connection)
         self._claims += 1
         name = self._claim_name
-        now = database_time(connection)
+        now = begin_taking(connection)
         until = now + self._lease
-        if skips_locked(connection):
-            first = self._lock_first(connection, limit, now)
+        locks = skips_locked(connection)
+        if not locks:  # the right to write first: who has read before may not get it any more
+            self._mark(connection, [-1], name, until)
+        ids = self._choose(connection, limit, now)
+        first = [
+            row for some in _portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
+        ]
+        if locks:
             self._mark(connection, [row.id for row in first], name, until)
-        else:
-            first = self._take_first(connection, limit, now, name, until)
-        keys = sorted({row.ordering_key for row in first if isinstance(row.ordering_key, str)})
-        if not keys:
-            return first
-        behind = self._look_behind(connection, keys, {row.id for row in first}, now)
+        heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None}
+        behind = self._look_behind(connection, heads, max(limit - len(first), _BEHIND), now)
         self._mark(connection, [row.id for row in behind], name, until)
-        return sorted((*first, *behind), key=lambda row: row.id)
+        return sorted([*first, *behind], key=lambda row: int(row.id))
 
-    def _lock_first(self, connection: Connection, limit: int, now: float) -> list[Row[Any]]:
-        """Lock rows without a key, and of each key the first, which no other relay is locking."""
+    def _choose(self, connection: Connection, limit: int, now: float) -> list[int]:
+        """Choose the oldest rows of those without a key and of the first rows of some keys that are due."""
         columns = self._table.c
-        wanted = self._first(now)
-        if connection.dialect.name in LOCKS_WHAT_IT_READS:
-            # It would lock every row on the way, too, and others would pass over these: choose first, lock these alone.
-            choice = select(columns.id).where(wanted).order_by(columns.id).limit(limit)
-            chosen = connection.execute(choice).scalars().all()
-            if not chosen:
-                return []
-            wanted = and_(columns.id.in_(chosen), self._due(now))
-        query = self._select().where(wanted).order_by(columns.id).limit(limit)
+        # The index of key and id has this order, and no other way leads to it without passing over rows with keys.
+        free = select(columns.id).where(columns.ordering_key.is_(None), self._due(now))
+        oldest = free.order_by(columns.ordering_key, columns.id).limit(limit)
+        found = list(connection.execute(oldest).scalars())
+        start = self._last_key
+        heads = [head for portion in self._around(connection, limit, now) for head in portion]
+        chosen = sorted([*found, *(number for _, number, due in heads if due)])[:limit]
+        taken = set(chosen)
+        self._last_key = start
+        for key, number, due in heads:
+            if due and number not in taken:
+                break
+            self._last_key = key
+        return chosen
+
+    def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
+        """Go around the keys, from the last one on, until enough first rows are due; give each, and whether it is."""
+        columns = self._table.c
+        size = max(limit, _KEYS_AT_LEAST)
+        after, up_to = self._last_key, None
+        enough = looked = 0
+        while True:
+            heads = self._heads(connection, after, up_to, size)
+            due: set[int] = set()
+            for some in _portions([number for _, number in heads]):
+                due.update(connection.execute(select(columns.id).where(columns.id.in_(some), self._due(now))).scalars())
+            yield [(key, number, number in due) for key, number in heads]
+            enough += len(due)
+            looked += len(heads)
+            if enough >= limit or looked >= _KEYS_AT_MOST:
+                return
+            if len(heads) == size:
+                after = heads[-1][0]
+            elif up_to is None and self._last_key is not None:
+                after, up_to = None, self._last_key
+            else:
+                return
+
+    def _heads(self, connection: Connection, after: str | None, up_to: str | None, size: int) -> list[tuple[str, int]]:
+        """Find some keys, in their order, and the first row of each."""
+        columns = self._table.c
+
+        def within(key: Any, last: Any) -> ColumnElement[bool]:
+            begins: ColumnElement[bool] = key.is_not(None) if last is None else key > last
+            return begins if up_to is None else and_(begins, key <= up_to)
+
+        if connection.dialect.name not in WALKS_AN_INDEX:
+            query = select(columns.ordering_key, func.min(columns.id)).where(within(columns.ordering_key, after))
+            query = query.group_by(columns.ordering_key).order_by(columns.ordering_key).limit(size)
+            return [(key, number) for key, number in connection.execute(query)]
+        one, other, row = (self._table.alias().c for _ in range(3))
+        begin = select(func.min(one.ordering_key)).where(within(one.ordering_key, after)).scalar_subquery()
+        keys = select(begin.label("key"), literal(1).label("place")).cte("keys", recursive=True)
+        following = select(func.min(other.ordering_key)).where(within(other.ordering_key, keys.c.key)).scalar_subquery()
+        keys = keys.union_all(select(following, keys.c.place + 1).where(keys.c.key.is_not(None), keys.c.place < size))
+        # Not the least id of that key, which may be looked for in the order of the ids, through all other keys.
+        at = select(row.id).where(row.ordering_key >= keys.c.key).order_by(row.ordering_key, row.id).limit(1)
+        found = select(keys.c.place, keys.c.key, at.scalar_subquery()).where(keys.c.key.is_not(None))
+        return [(key, number) for _, key, number in sorted(map(tuple, connection.execute(found)))]
+
+    def _lock(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
+        """Lock those of the rows which are still due, and which no other relay is locking."""
+        columns = self._table.c
+        query = self._select().where(columns.id.in_(ids), self._due(now)).order_by(columns.id)
         return list(connection.execute(query.with_for_update(skip_locked=True)))
 
-    def _take_first(self, connection: Connection, limit: int, now: float, name: str, until: float) -> list[Row[Any]]:
-        """Take rows without a key, and of each key the first; a statement that writes waits for all others that do."""
-        columns = self._table.c
-        chosen = select(columns.id).where(self._first(now)).order_by(columns.id).limit(limit).scalar_subquery()
+    def _update(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
+        """Claim those of the rows which are still due; a statement that writes waits for all others that do."""
+        columns, name = self._table.c, self._claim_name
         connection.execute(
             update(self._table)
-            .where(columns.id.in_(chosen))
+            .where(columns.id.in_(ids), self._due(now))
             .values(
                 possible_duplicate=case((columns.claimed_by.is_not(None), 1), else_=columns.possible_duplicate),
                 claimed_by=name,
-                claimed_until=until,
+                claimed_until=now + self._lease,
             )
         )
         # Whether it was claimed before is in possible_duplicate by now.
-        query = self._select(literal(value=False)).where(columns.claimed_by == name).order_by(columns.id)
-        return list(connection.execute(query))
+        mine = self._select(literal(value=False)).where(columns.id.in_(ids), columns.claimed_by == name)
+        return list(connection.execute(mine.order_by(columns.id)))
 
-    def _look_behind(self, connection: Connection, keys: list[str], first: set[int], now: float) -> list[Row[Any]]:
+    def _look_behind(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[Row[Any]]:
         """Find what else of these keys can be taken: nobody else can take it, as their first rows are ours."""
         columns = self._table.c
+        each = min(limit, self._affordable) // len(heads) if heads else 0
+        if not each:
+            return []
         behind: list[Row[Any]] = []
-        ended: set[str] = set()
-        for start in range(0, len(keys), _IDS_AT_A_TIME):
-            some = keys[start : start + _IDS_AT_A_TIME]
-            rows = self._select().add_columns(self._due(now).label("due")).where(columns.ordering_key.in_(some))
-            limit = min(_BEHIND, self._affordable) + len(some)
-            for row in connection.execute(rows.order_by(columns.id).limit(limit)):
-                if row.id in first or row.ordering_key in ended:
+        keys = list(heads.items())
+        for start in range(0, len(keys), _KEYS_BEHIND):
+            queries = []
+            for place, (key, head) in enumerate(keys[start : start + _KEYS_BEHIND]):
+                # A range and its order, which the index of both has; of an equal key, the other one might be taken.
+                mine = and_(columns.ordering_key >= key, columns.ordering_key <= key, columns.id > head)
+                rows = (
+                    self._select().add_columns(self._due(now).label("due"), literal(place).label("place")).where(mine)
+                )
+                queries.append(select(rows.order_by(columns.ordering_key, columns.id).limit(each).subquery()))
+            ended: set[int] = set()
+            for row in sorted(connection.execute(union_all(*queries)), key=lambda row: (row.place, row.id)):
+                if row.place in ended:
                     continue
                 if row.due:
                     behind.append(row)
                 else:
-                    ended.add(row.ordering_key)
+                    ended.add(row.place)
         return behind
 
     def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
-        for start in range(0, len(ids), _IDS_AT_A_TIME):
-            connection.execute(
-                update(self._table)
-                .where(self._table.c.id.in_(ids[start : start + _IDS_AT_A_TIME]))
-                .values(claimed_by=name, claimed_until=until)
-            )
+        for some in _portions(ids):
+            mine = update(self._table).where(self._table.c.id.in_(some))
+            connection.execute(mine.values(claimed_by=name, claimed_until=until))
 
     def _renew(self, connection: Connection) -> None:
         columns = self._table.c
         until = database_time(connection) + self._lease
-        ids = sorted(self._taken)
-        for start in range(0, len(ids), _IDS_AT_A_TIME):
-            some = columns.id.in_(ids[start : start + _IDS_AT_A_TIME])
-            connection.execute(update(self._table).where(some, self._ours()).values(claimed_until=until))
+        for some in _portions(sorted(self._taken)):
+            mine = update(self._table).where(columns.id.in_(some), self._ours())
+            connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
         free = {"possible_duplicate": 1, "claimed_by": None, "claimed_until": 0}
-        connection.execute(update(self._table).where(self._ours()).values(**free))
+        for some in _portions(sorted(self._taken)):
+            connection.execute(update(self._table).where(self._table.c.id.in_(some), self._ours()).values(**free))
 
     @property
     def _affordable(self) -> int:
@@ -228,12 +304,6 @@ class SQLAlchemyClaims:
     def _ours(self) -> ColumnElement[bool]:
         return self._table.c.claimed_by.startswith(f"{self.owner}.")
 
-    def _first(self, now: float) -> ColumnElement[bool]:
-        """Due, and of a key the first that is left."""
-        columns, before = self._table.c, self._table.alias().c
-        held = exists().where(before.ordering_key == columns.ordering_key, before.id < columns.id)
-        return and_(self._due(now), or_(columns.ordering_key.is_(None), ~held))
-
     def _due(self, now: float) -> ColumnElement[bool]:
         columns = self._table.c
         free = columns.claimed_until <= now
@@ -250,3 +320,9 @@ class SQLAlchemyClaims:
         columns = self._table.c
         claimed = columns.claimed_by.is_not(None) if was_claimed is None else was_claimed
         return select(columns.id, claimed.label("was_claimed"), *(columns[name] for name in COLUMNS))
+
+
+def _portions(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut a list into what one statement may name."""
+    for start in range(0, len(ids), _IDS_AT_A_TIME):
+        yield ids[start : start + _IDS_AT_A_TIME]

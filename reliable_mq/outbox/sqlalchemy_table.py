@@ -23,10 +23,12 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    func,
     literal_column,
     select,
 )
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
 from reliable_mq.clock import boot, since_boot
@@ -36,13 +38,17 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
 
 __all__ = [
+    "COLLATES",
     "DELAYED",
-    "LOCKS_WHAT_IT_READS",
     "READY",
     "SET_ASIDE",
+    "WALKS_AN_INDEX",
+    "ExactString",
+    "begin_taking",
     "boot_name",
     "database_time",
     "ddl",
+    "exact_collation",
     "outbox_table",
     "skips_locked",
 ]
@@ -58,10 +64,28 @@ _CLOCKS: Final = {
 }
 _FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
+COLLATES: Final = frozenset(_MYSQL)
+"""Databases that take some texts for the same unless a column has another collation."""
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
-LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
-"""Databases whose ``FOR UPDATE`` locks what it looks at, and reads the newest where its subqueries read a snapshot."""
+WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
+"""Databases that must be told how to go from key to key in an index; others do so where a query groups by the key."""
 _NAME: Final = 255  # AMQP's own limit, in bytes
+
+
+class ExactString(String):
+    """Text that is the same for the same characters alone: MySQL and MariaDB compare loosely unless they are told."""
+
+    cache_ok = True
+
+
+@compiles(ExactString, *_MYSQL)
+def _exact(kind: ExactString, compiler: Any, **_: Any) -> str:
+    return f"VARCHAR({kind.length}) CHARACTER SET utf8mb4 COLLATE {exact_collation(compiler.dialect)}"
+
+
+def exact_collation(dialect: Dialect) -> str:
+    """Name the collation of MariaDB or MySQL that tells all texts from one another, spaces at their ends, too."""
+    return "utf8mb4_nopad_bin" if getattr(dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
 
 
 def outbox_table(name: str, schema: str | None) -> Table:
@@ -74,11 +98,11 @@ def outbox_table(name: str, schema: str | None) -> Table:
         MetaData(schema=schema),
         Column("id", number, primary_key=True, autoincrement=True),
         Column("format", SmallInteger, nullable=False),
-        Column("message_id", String(_NAME), nullable=False),
+        Column("message_id", ExactString(_NAME), nullable=False),
         Column("exchange", String(_NAME), nullable=False),
         Column("routing_key", String(_NAME), nullable=False),
         Column("mandatory", SmallInteger, nullable=False),
-        Column("ordering_key", String(_NAME)),
+        Column("ordering_key", ExactString(_NAME)),
         Column("properties", binary),
         Column("body", binary, nullable=False),
         Column("attempts", Integer, nullable=False, server_default="0"),
@@ -113,6 +137,18 @@ def database_time(connection: Connection) -> float:
         return since_boot() / 1_000_000
     clock = _CLOCKS.get(name)
     return time.time() if clock is None else float(connection.execute(select(literal_column(clock))).scalar_one())
+
+
+def begin_taking(connection: Connection) -> float:
+    """Ask for the time, and have PostgreSQL go by the index until the end of the transaction.
+
+    Where it has not counted a table yet, or when it was empty, it takes few rows for granted, and would read and sort
+    all of them to find the first ones.
+    """
+    if connection.dialect.name != "postgresql":
+        return database_time(connection)
+    off = [func.set_config(name, "off", True) for name in ("enable_bitmapscan", "enable_seqscan", "enable_sort", "jit")]
+    return float(connection.execute(select(literal_column(_CLOCKS["postgresql"]), *off)).one()[0])
 
 
 def boot_name(dialect: Dialect) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from reliable_mq import Message
 from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
 
     from reliable_mq.outbox.protocol import Claims
 
@@ -49,6 +50,48 @@ class TableOutbox:
         earlier = {name: columns[name] - seconds for name in ("claimed_until", "available_at", "stored_at")}
         with self.engine.begin() as connection:
             connection.execute(update(self.outbox.table).values(earlier))
+
+    def reads(self, work: Callable[[], object]) -> int:
+        """Count what the database reads for some work: rows, of tables and indexes; in SQLite instructions."""
+        if self.engine.dialect.name == "sqlite":
+            return _instructions(self.engine, work)
+        with self.engine.connect() as connection:
+            before = _rows_read(connection)
+        work()
+        with self.engine.connect() as connection:
+            return _rows_read(connection) - before
+
+
+def _rows_read(connection: Connection) -> int:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_stat_force_next_flush()"))
+        connection.commit()
+        return int(
+            connection.execute(
+                text(
+                    "SELECT coalesce(sum(seq_tup_read + coalesce(idx_tup_fetch, 0)), 0) + (SELECT "
+                    "coalesce(sum(idx_tup_read), 0) FROM pg_stat_user_indexes) FROM pg_stat_user_tables"
+                )
+            ).scalar_one()
+        )
+    found = connection.execute(text("SHOW GLOBAL STATUS LIKE 'Handler_read%'"))
+    return sum(int(count) for _, count in found)
+
+
+def _instructions(engine: Engine, work: Callable[[], object]) -> int:
+    count = 0
+
+    def counted() -> int:
+        nonlocal count
+        count += 1
+        return 0
+
+    with engine.connect() as connection:
+        held: Any = connection.connection.driver_connection
+        held.set_progress_handler(counted, 1)
+    work()  # on the same connection, which is the pool's last
+    held.set_progress_handler(None, 0)
+    return count
 
 
 def store(outbox: SQLAlchemyOutbox, *bodies: str, key: str | None = None) -> None:
@@ -227,3 +270,68 @@ class ClaimsContract:
         store(table.outbox, *["x"] * 200)
         while len(take(small, 500)) < 100:
             assert table.outbox.backlog()[0] == 8 * 12 + 200
+
+    @pytest.mark.parametrize("keys", [3, None])
+    def test_taking_reads_no_more_where_more_rows_wait(self, table: TableOutbox, keys: int | None) -> None:
+        """Twenty times the backlog costs next to nothing, whatever the database knows of its tables."""
+
+        def store_for_each(count: int) -> None:
+            for number in range(keys or 1):
+                store(table.outbox, *["x"] * count, key=None if keys is None else f"key {number}")
+
+        def reads() -> int:
+            claims = table.outbox.claims()
+
+            def look() -> None:
+                assert len(take(claims, 30)) >= 30
+                assert len(take(claims, 30)) == (30 if keys is None else 0)
+
+            count = table.reads(look)
+            claims.close()
+            return count
+
+        store_for_each(150)
+        reads()
+        few = reads()
+        store_for_each(3000)
+        assert reads() < 1.5 * few + 300
+
+    def test_relays_go_around_the_keys(self, table: TableOutbox) -> None:
+        """Each key has its turn, however many there are, and the oldest rows go first where there is a choice."""
+        for number in range(250):
+            store(table.outbox, f"{number}", key=f"{number * 7919 % 250}")
+        one, other = table.outbox.claims(), table.outbox.claims()
+        taken: list[bytes] = []
+        for claims in (one, other) * 30:
+            taken += [row.message.body for row in take(claims, 7)]
+        assert sorted(taken) == sorted(b"%d" % number for number in range(250))
+        store(table.outbox, "new", key="0")
+        table.outbox.write([], [])
+        assert take(one) == take(other) == []
+
+    def test_a_key_is_the_same_for_the_same_text_alone(self, table: TableOutbox) -> None:
+        """Neither case nor accents nor spaces at its end make two keys one; likewise ids."""
+        keys = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ", "")
+        for key in keys:
+            store(table.outbox, key, key=key)
+        rows = take(table.outbox.claims())
+        assert sorted(row.message.body.decode() for row in rows) == sorted(keys)
+        table.outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why") for row in rows])
+        assert table.outbox.status().set_aside == len(keys)
+
+    def test_only_the_ids_that_are_given_are_decided_about(self, table: TableOutbox) -> None:
+        """Also where the table was made with a collation that knows no case."""
+        ids = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ")
+        with table.engine.begin() as connection:
+            if connection.dialect.name == "mysql":
+                loose = "CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
+                connection.execute(
+                    text(f"ALTER TABLE reliable_mq_outbox MODIFY message_id VARCHAR(255) {loose} NOT NULL")
+                )
+        table.outbox.write([NewRow(Message(b"", message_id=name), "", "q", True, None) for name in ids], [])
+        claims = table.outbox.claims()
+        table.outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why") for row in take(claims)])
+        assert table.outbox.retry(["order-ab"]) == 1
+        assert table.outbox.status().rows == 1
+        assert table.outbox.purge(["order-ab", "order-ab "]) == 1
+        assert sorted(one.message_id for one in table.outbox.set_aside()) == ["ORDER-AB", "Örder-ab"]
