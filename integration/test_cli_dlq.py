@@ -175,9 +175,15 @@ def test_the_attempts_that_a_store_counts_are_reset(
         "store = Store()\n"
     )
     monkeypatch.chdir(tmp_path)
-    done, told = dlq("replay", vhost, DEAD, "--idempotency", "shopstore:store")
-    assert done == "reset orders|id-0\n"
+    given = ("--idempotency", "shopstore:store")
+    done, told = dlq("replay", vhost, DEAD, *given)
+    with vhost.connect() as connection:
+        cluster = connection._impl.server_properties["cluster_name"]
+    assert done == f"reset {cluster}/{vhost.name}|orders|id-0\n"
     assert told == "1 of 1 replayed\n"
+    publish(vhost, 1)
+    done, _ = dlq("replay", vhost, DEAD, *given, "--idempotency-namespace", "shop")
+    assert done == "reset shop|orders|id-0\n"
 
 
 def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, checker: Checker) -> None:

@@ -57,6 +57,11 @@ def inbox(request: pytest.FixtureRequest, database: Callable[[str], Database], t
     made.close()
 
 
+def once(inbox: Inbox) -> dict[str, Any]:
+    """Options of a consumer whose keys begin with ``test|orders|``."""
+    return {"idempotency": inbox.store, "idempotency_namespace": "test"}
+
+
 def test_effects_are_committed_with_their_records_or_not_at_all(vhost: VirtualHost, inbox: Inbox) -> None:
     """A handler that fails after it has written has written nothing; one that succeeds has, once."""
     attempts: dict[str, int] = {}
@@ -69,12 +74,12 @@ def test_effects_are_committed_with_their_records_or_not_at_all(vhost: VirtualHo
             if attempts[key] == 1:
                 raise ValueError("no")
 
-    with Consumer(vhost.url, ORDERS, handle, idempotency=inbox.store, retry=QUICK) as consumer:
+    with Consumer(vhost.url, ORDERS, handle, **once(inbox), retry=QUICK) as consumer:
         ids = publish(vhost, "orders", numbered(10))
         wait_until(lambda: consumer.statistics.handled == 10, timeout=30, what="handled")
         assert consumer.statistics.failed == 10
     assert inbox.effects() == sorted(ids)
-    claims = inbox.store.claim_many([f"orders|{key}" for key in ids], 1.0)
+    claims = inbox.store.claim_many([f"test|orders|{key}" for key in ids], 1.0)
     assert {claim.status for claim in claims} == {ClaimStatus.DONE}
 
 
@@ -87,7 +92,7 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
     def handle(delivery: Delivery) -> None:
         calls.append(delivery.message_id)
         if len(calls) == 1:
-            [other] = inbox.store.claim_many([f"orders|{delivery.message_id}"], 60.0)
+            [other] = inbox.store.claim_many([f"test|orders|{delivery.message_id}"], 60.0)
             assert other.status is ClaimStatus.NEW, "its lease has ended"
             with delivery.transaction() as session:
                 session.execute(INSERT, {"id": "late"})
@@ -106,7 +111,13 @@ def test_a_handler_that_outlived_its_lease_commits_nothing(vhost: VirtualHost, i
             raise
 
     with Consumer(
-        vhost.url, ORDERS, handle_and_release, idempotency=inbox.store, retry=QUICK, idempotency_lease=1e-6
+        vhost.url,
+        ORDERS,
+        handle_and_release,
+        idempotency=inbox.store,
+        idempotency_namespace="test",
+        retry=QUICK,
+        idempotency_lease=1e-6,
     ) as consumer:
         publish(vhost, "orders", numbered(1))
         wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
@@ -123,7 +134,7 @@ def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
         if not left:
             with pytest.raises(ValueError, match="midway"), inbox.store.transaction(*batch) as session:
                 write(session, batch[:-1])
-            keys = [f"orders|{delivery.message_id}" for delivery in batch]
+            keys = [f"test|orders|{delivery.message_id}" for delivery in batch]
             claims = inbox.store.claim_many(keys, 1.0)
             left.append((len(inbox.effects()), {claim.status for claim in claims}))
         with inbox.store.transaction(*batch) as session:
@@ -135,12 +146,12 @@ def test_a_batch_is_one_transaction(vhost: VirtualHost, inbox: Inbox) -> None:
             session.execute(INSERT, {"id": delivery.message_id})
         raise ValueError("midway")
 
-    with Consumer(vhost.url, ORDERS, handle, idempotency=inbox.store, batch_size=5, batch_wait=0.2) as consumer:
+    with Consumer(vhost.url, ORDERS, handle, **once(inbox), batch_size=5, batch_wait=0.2) as consumer:
         ids = publish(vhost, "orders", numbered(20))
         wait_until(lambda: consumer.statistics.handled == 20, timeout=30, what="handled")
     assert left == [(0, {ClaimStatus.IN_PROGRESS})]
     assert inbox.effects() == sorted(ids)
-    claims = inbox.store.claim_many([f"orders|{key}" for key in ids], 1.0)
+    claims = inbox.store.claim_many([f"test|orders|{key}" for key in ids], 1.0)
     assert {claim.status for claim in claims} == {ClaimStatus.DONE}
 
 
@@ -164,7 +175,7 @@ def test_a_transaction_of_the_users_own_takes_the_record_in(vhost: VirtualHost, 
                 connection.execute(INSERT, {"id": delivery.message_id})
                 inbox.store.inbox(connection, delivery)
 
-    with Consumer(vhost.url, ORDERS, handle, idempotency=inbox.store, retry=QUICK) as consumer:
+    with Consumer(vhost.url, ORDERS, handle, **once(inbox), retry=QUICK) as consumer:
         ids = publish(vhost, "orders", numbered(6))
         wait_until(lambda: consumer.statistics.handled == 6, timeout=30, what="handled")
         assert consumer.statistics.failed == 1

@@ -13,8 +13,9 @@ from reliable_mq import Consumer, IdempotencyStoreError, Message, Queue, RetryPo
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from integration.support.broker import Broker
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
@@ -92,13 +93,58 @@ def test_a_copy_waits_while_another_holds_the_claim(vhost: VirtualHost) -> None:
             assert consumer.statistics.failed == 0
 
 
+class Noting(MemoryStore):
+    """Keeps the keys that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        self.keys += keys
+        return super().claim_many(keys, lease)
+
+
+@pytest.mark.both_faces
+def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
+    vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
+) -> None:
+    """An id that is done in one of them is not done in the other; keys say where, as the broker names itself."""
+    store = Noting()
+    vhosts = [vhost, new_vhost(vhost.broker)]
+    for place in vhosts:
+        handler = Handler()
+        with Consumer(place.url, ORDERS, handler, idempotency=store) as consumer:
+            send(place, "orders", copies(2, of=1))
+            handler.wait_done(1)
+            wait_until(lambda: consumer.statistics.acked == 2, timeout=10, what="both acked")
+            assert (consumer.statistics.handled, consumer.statistics.duplicates) == (1, 1)
+    with vhost.connect() as connection:
+        cluster = connection._impl.server_properties["cluster_name"]
+    assert set(store.keys) == {f"{cluster}/{place.name}|orders|m0" for place in vhosts}
+
+
+@pytest.mark.both_faces
+def test_a_namespace_of_ones_own_is_one_for_several_places(
+    vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
+) -> None:
+    """As where a cluster takes over from another one: what is done there is done here."""
+    store = MemoryStore()
+    for place, handled in ((vhost, 1), (new_vhost(vhost.broker), 0)):
+        options: dict[str, Any] = {"idempotency": store, "idempotency_namespace": "shop"}
+        with Consumer(place.url, ORDERS, Handler(), **options) as consumer:
+            send(place, "orders", copies(1, of=1))
+            wait_until(lambda: consumer.statistics.acked == 1, timeout=10, what="acked")
+            assert (consumer.statistics.handled, consumer.statistics.duplicates) == (handled, 1 - handled)
+
+
 def test_a_claim_whose_holder_died_is_taken_over_when_its_lease_ends(vhost: VirtualHost) -> None:
     """The store is asked again until then."""
     now = 0.0
     store = MemoryStore(clock=lambda: now)
-    store.claim_many(["orders|m0"], lease=1.0)
+    store.claim_many(["test|orders|m0"], lease=1.0)
     handler = Handler()
-    with Consumer(vhost.url, ORDERS, handler, idempotency=store) as consumer:
+    with Consumer(vhost.url, ORDERS, handler, idempotency=store, idempotency_namespace="test") as consumer:
         send(vhost, "orders", copies(1, of=1))
         wait_until(lambda: consumer.statistics.claims_in_progress >= 1, timeout=10, what="it waits")
         assert handler.begun == []

@@ -90,6 +90,9 @@ class AsyncConsumer:
             thread, one whose methods are coroutine functions is awaited.
         idempotency_key: gives the key of a delivery; by default its ``message_id``.
         idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
+        idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share. By
+            default the broker's cluster name and the virtual host, as ``"rabbit@a/orders"``; give a name of your own
+            where the cluster's may change, or where several clusters deliver the same messages.
         ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
         ack_interval: seconds after which what is finished is acked, however few. Where no handler runs it is sooner.
         ack_mode: ``"automatic"``: the broker forgets what it sends: at most once, and nothing is retried.
@@ -137,6 +140,7 @@ class AsyncConsumer:
         idempotency: IdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
+        idempotency_namespace: str | None = None,
         ack_every: int | None = None,
         ack_interval: Duration = 0.2,
         ack_mode: AckMode = "manual",
@@ -175,6 +179,7 @@ class AsyncConsumer:
             idempotency=idempotency is not None,
             idempotency_key=idempotency_key,
             idempotency_lease=idempotency_lease,
+            idempotency_namespace=idempotency_namespace,
             ack_every=ack_every,
             ack_interval=ack_interval,
             ack_mode=ack_mode,

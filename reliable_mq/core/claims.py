@@ -11,7 +11,12 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Claim", "ClaimStatus", "Commit", "Hold"]
+__all__ = ["Claim", "ClaimStatus", "Commit", "Hold", "namespace_of"]
+
+
+def namespace_of(cluster: str, virtual_host: str) -> str:
+    """Name a virtual host of a broker: equal queue names there and elsewhere are different queues."""
+    return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
 
 
 class ClaimStatus(enum.Enum):

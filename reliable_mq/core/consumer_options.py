@@ -81,6 +81,7 @@ class ConsumerOptions:
         idempotency: bool = False,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
+        idempotency_namespace: str | None = None,
         ack_every: int | None = None,
         ack_interval: Duration = 0.2,
         ack_mode: AckMode = "manual",
@@ -115,6 +116,8 @@ class ConsumerOptions:
             _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
         if is_coroutine_function(idempotency_key):
             _refuse("idempotency_key is a coroutine function, which nothing here would await")
+        if idempotency_namespace is not None and not isinstance(idempotency_namespace, str):
+            _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
         if ack_every is not None:
             _check_whole("ack_every", ack_every, 1)
         if batch_size is not None:
@@ -147,6 +150,7 @@ class ConsumerOptions:
         self._kill_switch = kill_switch
         self._idempotency = idempotency
         self._key = idempotency_key
+        self._namespace = idempotency_namespace
         self._lease = seconds("idempotency_lease", idempotency_lease, positive=True)
         self._ack_every = ack_every
         self._ack_mode: AckMode = ack_mode
@@ -278,7 +282,8 @@ class ConsumerOptions:
         if not self._idempotency:
             return None
         return Claiming(
-            namespace=self.queue_name,
+            queue=self.queue_name,
+            namespace=self._namespace,
             key=self._key,
             lease=self._lease,
             max_attempts=self._retry.max_attempts,

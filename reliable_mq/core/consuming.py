@@ -163,9 +163,9 @@ class ConsumingSession:
 
     # What happened
 
-    def opened(self, generation: int, channel: int) -> None:
-        """A channel is open and subscribed."""
-        self._ways.opened(Source(generation, channel, self._queue))
+    def opened(self, generation: int, channel: int, namespace: str = "") -> None:
+        """A channel is open and subscribed, in the virtual host of this namespace."""
+        self._ways.opened(Source(generation, channel, self._queue, namespace))
         self._ages.clear()
         if self._quarantine is not None:
             self._quarantine.opened()

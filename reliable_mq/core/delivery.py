@@ -30,14 +30,16 @@ class Source:
         generation: of the channel; never used again.
         channel: its number on the connection.
         queue: the name of the queue.
+        namespace: of the virtual host that the queue is in, see `reliable_mq.core.claims.namespace_of`.
     """
 
-    __slots__ = ("channel", "generation", "queue")
+    __slots__ = ("channel", "generation", "namespace", "queue")
 
-    def __init__(self, generation: int, channel: int, queue: str) -> None:
+    def __init__(self, generation: int, channel: int, queue: str, namespace: str = "") -> None:
         self.generation = generation
         self.channel = channel
         self.queue = queue
+        self.namespace = namespace
 
 
 class Delivery(RawDelivery):

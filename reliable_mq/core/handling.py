@@ -161,7 +161,8 @@ class Claiming:
     """How deliveries are claimed.
 
     Args:
-        namespace: tells the same key of one queue from that of another, in a store that several share.
+        queue: its name.
+        namespace: of the queue; None for that of the virtual host that a delivery comes from.
         key: gives the key of a delivery, None where it has none; by default its ``message_id``.
         lease: seconds after which a claim that nobody settled may be taken over.
         max_attempts: after how many failed attempts the handler is not called any more.
@@ -172,19 +173,21 @@ class Claiming:
         owed: what the store is to be told again.
     """
 
-    __slots__ = ("_prefix", "key", "lease", "max_attempts", "owed", "transaction")
+    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "owed", "transaction")
 
     def __init__(
         self,
         *,
-        namespace: str,
+        queue: str,
+        namespace: str | None = None,
         key: Callable[[Delivery], str | None] | None,
         lease: float,
         max_attempts: int,
         transaction: Callable[..., Any] | None = None,
     ) -> None:
-        # Escaped, so that no key of one namespace can be read as one of another.
-        self._prefix = namespace.replace("%", "%25").replace("|", "%7C") + "|"
+        self._queue = queue
+        self._namespace = namespace
+        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery, and what its key began with
         self.key = key
         self.lease = lease
         self.max_attempts = max_attempts
@@ -194,7 +197,15 @@ class Claiming:
     def key_of(self, delivery: Delivery) -> str | None:
         """Answer what to claim for a delivery; None where it has no key."""
         key = delivery.message_id if self.key is None else self.key(delivery)
-        return self._prefix + key if key else None
+        if not key:
+            return None
+        namespace = delivery.source.namespace if self._namespace is None else self._namespace
+        prefix = self._prefix
+        if prefix is None or prefix[0] != namespace:
+            # Escaped, so that no key of one namespace or queue can be read as one of another.
+            parts = [part.replace("%", "%25").replace("|", "%7C") for part in (namespace, self._queue)]
+            self._prefix = prefix = namespace, "|".join((*parts, ""))
+        return prefix[1] + key
 
 
 Handling: TypeAlias = Generator[Step, Any, list[Result]]

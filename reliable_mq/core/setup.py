@@ -69,6 +69,11 @@ class ServerInfo:
     version_tuple: tuple[int, ...]
     properties: Mapping[str, object] = field(default_factory=dict, repr=False)
 
+    @property
+    def cluster_name(self) -> str:
+        """The name of the cluster, by default that of its first node; empty where the broker gives none."""
+        return str(self.properties.get("cluster_name", ""))
+
     @classmethod
     def of(cls, properties: Mapping[str, object]) -> ServerInfo:
         """Read ``server-properties``."""

@@ -17,6 +17,7 @@ from array import array
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.codec import RawDelivery, encode_ack, encode_get, encode_nack
 from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused, refusal
@@ -58,6 +59,7 @@ class GetChannel(StepChannel):
     def __init__(self, settings: ConnectionSettings, queue: str, *, name: str) -> None:
         super().__init__(settings, name=name, patience=_PATIENCE)
         self._queue = queue
+        self._virtual_host = settings.virtual_host
         self._source = Source(0, 0, queue)
         self._arrived: list[Delivery] = []
         self._owed = 0
@@ -185,7 +187,8 @@ class GetChannel(StepChannel):
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         with self._changed:
-            self._source = Source(generation, channel, self._queue)
+            namespace = namespace_of(server.cluster_name, self._virtual_host)
+            self._source = Source(generation, channel, self._queue, namespace)
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: Loss) -> None:

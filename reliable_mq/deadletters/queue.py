@@ -200,6 +200,7 @@ class DeadLetterQueue:
         rate: float | None = None,
         dry_run: bool = False,
         idempotency: ResettableStore | None = None,
+        idempotency_namespace: str | None = None,
         progress: Progress | None = None,
     ) -> ReplayReport:
         """Publish dead letters again, each confirmed before it is taken out of the queue. Blocks until done.
@@ -218,6 +219,7 @@ class DeadLetterQueue:
             dry_run: publish nothing; everything stays in the queue.
             idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are
                 those that a consumer without an ``idempotency_key`` of its own claims.
+            idempotency_namespace: that of the consumer, where it was given one.
             progress: told after every batch how many were gone through, and how many there are.
 
         Returns:
@@ -248,6 +250,7 @@ class DeadLetterQueue:
                     limit=limit,
                     rate=rate,
                     store=None if dry_run else idempotency,
+                    namespace=idempotency_namespace,
                     guard=self._guard,
                     progress=progress,
                 ).run()

@@ -83,6 +83,7 @@ class Replay:
         limit: how many to publish at most.
         rate: messages per second; None for as fast as it goes.
         store: where attempts are counted, too, which are reset.
+        namespace: of the keys there; None for that of the virtual host.
         guard: raises where handing back one of these may lose it.
         progress: told after every batch.
     """
@@ -97,6 +98,7 @@ class Replay:
         limit: int | None,
         rate: float | None,
         store: ResettableStore | None,
+        namespace: str | None,
         guard: Callable[[list[DeadMessage]], None],
         progress: Progress | None,
     ) -> None:
@@ -108,6 +110,7 @@ class Replay:
         self._limit = limit
         self._rate = rate
         self._store = store
+        self._namespace = namespace
         self._guard = guard
         self._progress = progress
         self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
@@ -249,9 +252,18 @@ class Replay:
     def _reset(self, messages: list[DeadMessage]) -> None:
         if self._store is None:
             return
-        keys = [key for message in messages if (key := _key(message)) is not None]
+        keys = [key for message in messages if (key := self._key(message)) is not None]
         if keys:
             self._store.reset_many(keys)
+
+    def _key(self, message: DeadMessage) -> str | None:
+        """The key that the consumer of its queue claims, where that has no ``idempotency_key`` of its own."""
+        if message.origin is None or not message.message_id:
+            return None
+        claiming = Claiming(
+            queue=message.origin.queue, namespace=self._namespace, key=_message_id, lease=1.0, max_attempts=1
+        )
+        return claiming.key_of(message.delivery)
 
     def _pace(self, in_batch: int) -> None:
         if self._rate is None:
@@ -260,14 +272,6 @@ class Replay:
         remaining = due - time.monotonic()
         if remaining > 0:
             threading.Event().wait(remaining)
-
-
-def _key(message: DeadMessage) -> str | None:
-    """The key that the consumer of its queue claims, where that has no ``idempotency_key`` of its own."""
-    if message.origin is None or not message.message_id:
-        return None
-    claiming = Claiming(namespace=message.origin.queue, key=_message_id, lease=1.0, max_attempts=1)
-    return claiming.key_of(message.delivery)
 
 
 def _message_id(delivery: Delivery) -> str | None:

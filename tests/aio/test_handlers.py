@@ -96,7 +96,7 @@ async def running(
     """Afterwards no task and no thread is left."""
     before = asyncio.all_tasks()
     sink = Sink()
-    claiming = None if store is None else Claiming(namespace="q", key=key, lease=60.0, max_attempts=3)
+    claiming = None if store is None else Claiming(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
     tasks = HandlerTasks(
         name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
     )

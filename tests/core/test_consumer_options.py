@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Queue, RetryPolicy
+from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.codec import LARGEST_BODY, encode_ack
 from reliable_mq.core.consumer_options import ConsumerOptions
+from reliable_mq.core.delivery import Source
 from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
 from tests.core.deliveries import delivery
 
@@ -53,6 +55,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"idempotency_key": "id"}, "idempotency_key must be callable"),
         ({"idempotency_key": awaited}, "idempotency_key is a coroutine function"),
         ({"idempotency_lease": 0}, "idempotency_lease must be"),
+        ({"idempotency_namespace": 5}, "idempotency_namespace must be text, not 5"),
         ({"ack_every": 0}, "ack_every must be"),
         ({"ack_every": 11, "prefetch": 10}, "ack_every=11 does not fit prefetch=10"),
         ({"ack_interval": -1}, "ack_interval must be"),
@@ -242,10 +245,11 @@ def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_whe
     assert session.take_output(session.rested_at) == encode_ack(1, 3, multiple=False)
 
 
-def test_claiming_is_by_queue() -> None:
-    claiming = options("a|b", idempotency=True).new_claiming()
+@pytest.mark.parametrize(("given", "key"), [({}, "rabbit@a//|a%7Cb|m"), ({"idempotency_namespace": "x"}, "x|a%7Cb|m")])
+def test_claiming_is_by_virtual_host_and_queue(given: dict[str, Any], key: str) -> None:
+    claiming = options("a|b", idempotency=True, **given).new_claiming()
     assert claiming is not None
-    assert claiming.key_of(delivery(message_id="m")) == "a%7Cb|m"
+    assert claiming.key_of(delivery(message_id="m", source=Source(1, 1, "a|b", namespace_of("rabbit@a", "/")))) == key
     assert options().new_claiming() is None
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater, UsageError
-from reliable_mq.core.claims import Claim, ClaimStatus, Commit
-from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.claims import Claim, ClaimStatus, Commit, namespace_of
+from reliable_mq.core.delivery import Delivery, Source
 from reliable_mq.core.handling import (
     Call,
     Claiming,
@@ -57,7 +57,7 @@ class Runner:
         self.claiming = None
         if store:
             self.claiming = Claiming(
-                namespace="q", key=key, lease=HOUR, max_attempts=max_attempts, transaction=transaction
+                queue="orders", namespace="q", key=key, lease=HOUR, max_attempts=max_attempts, transaction=transaction
             )
         self.steps: list[Step] = []
         self.broken: set[type] = set()
@@ -129,7 +129,7 @@ def test_a_handler_that_would_end_its_thread_has_failed_as_any_other(error: Base
     results = runner(delivery(1, message_id="m1"), delivery(2, message_id="m2"))
     failed = [result for result in results if isinstance(result, Failed)]
     assert [one.failure.exception_type for one in failed] == [type(error).__name__] * (2 if batch else 1)
-    assert runner.store.claim_many(["q|m1"], HOUR)[0].status is ClaimStatus.NEW
+    assert runner.store.claim_many(["q|orders|m1"], HOUR)[0].status is ClaimStatus.NEW
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -150,7 +150,7 @@ def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store:
     runner = Runner(put_off, store=store, batch=batch)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
     assert runner(*items) == [Outcome(item, What.NOT_BEGUN) for item in items]
-    claims = runner.store.claim_many(["q|m1", "q|m2"], HOUR)
+    claims = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
     assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 0)] * 2
 
 
@@ -184,8 +184,8 @@ def test_the_key_is_claimed_before_the_handler_and_completed_after_it() -> None:
     item = delivery(message_id="m1")
     assert runner(item) == [item]
     assert runner.kinds == [ClaimKeys, Call, Complete]
-    assert runner.steps[0] == ClaimKeys(["q|m1"], HOUR)
-    assert runner.store.claim_many(["q|m1"], 1.0)[0].status is ClaimStatus.DONE
+    assert runner.steps[0] == ClaimKeys(["q|orders|m1"], HOUR)
+    assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.DONE
     assert item.claim is None
 
 
@@ -198,7 +198,7 @@ def test_a_duplicate_of_what_is_done_calls_no_handler() -> None:
 
 def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
     runner = Runner()
-    runner.store.claim_many(["q|m1"], HOUR)
+    runner.store.claim_many(["q|orders|m1"], HOUR)
     item = delivery()
     assert only(runner(item)) == Outcome(item, What.IN_PROGRESS)
     assert (runner.kinds, item.attempt) == ([ClaimKeys], 1)
@@ -207,8 +207,8 @@ def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
 def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_not() -> None:
     runner = Runner()
     newer, known = delivery(1, message_id="newer"), delivery(2, message_id="known")
-    real = runner.store.claim_many(["q|known"], HOUR)
-    runner.answers = {ClaimKeys: [Claim("q|newer", ClaimStatus.UNREADABLE), *real]}
+    real = runner.store.claim_many(["q|orders|known"], HOUR)
+    runner.answers = {ClaimKeys: [Claim("q|orders|newer", ClaimStatus.UNREADABLE), *real]}
     outcome, handled = runner(newer, known)
     assert isinstance(outcome, Outcome)
     assert (outcome.delivery, outcome.what) == (newer, What.STORE_FAILED)
@@ -232,7 +232,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
     assert begun == items[:1]
     last = runner.steps[-1]
     assert isinstance(last, Complete)
-    assert [made.key for made in last.claims] == ["q|m2"]
+    assert [made.key for made in last.claims] == ["q|orders|m2"]
 
 
 def lose_the_answer(item: Delivery) -> None:
@@ -265,7 +265,7 @@ def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
     """The store still had the claim."""
     runner = Runner(lose_the_answer, transaction=nothing)
     assert isinstance(only(runner(delivery())), Failed)
-    assert runner.store.claim_many(["q|m1"], HOUR)[0].attempts == 1
+    assert runner.store.claim_many(["q|orders|m1"], HOUR)[0].attempts == 1
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -304,7 +304,7 @@ def test_a_failed_attempt_is_released_counted_and_told() -> None:
     result = only(runner(item))
     assert isinstance(result, Failed)
     assert runner.kinds == [ClaimKeys, Call, Release]
-    assert runner.store.claim_many(["q|m1"], 1.0)[0].attempts == 1
+    assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].attempts == 1
 
 
 def test_attempts_counted_by_the_store_make_the_attempt_and_its_end() -> None:
@@ -322,12 +322,12 @@ def test_attempts_counted_by_the_store_make_the_attempt_and_its_end() -> None:
     assert attempts == [(1, False), (2, True), (3, True)]
     assert last.failures is not None
     assert last.failures.count == 3
-    assert runner.store.claim_many(["q|m1"], 1.0)[0].status is ClaimStatus.NEW  # released, to be looked at again
+    assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.NEW  # released, to be looked at again
 
 
 def test_the_higher_of_two_counts_holds() -> None:
     runner = Runner(max_attempts=5)
-    runner.store.release_many(runner.store.claim_many(["q|m1"], 1.0), failed=True)
+    runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     item = delivery()
     item.failures = failures(3)
     assert runner(item) == [item]
@@ -345,7 +345,7 @@ def test_a_key_function_names_what_is_claimed() -> None:
     runner = Runner(key=lambda item: item.json()["order"])
     item = delivery(body=b'{"order": "7"}')
     assert runner(item) == [item]
-    assert runner.steps[0] == ClaimKeys(["q|7"], HOUR)
+    assert runner.steps[0] == ClaimKeys(["q|orders|7"], HOUR)
 
 
 def test_a_key_function_that_fails_is_a_failed_attempt() -> None:
@@ -361,15 +361,32 @@ def test_a_message_id_that_cannot_be_read_is_a_failure_that_leaves_its_mark() ->
     assert item.flaw
 
 
-@given(st.text("a|%27C", max_size=5), st.text("a|%27C", min_size=1, max_size=5), st.data())
-def test_keys_of_different_namespaces_never_meet(namespace: str, message_id: str, data: st.DataObject) -> None:
-    other_namespace = data.draw(st.text("a|%27C", max_size=5).filter(lambda text: text != namespace))
-    other_id = data.draw(st.text("a|%27C", min_size=1, max_size=5))
+PART = st.text("a|%27C/", max_size=5)
+PLACES = st.tuples(PART, PART, PART)  # a cluster, a virtual host, a queue
+
+
+@given(PLACES, PLACES, PART.map("x".__add__), PART.map("x".__add__), st.booleans())
+def test_keys_of_different_queues_never_meet(
+    place: tuple[str, str, str], other: tuple[str, str, str], message_id: str, other_id: str, own: bool
+) -> None:
+    """Wherever they are, by default or in a namespace of one's own."""
+
+    def key(cluster: str, virtual_host: str, queue: str, name: str) -> str | None:
+        namespace = namespace_of(cluster, virtual_host)
+        claiming = Claiming(queue=queue, namespace=namespace if own else None, key=None, lease=1.0, max_attempts=1)
+        return claiming.key_of(delivery(message_id=name, source=Source(1, 1, queue, namespace)))
+
+    assert (key(*place, message_id) == key(*other, other_id)) == ((place, message_id) == (other, other_id))
+
+
+def test_a_key_names_the_virtual_host_that_the_delivery_comes_from() -> None:
+    """The connection may be to another cluster by now."""
+    claiming = Claiming(queue="orders", key=None, lease=1.0, max_attempts=1)
     keys = [
-        Claiming(namespace=space, key=None, lease=1.0, max_attempts=1).key_of(delivery(message_id=name))
-        for space, name in ((namespace, message_id), (other_namespace, other_id))
+        claiming.key_of(delivery(message_id="m1", source=Source(1, 1, "orders", namespace_of(cluster, "/"))))
+        for cluster in ("rabbit@a", "rabbit@b", "rabbit@b", "rabbit@a")
     ]
-    assert keys[0] != keys[1]
+    assert keys == [f"rabbit@{letter}//|orders|m1" for letter in "abba"]
 
 
 def test_a_store_that_fails_to_claim_means_no_effect() -> None:
@@ -431,7 +448,7 @@ def test_a_store_that_fails_to_release_changes_no_outcome() -> None:
 
 def test_a_store_that_fails_to_release_what_is_used_up_changes_no_outcome() -> None:
     runner = Runner(max_attempts=1)
-    runner.store.release_many(runner.store.claim_many(["q|m1"], 1.0), failed=True)
+    runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     runner.broken = {Release}
     result = only(runner(delivery()))
     assert isinstance(result, Outcome)
@@ -487,7 +504,7 @@ def test_an_exception_of_a_batch_names_no_culprit_and_counts_for_none() -> None:
     last = runner.steps[-1]
     assert isinstance(last, Release)
     assert not last.failed
-    assert [claim.attempts for claim in runner.store.claim_many(["q|m1", "q|m2"], 1.0)] == [0, 0]
+    assert [claim.attempts for claim in runner.store.claim_many(["q|orders|m1", "q|orders|m2"], 1.0)] == [0, 0]
 
 
 def test_an_exception_over_a_batch_of_one_is_its_own() -> None:
@@ -506,7 +523,7 @@ def test_a_batch_of_which_nothing_is_new_calls_no_handler() -> None:
 def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
     runner = Runner(batch=True)
     runner(delivery(1, message_id="done"))
-    runner.store.claim_many(["q|busy"], HOUR)
+    runner.store.claim_many(["q|orders|busy"], HOUR)
     items = [delivery(tag, message_id=name) for tag, name in enumerate(("new", "done", "busy", None, "new"), 2)]
     results = {
         (result if isinstance(result, Delivery) else result.delivery).delivery_tag: result for result in runner(*items)

@@ -62,7 +62,7 @@ def test_a_store_that_answers_to_other_keys_is_told_of_those_that_do_not_come_ag
     runner(delivery(2, message_id="m2"))
     runner.broken = set()
     runner(delivery(3, message_id="m3"))
-    first, second = runner.store.claim_many(["q|m1", "q|m2"], HOUR)
+    first, second = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
     assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
 
 
@@ -115,5 +115,5 @@ def test_whatever_is_lost_no_effect_is_doubled_and_no_key_stays_claimed(
     runner(delivery(message_id="another"))
     assert len(effects) == len(set(effects))
     for message_id in ("m1", "m2", "m3"):
-        [claim] = runner.store.claim_many([f"q|{message_id}"], HOUR)
+        [claim] = runner.store.claim_many([f"q|orders|{message_id}"], HOUR)
         assert claim.status is (ClaimStatus.DONE if message_id in effects else ClaimStatus.NEW)

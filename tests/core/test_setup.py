@@ -256,5 +256,6 @@ def test_a_version_is_compared_by_the_numbers_that_it_begins_with(version: str, 
 def test_a_server_says_who_it_is() -> None:
     server = ServerInfo.of({"product": "RabbitMQ", "version": "4.3.6", "cluster_name": "secret-host"})
     assert repr(server) == "ServerInfo(product='RabbitMQ', version='4.3.6', version_tuple=(4, 3, 6))"
-    assert server.properties["cluster_name"] == "secret-host"
+    assert server.properties["cluster_name"] == server.cluster_name == "secret-host"
     assert ServerInfo.of({}) == ServerInfo("", "", ())
+    assert ServerInfo.of({}).cluster_name == ""

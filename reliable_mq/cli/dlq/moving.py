@@ -69,6 +69,10 @@ def replay(
             help="The consumer's idempotency store, as myapp.stores:store; its counts of attempts are reset.",
         ),
     ] = None,
+    idempotency_namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, where it was given one."),
+    ] = None,
 ) -> None:
     """Publish dead letters again, to the queue that each was in, with all their attempts before them.
 
@@ -96,6 +100,7 @@ def replay(
             rate=rate,
             dry_run=dry_run,
             idempotency=store,
+            idempotency_namespace=idempotency_namespace,
             progress=bar,
         )
     _tell(report, dry_run=dry_run)

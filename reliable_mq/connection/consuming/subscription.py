@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reliable_mq.connection.alarm import Alarm
 from reliable_mq.core.ages import Strike, strike_of
+from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.notices import NoticeKind
 from reliable_mq.core.setup import Cancel, SetPrefetch, declare, is_missing
@@ -182,6 +183,7 @@ class BaseSubscription:
         self.reconnects = 0
         self.ended = self._new_event()
         self._options = options
+        self._virtual_host = settings.virtual_host
         self._consumer_tag = options.name
         self._isolated_tag = options.isolated_tag
         self._prefetch = options.prefetch  # that the broker was told
@@ -291,7 +293,7 @@ class BaseSubscription:
         self.reconnects += self._connection_lost
         self._connection_lost = False
         self._version = server.version_tuple
-        self.session.opened(generation, channel)
+        self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
         if self._phase is _Phase.RESUBSCRIBING:
             self._phase = _Phase.RUNNING
             self._be_patient_no_more()

@@ -78,7 +78,7 @@ def running(
     sink: Sink | None = None,
 ) -> Iterator[tuple[Workers, Sink]]:
     sink = sink or Sink()
-    claiming = None if store is None else Claiming(namespace="q", key=key, lease=60.0, max_attempts=3)
+    claiming = None if store is None else Claiming(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
     workers = Workers(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
     workers.start()
     try:
@@ -475,7 +475,9 @@ def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.Mon
         results = sink.wait_for(12)
     assert seen == results == work
     assert not any(isinstance(one, Outcome) for one in results)
-    assert all(claim.status is ClaimStatus.DONE for claim in store.claim_many([f"q|m{n}" for n in range(1, 13)], 1.0))
+    assert all(
+        claim.status is ClaimStatus.DONE for claim in store.claim_many([f"q|orders|m{n}" for n in range(1, 13)], 1.0)
+    )
 
 
 def test_what_was_claimed_together_is_handed_back_when_all_is_withdrawn() -> None:
@@ -495,13 +497,13 @@ def test_what_was_claimed_together_is_handed_back_when_all_is_withdrawn() -> Non
         assert sink.wait_for_handed_back(3) == work[8:]
         assert sink.wait_for(8) == work[:8]
     assert gate.seen == work[:8]
-    assert store.claim_many(["q|m11"], 1.0)[0].status is ClaimStatus.NEW
+    assert store.claim_many(["q|orders|m11"], 1.0)[0].status is ClaimStatus.NEW
 
 
 def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
     store = MemoryStore()
-    store.complete_many(store.claim_many(["q|m1"], 60.0))
-    store.claim_many(["q|m2"], 60.0)
+    store.complete_many(store.claim_many(["q|orders|m1"], 60.0))
+    store.claim_many(["q|orders|m2"], 60.0)
     seen: list[Delivery] = []
     with running(seen.append, store=store) as (workers, sink):
         workers.put(items(3))
@@ -513,7 +515,7 @@ def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
 def test_a_store_that_ends_its_thread_costs_the_attempt_and_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     class Leaving(MemoryStore):
         def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-            if keys == ["q|m1"]:
+            if keys == ["q|orders|m1"]:
                 raise SystemExit
             return super().claim_many(keys, lease)
 
