@@ -294,14 +294,18 @@ class AsyncPublisher:
     async def connect(self) -> None:
         """Connect, and wait until the topology is declared and the broker takes messages.
 
-        Does nothing where it is connected.
+        Does nothing where it is connected. With an outbox, open that first, and start the relay, which goes on where
+        connecting fails.
 
         Raises:
+            OutboxError: with an outbox alone: it cannot be opened.
             BrokerUnavailable: no host could be reached; with ``permanent`` where trying again cannot help.
             TopologyMismatch: what is declared differs from what the broker has.
             UsageError: it was closed.
         """
         self._check_not_closed()
+        if self._outbox is not None:
+            await self._store_lane(self._outbox, None)
         first = self._lane is None
         lane = self._lane or await self._open(_FOR_EVER, required=True)
         error = None if first else await lane.wait_connected(self._options.first_verdict)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.outbox import NewRow, Settlement
     from reliable_mq.core.publication import Receipt
     from reliable_mq.core.publisher_options import PublisherOptions
-    from reliable_mq.outbox.protocol import Outbox
+    from reliable_mq.outbox.protocol import Claims, Outbox
 
 __all__ = ["AsyncStoredConfirmation", "AsyncStoringLane"]
 
@@ -63,6 +64,32 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
             finally:
                 late.cancel()
         return (yield from super().__await__())
+
+
+class _Hold:
+    """A relay's hold on the outbox, which nobody may wait for any more when it is got. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._claims: Claims | None = None
+
+    def keep(self, claims: Claims) -> Claims:
+        """It is got. Blocks where it is abandoned: let go of it."""
+        with self._lock:
+            self._claims = claims
+            abandoned = self._abandoned
+        if abandoned:
+            claims.close()
+        return claims
+
+    def abandon(self) -> None:
+        """Let go of it, now or when it is got. Blocks."""
+        with self._lock:
+            self._abandoned = True
+            claims = self._claims
+        if claims is not None:
+            claims.close()
 
 
 class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
@@ -203,10 +230,12 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
 
     # On threads that nobody may wait for any more
 
-    def _open_outbox(self) -> None:
+    def _take_hold(self, hold: _Hold) -> Claims:
         self.outbox.open()
+        claims = hold.keep(self.outbox.claims())
         if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
             self.outbox.close()
+        return claims
 
     def _close_outbox(self) -> None:
         self.relay.join(CLOSE_GRACE)
@@ -219,13 +248,15 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
     # On the event loop
 
     async def _open(self) -> None:
+        hold = _Hold()
         try:
-            await self._ask(self._open_outbox, float("inf"))
+            claims = await self._ask(partial(self._take_hold, hold), float("inf"))
+            self._check_open()
         except BaseException:
+            _ = self._threads.call(hold.abandon)
             self._threads.stop()
             raise
-        self._check_open()
-        self._begin()
+        self._begin(claims)
 
     def _admit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
         self._window.take(confirmation.size)

@@ -114,13 +114,9 @@ class OutboxRelay:
         self._error_said_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Take hold of the outbox, and start the thread.
-
-        Raises:
-            OutboxError: it cannot be opened.
-        """
-        self._claims = self._outbox.claims()
+    def start(self, claims: Claims) -> None:
+        """Start the thread, with what it takes rows from. Does not block."""
+        self._claims = claims
         self._thread.start()
 
     def wake(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.outbox import Settlement
     from reliable_mq.core.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.outbox.protocol import Outbox
+    from reliable_mq.outbox.protocol import Claims, Outbox
     from reliable_mq.outbox.relay import Carrier
 
 __all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BaseStoringLane", "Looks", "not_open"]
@@ -190,9 +190,9 @@ class BaseStoringLane(Generic[C]):
 
     # For the faces
 
-    def _begin(self) -> None:
+    def _begin(self, claims: Claims) -> None:
         """The outbox is open: store and relay."""
-        self.relay.start()
+        self.relay.start(claims)
         self._writer.start()
         self.begun = True
 

@@ -275,14 +275,18 @@ class Publisher:
     def connect(self) -> None:
         """Connect, and wait until the topology is declared and the broker takes messages.
 
-        Does nothing where it is connected.
+        Does nothing where it is connected. With an outbox, open that first, and start the relay, which goes on where
+        connecting fails.
 
         Raises:
+            OutboxError: with an outbox alone: it cannot be opened.
             BrokerUnavailable: no host could be reached; with ``permanent`` where trying again cannot help.
             TopologyMismatch: what is declared differs from what the broker has.
             UsageError: it was closed.
         """
         self._check_not_closed()
+        if self._outbox is not None:
+            self._store_lane(self._outbox, None)
         first = self._lane is None
         lane = self._lane or self._open(_FOR_EVER, required=True)
         error = None if first else lane.wait_connected(self._options.first_verdict)
@@ -302,10 +306,13 @@ class Publisher:
         limit = seconds("timeout", timeout)
         if os.getpid() != self._made_in:
             return
+        with self._lock:
+            if self._storing is None and self._storing_opens is not None and self._storing_opens.begun:
+                self._storing = self._storing_opens  # who opened it was interrupted, or is about to say so
         if self._storing is not None:
             self._close_storing(self._storing, limit)
             limit = 0.0  # what the relay has not got confirmed is still in the outbox
-        elif self._storing_opens is not None:  # opening it was interrupted
+        elif self._storing_opens is not None:  # it is not open yet
             self._storing_opens.abort()
         lane = self._opening
         if lane is not None:
@@ -419,17 +426,21 @@ class Publisher:
         if os.getpid() != self._made_in:
             raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
         with self._lock:
-            if self._storing is None:
-                if self._closed:
-                    raise UsageError("this publisher is closed; nothing was stored")
-                if self._storing_opens is None:
-                    carrier = RowCarrier(self._connect_relay, self._relay)
-                    measured = self._registration is not None
-                    self._storing_opens = StoringLane(outbox, carrier, self._options, measured=measured)
-                self._storing_opens.start(self._options.delivery_timeout if timeout is None else timeout)
-                self._storing = self._storing_opens
+            if self._storing is not None:
+                return self._storing
+            if self._closed:
+                raise UsageError("this publisher is closed; nothing was stored")
+            if self._storing_opens is None:
+                carrier = RowCarrier(self._connect_relay, self._relay)
+                measured = self._registration is not None
+                self._storing_opens = StoringLane(outbox, carrier, self._options, measured=measured)
+            storing = self._storing_opens
+        storing.start(self._options.delivery_timeout if timeout is None else timeout)  # without the lock: it may hang
+        with self._lock:
+            if self._storing is None and not self._closed:
+                self._storing = storing
                 _open_publishers.add(self)
-            return self._storing
+        return storing
 
     def _store(
         self,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.outbox import NewRow, Settlement
     from reliable_mq.core.publisher_options import PublisherOptions
     from reliable_mq.errors import PublishError
-    from reliable_mq.outbox.protocol import Outbox
+    from reliable_mq.outbox.protocol import Claims, Outbox
     from reliable_mq.outbox.relay import Carrier
 
 __all__ = ["StoredConfirmation", "StoringLane"]
@@ -69,6 +69,21 @@ class StoredConfirmation(StoredPublication, Confirmation):
         return error
 
 
+class _Opening:
+    """An attempt to open the outbox; all of it is under the lane's lock.
+
+    Attributes:
+        waiting: threads that wait for it.
+        over: whether it has ended.
+        error: with which one, where it failed.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.over = False
+        self.error: BaseException | None = None
+
+
 class StoringLane(BaseStoringLane[StoredConfirmation]):
     """See the module; the arguments are those of the base. Thread-safe.
 
@@ -82,24 +97,41 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         self._changed = Condition(self.lock)
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
+        self._opening: _Opening | None = None
+        self._open_name = f"{options.name}-outbox-open"
 
     # For callers
 
     def start(self, timeout: float) -> None:
-        """Open the outbox, and start storing and relaying. May be called again where it has failed.
+        """Open the outbox, and start storing and relaying; by several threads, or again where it has failed.
 
         Raises:
             OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
+            UsageError: closed, or in a forked child.
         """
-        try:
-            self._ask(self.outbox.open, time.monotonic() + timeout)
-        except TimeoutError as error:
-            self._questions.close()
-            raise not_open(self.outbox, timeout) from error
-        except BaseException:
-            self._questions.close()
-            raise
-        self._begin()
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            self.check_waitable()
+            self._check_open()
+            if self.begun:
+                return
+            if self._opening is None:
+                self._opening = _Opening()
+                threading.Thread(target=self._open, args=(self._opening,), name=self._open_name, daemon=True).start()
+            opening = self._opening
+            opening.waiting += 1
+            try:
+                while not opening.over:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise not_open(self.outbox, timeout)
+                    self._changed.wait(min(remaining, _LOOK_AGAIN))
+                    self.check_waitable()
+                    self._check_open()
+            finally:
+                opening.waiting -= 1
+        if opening.error is not None:
+            raise opening.error
 
     def submit(self, confirmation: StoredConfirmation, row: NewRow) -> None:
         """Store a message; waits for room, up to the publish's own deadline.
@@ -170,9 +202,37 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         """End without waiting, however far it was opened. What is stored stays."""
         with self.lock:
             self._closed = True
+            self._changed.notify_all()
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
+
+    # On a thread of its own
+
+    def _open(self, opening: _Opening) -> None:
+        """Open the outbox, however long that takes; where nobody waits for it any more, let go of it again."""
+        claims: Claims | None = None
+        try:
+            self.outbox.open()
+            claims = self.outbox.claims()
+        except BaseException as error:  # noqa: BLE001  # it is theirs who wait
+            opening.error = error
+        with self.lock:
+            if claims is not None and opening.waiting and not self._closed:
+                begins, claims = claims, None
+                try:
+                    self._begin(begins)
+                except BaseException as error:  # noqa: BLE001
+                    opening.error = error
+            self._opening = None
+            opening.over = True
+            self._changed.notify_all()
+        if claims is not None:
+            try:
+                claims.close()
+                self.outbox.close()
+            except OutboxError:
+                logger.exception("letting go of %r", self.outbox)
 
     # For confirmations
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.waiting import until
-from reliable_mq import AsyncPublisher, Message, OutboxError, Outcome, UsageError
+from integration.support.waiting import until, wait_until
+from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, UsageError
+from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from reliable_mq.core.outbox import NewRow, Settlement
+    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.outbox import Claims
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -139,5 +141,70 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
                 await flushed
         with pytest.raises(UsageError, match="for the next start"):
             await publisher.flush()
+
+    asyncio.run(main())
+
+
+class HangingOutbox(SQLiteOutbox):
+    """Opens, or lets a relay take hold of it, when it is told to."""
+
+    def __init__(self, path: Path, which: str) -> None:
+        super().__init__(path)
+        self.may_go_on = threading.Event()
+        self.which = which
+
+    def open(self) -> None:
+        assert self.which != "open" or self.may_go_on.wait(60)
+        super().open()
+
+    def claims(self) -> Claims:
+        assert self.which != "claims" or self.may_go_on.wait(60)
+        return super().claims()
+
+
+@pytest.mark.parametrize("which", ["open", "claims"])
+def test_deadlines_hold_beside_an_opening_that_hangs(tmp_path: Path, which: str) -> None:
+    """The event loop goes on, and so does who publishes, flushes and closes; no hold on the outbox is left."""
+    hanging = HangingOutbox(tmp_path / "outbox", which)
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=hanging, name="hanging")
+        waits = asyncio.create_task(publisher.publish(message(1), routing_key="q", timeout=60))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(OutboxError, match=r"not opened within 0\.5 s"):
+            await publisher.publish(message(1), routing_key="q", timeout=0.5)
+        with pytest.raises(OutboxError, match="not opened"):
+            await publisher.flush(0.1)
+        await publisher.close(0.1)
+        assert time.monotonic() - began < 20
+        hanging.may_go_on.set()
+        with pytest.raises(UsageError, match="closed"):
+            await waits
+
+    asyncio.run(main())
+    wait_until(
+        lambda: not any(thread.name.startswith("hanging") for thread in threading.enumerate()),
+        timeout=20,
+        what="the end of its threads",
+    )
+    other = SQLiteOutbox(hanging.path)
+    other.write([NewRow(message(1), "", "q", True, None)], [])
+    claims = other.claims()
+    assert len(claims.take(1).rows) == 1
+    claims.close()
+    other.close()
+    hanging.close()
+
+
+def test_connecting_starts_the_relay(tmp_path: Path) -> None:
+    """Also where no broker is there yet: what earlier processes have left is relayed when there is."""
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="test-connect")
+        with pytest.raises(BrokerUnavailable):
+            await publisher.connect()
+        assert any(thread.name == "test-connect-relay" for thread in threading.enumerate())
+        await publisher.close(0)
 
     asyncio.run(main())

@@ -75,7 +75,7 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     carrier = FirstIsReturned(outbox)
     decided: list[Settlement] = []  # and never written
     relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
-    relay.start()
+    relay.start(outbox.claims())
     try:
         assert carrier.looked_again.wait(20)
         assert carrier.sent == [b"a"]
@@ -99,7 +99,7 @@ def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: 
     carrier = Silent(outbox)
     decided: list[Settlement] = []
     relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
-    relay.start()
+    relay.start(outbox.claims())
     assert carrier.looked_again.wait(20)
     relay.stop(0.5)
     assert relay.join(20)
@@ -148,7 +148,7 @@ def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: O
         done.release(len(settlements))
 
     relay = OutboxRelay(outbox, carrier, settle=settle, limit=10, max_bytes=250, name="relay")
-    relay.start()
+    relay.start(outbox.claims())
     try:
         assert all(done.acquire(timeout=20) for _ in sizes)
     finally:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from integration.support.waiting import wait_until
-from reliable_mq import Message, Publisher, UsageError
+from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, UsageError
+from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox.writer import OutboxWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> None:
@@ -47,3 +52,88 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
         timeout=10,
         what="the end of its threads",
     )
+
+
+class HangingOutbox(SQLiteOutbox):
+    """Opens when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_open = threading.Event()
+        self.opens = threading.Semaphore(0)
+
+    def open(self) -> None:
+        self.opens.release()
+        assert self.may_open.wait(60)
+        super().open()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[HangingOutbox]:
+    outbox = HangingOutbox(tmp_path / "outbox")
+    yield outbox
+    outbox.may_open.set()
+    wait_until(
+        lambda: not any(thread.name.startswith("hanging") for thread in threading.enumerate()),
+        timeout=20,
+        what="the end of its threads",
+    )
+    outbox.close()
+
+
+def test_deadlines_hold_beside_an_opening_that_hangs(hanging: HangingOutbox) -> None:
+    """Of publishing, flushing and closing; who still waits when the publisher is closed is told."""
+    publisher = Publisher(NOBODY, outbox=hanging, name="hanging")
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(publisher.publish, Message(b""), routing_key="q", timeout=60)
+        assert hanging.opens.acquire(timeout=20)
+        began = time.monotonic()
+        with pytest.raises(OutboxError, match=r"not opened within 0\.5 s"):
+            publisher.publish(Message(b""), routing_key="q", timeout=0.5)
+        with pytest.raises(OutboxError, match="not opened"):
+            publisher.flush(0.1)
+        publisher.close(0.1)
+        assert time.monotonic() - began < 20
+        with pytest.raises(UsageError, match="closed"):
+            waits.result(20)
+
+
+def test_an_opening_that_hung_is_waited_for_again(hanging: HangingOutbox) -> None:
+    """There is one at a time, and a publisher that was not opened in time may be later."""
+    publisher = Publisher(NOBODY, outbox=hanging, name="hanging")
+    for _ in range(10):
+        with pytest.raises(OutboxError, match="not opened"):
+            publisher.publish(Message(b""), routing_key="q", timeout=0.01)
+    assert hanging.opens.acquire(timeout=20)
+    assert not hanging.opens.acquire(blocking=False)
+    hanging.may_open.set()
+    assert publisher.publish(Message(b""), routing_key="q", timeout=20).status == "stored"
+    publisher.close(0)
+
+
+def test_an_opening_that_nobody_waits_for_any_more_takes_no_hold(hanging: HangingOutbox) -> None:
+    """Who could not enter a publisher does not leave it, and would leave the lock of its relay behind."""
+    publisher = Publisher(NOBODY, outbox=hanging, name="hanging", delivery_timeout=0.1)
+    with pytest.raises(OutboxError, match="not opened"), publisher:
+        pytest.fail("it was entered")
+    hanging.may_open.set()
+    wait_until(
+        lambda: not any(thread.name.startswith("hanging") for thread in threading.enumerate()),
+        timeout=20,
+        what="the end of its threads",
+    )
+    other = SQLiteOutbox(hanging.path)
+    other.write([NewRow(Message(b""), "", "q", True, None)], [])
+    claims = other.claims()
+    assert len(claims.take(1).rows) == 1
+    claims.close()
+    other.close()
+
+
+def test_connecting_starts_the_relay(tmp_path: Path) -> None:
+    """Also where no broker is there yet: what earlier processes have left is relayed when there is."""
+    publisher = Publisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="test-connect")
+    with pytest.raises(BrokerUnavailable):
+        publisher.connect()
+    assert any(thread.name == "test-connect-relay" for thread in threading.enumerate())
+    publisher.close(0)
