@@ -229,11 +229,18 @@ class BaseStoringLane(Generic[C]):
                 else:
                     self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
                 if error is not None or confirmation.watchers is not None:
-                    confirmation.settled()
+                    self._tell_watchers(confirmation)
             self._window.release(len(confirmations), size)
             self._tell_room()
         if error is not None:
             self._say(len(confirmations), error)
+
+    def _tell_watchers(self, confirmation: C) -> None:
+        """Tell who watches; that it cannot be, as where no thread can be started, concerns no other message."""
+        try:
+            confirmation.settled()
+        except Exception:
+            logger.exception("what watches %s could not be told", confirmation)
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)

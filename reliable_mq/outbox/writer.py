@@ -4,7 +4,8 @@ Messages of many callers and the fates of rows that a relay has settled go into 
 
 Invariants: what is put in is answered exactly once, in order; a message that could not be stored is answered with the
 error and never tried again, so that it is not stored after its caller was told; a fate is tried again until it is
-carried out, or the writer ends.
+carried out, or the writer ends; no exception of what is called ends the thread, and what is told does not depend on
+what was told before.
 """
 
 from __future__ import annotations
@@ -111,14 +112,10 @@ class OutboxWriter(Generic[T]):
     def _run(self) -> None:
         while True:
             messages = self._gather()
-            try:
-                self._write(messages)
-            except Exception:
-                logger.exception("writing to %r", self._outbox)
-                self._answer(messages, OutboxError(f"writing to {self._outbox!r} failed; the log says how"))
+            self._write(messages)
             calls, self._calls = self._calls, []
             for call in calls:
-                call()
+                self._tell(call)
             if self._ending and self._queue.empty():
                 return
 
@@ -152,8 +149,8 @@ class OutboxWriter(Generic[T]):
             return
         try:
             self._outbox.write([message.row for message in messages], settlements)
-        except ReliableMQError as error:
-            failure = error if isinstance(error, OutboxError) else OutboxError(str(error))
+        except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
+            failure = self._failure(error)
             if messages and settlements and not failure.may_have_arrived:
                 self._write_settlements()  # which may need no room
             elif settlements:
@@ -163,12 +160,23 @@ class OutboxWriter(Generic[T]):
             self._settled(settlements)
             self._answer(messages, None)
 
+    def _failure(self, error: Exception) -> OutboxError:
+        if isinstance(error, OutboxError):
+            return error
+        if isinstance(error, ReliableMQError):
+            return OutboxError(str(error))
+        logger.error("writing to %r", self._outbox, exc_info=error)
+        failure = OutboxError(f"writing to {self._outbox!r} failed; the log says how")
+        failure.may_have_arrived = True  # nobody knows how far it got
+        failure.__cause__ = error
+        return failure
+
     def _write_settlements(self) -> None:
         settlements = self._settlements
         try:
             self._outbox.write([], settlements)
-        except ReliableMQError as error:
-            self._settle_later(error)
+        except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
+            self._settle_later(self._failure(error))
         else:
             self._settled(settlements)
 
@@ -176,9 +184,9 @@ class OutboxWriter(Generic[T]):
         if settlements:
             self._settlements = []
             self._settle_at = 0.0
-            self._on_settled(settlements)
+            self._tell(lambda: self._on_settled(settlements))
 
-    def _settle_later(self, error: ReliableMQError) -> None:
+    def _settle_later(self, error: OutboxError) -> None:
         now = time.monotonic()
         self._settle_at = now + _RETRY_AFTER
         if now - self._error_said_at >= _ERRORS_SAID_EVERY:
@@ -191,4 +199,11 @@ class OutboxWriter(Generic[T]):
                 self._statistics.stored += len(messages)
             else:
                 self._statistics.not_stored += len(messages)
-            self._on_stored([message.owner for message in messages], error)
+            owners = [message.owner for message in messages]
+            self._tell(lambda: self._on_stored(owners, error))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("the writer of %r goes on after an exception of what it called", self._outbox)

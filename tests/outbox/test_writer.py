@@ -79,3 +79,68 @@ def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing
     told.writer.stop()
     assert told.writer.join(20)
     assert outbox.asked == [(1, 1), (0, 1), (0, 1)]
+
+
+class Broken(Failing):
+    """An outbox whose first write raises what no outbox may raise."""
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        self.asked.append((len(rows), len(settlements)))
+        if self.failures:
+            self.failures -= 1
+            raise ZeroDivisionError("a fault of the outbox")
+
+
+def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_tell(tmp_path: Any) -> None:
+    """Whoever comes next is stored; nobody is told twice, or that what is stored is not."""
+    outbox = Failing(tmp_path / "outbox", failures=0)
+    told: Queue[tuple[str, object]] = Queue()
+
+    def on_stored(owners: list[str], error: OutboxError | None) -> None:
+        told.put((owners[0], error))
+        raise RuntimeError("can't start new thread")
+
+    def on_settled(settlements: list[Settlement]) -> None:
+        told.put(("settled", settlements))
+        raise RuntimeError("a fault of the relay")
+
+    def called() -> None:
+        told.put(("called", None))
+        raise RuntimeError("a fault of who waits")
+
+    made: OutboxWriter[str] = OutboxWriter(
+        outbox, name="writer", on_stored=on_stored, on_settled=on_settled, statistics=OutboxStatistics()
+    )
+    made.store("first", NEW)
+    made.settle([DONE])
+    made.call(called)
+    made.start()
+    assert [told.get(timeout=20) for _ in range(3)] == [("settled", [DONE]), ("first", None), ("called", None)]
+    made.store("second", NEW)
+    assert told.get(timeout=20) == ("second", None)
+    made.stop()
+    assert made.join(20)
+    assert told.empty()
+    outbox.close()
+
+
+def test_a_fault_of_an_outbox_leaves_it_open_whether_messages_are_stored(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how far it got; fates are carried out later."""
+    monkeypatch.setattr(writer, "_RETRY_AFTER", 0.01)
+    outbox = Broken(tmp_path / "outbox", failures=2)
+    told = Told(outbox)
+    told.writer.store("mine", NEW)
+    told.writer.settle([DONE])
+    told.writer.start()
+    owners, error = told.stored.get(timeout=20)
+    assert owners == ["mine"]
+    assert error is not None
+    assert error.may_have_arrived
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert told.settled.get(timeout=20) == [DONE]
+    told.writer.stop()
+    assert told.writer.join(20)
+    assert outbox.asked == [(1, 1), (0, 1), (0, 1)]
+    outbox.close()
