@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from integration.support.databases import Database
 
 # A database, or a database and a driver of another than its usual one.
-KINDS = ("redis", "redis+asyncio", "postgresql", "postgresql+psycopg_async", "mariadb")
-MORE_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg2", "mariadb+asyncmy")
+KINDS = ("redis", "redis+asyncio", "postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
+MORE_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg2", "mariadb+asyncmy", "mysql+asyncmy")
 EVERY_KIND = [*KINDS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in MORE_DRIVERS)]
 _AGE = """
 for _, key in ipairs(redis.call('KEYS', '*')) do
@@ -101,7 +101,7 @@ class TestStores(StoreContract):
 
 # -- rows that are over ------------------------------------------------------------------------------------------------
 
-IN_SQL = ("postgresql", "postgresql+psycopg_async", "mariadb")
+IN_SQL = ("postgresql", "postgresql+psycopg_async", "mariadb", "mysql")
 
 
 @pytest.mark.parametrize("subject", IN_SQL, indirect=True)
@@ -116,7 +116,7 @@ def over(engine: Engine, count: int = 300) -> None:
         connection.execute(text(f"INSERT INTO reliable_mq_claims VALUES {rows}"))
 
 
-@pytest.fixture(params=["postgresql", "mariadb"])
+@pytest.fixture(params=["postgresql", "mariadb", "mysql"])
 def two_stores(
     request: pytest.FixtureRequest, database: Callable[[str], Database]
 ) -> Iterator[tuple[SQLAlchemyStore, Engine]]:
@@ -172,25 +172,25 @@ def test_of_keys_that_nobody_has_none_waits_for_one_that_somebody_has(
 
 
 def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
-    """Of a table that is large, whether it was analyzed or not; its rows are found by their keys then."""
+    """Of a table that is large, whether it was analyzed or not; then its rows are looked up by their keys."""
     store, other = two_stores
-    series = "generate_series(1, 20000) AS s(i)" if other.dialect.name == "postgresql" else "seq_1_to_20000 AS s"
-    number = "i" if other.dialect.name == "postgresql" else "seq"
-    fill = (
-        f"INSERT INTO reliable_mq_claims SELECT concat('k', {number}), 1, 2, 1, 0, 0, 1, "
-        f"CASE WHEN {number} <= 5000 THEN {number} ELSE 9000000000000000 END FROM {series}"
-    )
+    over(other, 5000)
     with other.begin() as connection:
-        connection.execute(text(fill))
-    for analyze in ("", "ANALYZE reliable_mq_claims" if number == "i" else "ANALYZE TABLE reliable_mq_claims"):
+        connection.execute(
+            text(
+                "INSERT INTO reliable_mq_claims SELECT concat(name, claim_key), 1, 2, 1, 0, 0, 1, 9000000000000000 "
+                "FROM reliable_mq_claims CROSS JOIN (SELECT 'a' AS name UNION SELECT 'b' UNION SELECT 'c') AS names"
+            )
+        )
+    for analyze in ("", f"ANALYZE {'' if other.dialect.name == 'postgresql' else 'TABLE'} reliable_mq_claims"):
         with other.connect() as connection:
             if analyze:
                 connection.exec_driver_sql(analyze)
             plans = statements_of_a_purge(store, connection)
         assert "reliable_mq_claims_expires" in plans[0], plans[0]
         assert not any("Seq Scan" in plan or "Sort" in plan or "filesort" in plan for plan in plans), plans
-        if len(plans) > 1:
-            assert all("PRIMARY" in plan for plan in plans[1:]), plans
+        if len(plans) > 1:  # of a DELETE with its hint, MySQL tells no plan
+            assert all("PRIMARY" in plan or "not executable" in plan for plan in plans[1:]), plans
 
 
 def statements_of_a_purge(store: SQLAlchemyStore, connection: Connection) -> list[str]:
@@ -311,8 +311,8 @@ def claimed_again(breakable: Breakable, *keys: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", KINDS + MORE_DRIVERS if soaking() else KINDS[:-1]
-)  # MariaDB's locks outlive a connection for long
+    "kind", KINDS + MORE_DRIVERS if soaking() else KINDS[:-2]
+)  # MariaDB's and MySQL's locks outlive a connection for long
 def test_f43_histories_of_claimants_whose_answers_are_lost_are_linearizable(
     database: Callable[[str], Database], rng: random.Random, kind: str
 ) -> None:
@@ -368,9 +368,10 @@ def test_a_connection_goes_back_to_its_pool_as_it_came(database: Callable[[str],
 
 # -- what a question costs --------------------------------------------------------------------------------------------
 
-# Of a claim, a completion and a release. MariaDB's are a change and a look at it, a look and a change, and COMMIT; then
-# SQLAlchemy rolls back what it takes back into its pool; psycopg2 puts the level of isolation back each time.
-ROUND_TRIPS = {"mariadb": (4, 4, 4), "postgresql+psycopg2": (2, 2, 2)}
+# Of a claim, a completion and a release. MariaDB's and MySQL's are a change and a look at it, a look and a change, and
+# COMMIT; then SQLAlchemy rolls back what it takes back into its pool; psycopg2 puts the level of isolation back each
+# time.
+ROUND_TRIPS = {"mariadb": (4, 4, 4), "mysql": (4, 4, 4), "postgresql+psycopg2": (2, 2, 2)}
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)

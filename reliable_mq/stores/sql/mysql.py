@@ -36,15 +36,23 @@ class MySQL(Dialect):
     def __init__(self, table: str) -> None:
         super().__init__(table)
         self._by_key = f"{table} FORCE INDEX (PRIMARY)"
-        self._skips_locked: bool | None = None
+        self._is_mariadb, self._version = False, ""  # not known
 
     def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
         """See `Dialect.claim`. An assignment sees those before it: ``holder`` says to the later ones what was found."""
-        free = (
-            f"format = {FORMAT} AND (state = 0 OR expires <= VALUES(token) OR "
-            "(state = 1 AND (lease_ends <= VALUES(token) OR holder = VALUES(holder))))"
+        yield from self._find_out()
+        old = self.table.rpartition(".")[2]
+        # Of VALUES() MySQL warns, once for each question; MariaDB knows no name for the new row.
+        named = not (self._is_mariadb or self._older_than(8, 0, 19))
+        token, holder, lease_ends, expires = (
+            f"new_row.{column}" if named else f"VALUES({column})"
+            for column in ("token", "holder", "lease_ends", "expires")
         )
-        ours = "holder = VALUES(holder)"
+        free = (
+            f"{old}.format = {FORMAT} AND ({old}.state = 0 OR {old}.expires <= {token} OR "
+            f"({old}.state = 1 AND ({old}.lease_ends <= {token} OR {old}.holder = {holder})))"
+        )
+        ours = f"{old}.holder = {holder}"
         keys = {f"k{number}": key for number, key in enumerate(holders)}
         numbers = {f"n{number}": holder for number, holder in enumerate(holders.values())}
         rows_given = ", ".join(
@@ -53,13 +61,14 @@ class MySQL(Dialect):
         )
         yield Ask(
             f"INSERT INTO {self.table} (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
-            f"VALUES {rows_given} ON DUPLICATE KEY UPDATE "
-            f"token = IF({free}, IF(state = 1 AND {ours}, token, GREATEST(token + 1, VALUES(token))), token), "
-            f"attempts = IF({free} AND expires <= VALUES(token), 0, attempts), "
-            f"holder = IF({free}, VALUES(holder), holder), "
-            f"state = IF({ours}, 1, state), "
-            f"lease_ends = IF({ours}, VALUES(lease_ends), lease_ends), "
-            f"expires = IF({ours}, VALUES(expires), expires)",
+            f"VALUES {rows_given} {'AS new_row ' if named else ''}ON DUPLICATE KEY UPDATE "
+            f"token = IF({free}, IF({old}.state = 1 AND {ours}, {old}.token, GREATEST({old}.token + 1, {token})), "
+            f"{old}.token), "
+            f"attempts = IF({free} AND {old}.expires <= {token}, 0, {old}.attempts), "
+            f"holder = IF({free}, {holder}, {old}.holder), "
+            f"state = IF({ours}, 1, {old}.state), "
+            f"lease_ends = IF({ours}, {lease_ends}, {old}.lease_ends), "
+            f"expires = IF({ours}, {expires}, {old}.expires)",
             {**keys, **numbers, "lease": lease, "kept": lease + retention},
         )
         names = ", ".join(f":{name}" for name in keys)
@@ -133,7 +142,8 @@ class MySQL(Dialect):
         it found, too, where claims that are made now belong. Then it locks what it found, key by key, and waits for
         nobody.
         """
-        locking = "FOR UPDATE SKIP LOCKED" if (yield from self._can_skip_locked()) else "FOR UPDATE"
+        yield from self._find_out()
+        locking = "FOR UPDATE" if self._is_mariadb and self._older_than(10, 6) else "FOR UPDATE SKIP LOCKED"
         over = f"expires <= {self._now} AND format = {FORMAT}"
         rows = yield Ask(  # twice as many as wanted: others may be at the first of them
             f"SELECT claim_key FROM {self.table} WHERE {over} ORDER BY expires LIMIT {2 * limit}", {}
@@ -148,16 +158,24 @@ class MySQL(Dialect):
         )
         if rows:
             names, keys = _named([key for (key,) in rows])
-            yield Ask(f"DELETE {self.table} FROM {self._by_key} WHERE claim_key IN ({names})", keys)
+            # Each has its own way to be told, and takes no notice of the other's.
+            delete = (
+                f"DELETE {self.table} FROM {self._by_key}"
+                if self._is_mariadb
+                else f"DELETE /*+ INDEX({self.table.rpartition('.')[2]} PRIMARY) */ FROM {self.table}"
+            )
+            yield Ask(f"{delete} WHERE claim_key IN ({names})", keys)
         return len(rows)
 
-    def _can_skip_locked(self) -> Steps[bool]:
-        """Whether the server knows SKIP LOCKED: MariaDB since 10.6, MySQL 8 always."""
-        if self._skips_locked is None:
-            [(version,)] = yield Ask("SELECT VERSION()", {})
-            numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-            self._skips_locked = numbers >= ((10, 6) if "mariadb" in version.lower() else (8, 0))
-        return self._skips_locked
+    def _find_out(self) -> Steps[None]:
+        """Ask the server which it is, once."""
+        if not self._version:
+            [(said,)] = yield Ask("SELECT VERSION()", {})
+            self._is_mariadb = "mariadb" in said.lower()
+            self._version = said
+
+    def _older_than(self, *version: int) -> bool:
+        return tuple(map(int, re.findall(r"\d+", self._version)[:3])) < version
 
 
 def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:
