@@ -103,7 +103,10 @@ def test_chosen_dead_letters_are_replayed(any_vhost: VirtualHost) -> None:
     _, dry = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout", "--dry-run")
     assert dry == "3 of 30 would be replayed\n"
     _, told = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout")
-    assert told.startswith("3 of 30 replayed; 3 had been handed out before")
+    if any_vhost.broker.line == "4.0":
+        assert told.startswith("3 of 30 replayed; 3 had been handed out before, by a look or a replay")
+    else:
+        assert told == "3 of 30 replayed\n"
     _, told = dlq("replay", any_vhost, DEAD, "--limit", "1", "--to", "nowhere", status=1)
     assert "312 NO_ROUTE" in told
     assert "failed, and stay" in told
@@ -209,7 +212,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, c
     checker.drain(any_vhost, ["orders"])
     balance = checker.close()
     assert len(balance.duplicated) <= 2 * 200
-    assert "handed out before" in told
+    assert ("handed out before" if any_vhost.broker.line == "4.0" else "may be duplicates") in told
 
 
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(

@@ -20,6 +20,7 @@ from reliable_mq import (
     Publisher,
     Queue,
     RetryPolicy,
+    StaleDelivery,
     TopologyMismatch,
     UsageError,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.core.delivery import Source
     from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders")
@@ -103,7 +105,6 @@ def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
             exports.append(io.BytesIO())
             assert dead.export(exports[-1]) == 230
         assert len(dead) == 230
-    assert len({export.getvalue() for export in exports}) > 0
     lines = [[json.loads(line) for line in export.getvalue().splitlines()] for export in exports]
     for line in (line for export in lines for line in export):
         del line["redelivered"]
@@ -122,6 +123,123 @@ def test_a_look_at_some_keeps_every_message_though_a_quorum_queue_gives_them_oth
         for _ in range(5):
             assert len(list(dead.browse(limit=5))) == 5
         assert sorted(int(message.body) for message in dead.browse()) == list(range(30))
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_a_look_asks_once_a_batch_and_not_for_every_message(any_vhost: VirtualHost, kind: str) -> None:
+    """A quorum queue goes through all gets that are not acked at each further one."""
+    queue = Queue("letters", type=kind, dead_letter=None)  # type: ignore[arg-type]
+    publish(any_vhost, numbered(1030), queue)
+    with DeadLetterQueue(any_vhost.url, "letters") as dead:
+        for _ in range(2):
+            taken = [(message.body, message.delivery.consumer_tag) for message in dead.browse()]
+            assert [int(body) for body, _ in taken] == list(range(1030))
+            assert sum(not consumer for _, consumer in taken) == 6
+        assert [len(list(dead.browse(limit=limit))) for limit in (1, 2, 5)] == [1, 2, 5]
+        assert dead.purge(Filter(headers={"n": "17"})) == 1
+        assert len(dead) == 1029
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_100_000_dead_letters_are_counted_within_a_minute(any_vhost: VirtualHost, kind: str) -> None:
+    queue = Queue("letters", type=kind, dead_letter=None)  # type: ignore[arg-type]
+    publish(any_vhost, numbered(100_000), queue)
+    with DeadLetterQueue(any_vhost.url, "letters") as dead:
+        began = time.monotonic()
+        assert dead.statistics().messages == 100_000
+        assert time.monotonic() - began < 60
+
+
+def test_a_look_does_not_delete_a_queue_that_goes_with_its_last_consumer(any_vhost: VirtualHost) -> None:
+    """It takes no consumer there, and leaves everything in its place."""
+    with any_vhost.connect() as connection:
+        connection.channel().queue_declare("letters", durable=True, auto_delete=True)
+    with Publisher(any_vhost.url) as publisher:
+        assert publisher.publish_many(numbered(50), routing_key="letters").ok
+    with DeadLetterQueue(any_vhost.url, "letters") as dead:
+        for _ in range(2):
+            taken = list(dead.browse())
+            assert [int(message.body) for message in taken] == list(range(50))
+            assert not any(message.delivery.consumer_tag for message in taken)
+    assert any_vhost.live_counts() == {"letters": 50}
+
+
+def test_a_queue_that_is_not_durable_may_be_looked_at(vhost_40: VirtualHost) -> None:
+    """RabbitMQ 4.3 has no such queues, but exclusive ones."""
+    with vhost_40.connect() as connection:
+        connection.channel().queue_declare("letters", durable=False)
+    with Publisher(vhost_40.url) as publisher:
+        assert publisher.publish_many(numbered(5), routing_key="letters").ok
+    with DeadLetterQueue(vhost_40.url, "letters") as dead:
+        assert [bool(message.delivery.consumer_tag) for message in dead.browse()] == [False, True, True, True, True]
+        assert len(dead) == 5
+
+
+def test_who_may_not_configure_a_queue_may_look_at_it(
+    any_vhost: VirtualHost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, which is said where it may take long."""
+    monkeypatch.setattr("reliable_mq.deadletters.queue._MANY", 20)
+    publish(any_vhost, numbered(70), Queue("letters", dead_letter=None))
+    name = f"reader-{any_vhost.name}"
+    api = any_vhost.broker.management
+    api.call("PUT", "users", name, body={"password": "secret", "tags": ""})
+    body = {"configure": "^$", "write": "", "read": ".*"}
+    api.call("PUT", "permissions", any_vhost.name, name, body=body)
+    with DeadLetterQueue(any_vhost.url.replace("guest:guest", f"{name}:secret"), "letters") as dead:
+        for _ in range(2):
+            assert [int(message.body) for message in dead.browse()] == list(range(70))
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "reliable_mq.deadletters.queue")
+    assert "its 70 messages are got one by one" in said
+    api.call("DELETE", "users", name)
+
+
+def test_what_others_take_meanwhile_is_not_waited_for(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker says there are 30; by then 25 of them are somebody else's."""
+    monkeypatch.setattr("reliable_mq.deadletters.channel._QUIET", 0.2)
+    publish(any_vhost, numbered(30), Queue("letters", dead_letter=None))
+    with DeadLetterQueue(any_vhost.url, "letters") as dead, any_vhost.connect() as connection:
+        channel = connection.channel()
+        take = dead._channel._consume
+
+        def late(source: Source, wanted: int) -> None:
+            for _ in range(25):
+                assert channel.basic_get("letters")[0] is not None
+            take(source, wanted)
+
+        monkeypatch.setattr(dead._channel, "_consume", late)
+        assert [message.body for message in dead.browse()] == [b"0", b"26", b"27", b"28", b"29"]
+        assert len(dead) == 5
+
+
+def test_a_look_whose_connection_is_lost_loses_nothing(any_vhost: VirtualHost) -> None:
+    publish(any_vhost, numbered(450), Queue("letters", dead_letter=None))
+    with DeadLetterQueue(any_vhost.url, "letters") as dead:
+        browsing = dead.browse()
+        for _ in range(250):
+            next(browsing)
+        assert any_vhost.close_connections() == 1
+        with pytest.raises(StaleDelivery):
+            list(browsing)
+        wait_until(lambda: len(dead) == 450, timeout=20, what="everything back")
+        assert sorted(int(message.body) for message in dead.browse()) == list(range(450))
+
+
+def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualHost) -> None:
+    """On quorum queues of RabbitMQ 4.3; what its headers said in the queue before does not count."""
+    known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
+    publish(vhost, [Message(b"%d" % number, headers=known) for number in range(30)], ORDERS, "orders.dead")
+    with DeadLetterQueue(vhost.url, ORDERS) as dead:
+        assert dead.statistics().messages == 30
+        browsing = dead.browse(limit=7)
+        next(browsing)
+        assert vhost.close_connections() == 1
+        browsing.close()  # type: ignore[attr-defined]
+        wait_until(lambda: len(dead) == 30, timeout=20, what="everything back")
+        assert dead.statistics().messages == 30
+        report = dead.replay()
+        assert (report.replayed, report.handed_out_before, report.possible_duplicates) == (30, 30, 7)
 
 
 def test_a_browse_that_is_left_early_hands_back_what_it_took(vhost: VirtualHost) -> None:
@@ -157,6 +275,7 @@ def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHos
         assert len(dead) == 20
         report = dead.replay(idempotency=store)
         assert (report.examined, report.replayed, report.failed, report.handed_out_before) == (20, 20, 0, 20)
+        assert report.possible_duplicates == (None if any_vhost.broker.line == "4.0" else 0)
         assert len(dead) == 0
     with Consumer(any_vhost.url, ORDERS, handle, retry=retry, idempotency=store):
         wait_until(lambda: len(seen) == 20, timeout=20, what="everything handled")
@@ -287,6 +406,24 @@ def test_a_rate_is_kept(vhost: VirtualHost) -> None:
         assert dead.replay(rate=20, progress=lambda done, total: seen.append((done, total))).replayed == 30
         assert 1.4 <= time.monotonic() - began < 15
     assert seen == [(20, 30), (30, 30)]
+
+
+def test_a_rate_is_not_exceeded_after_many_that_do_not_match(vhost: VirtualHost) -> None:
+    """The time that these took is not made up for."""
+    known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
+    others = [Message(b"", headers=known) for _ in range(3000)]
+    meant = [Message(b"", headers={**known, "meant": True}) for _ in range(150)]
+    publish(vhost, [*others, *meant], ORDERS, "orders.dead")
+    arrived: list[float] = []
+    with (
+        Consumer(vhost.url, ORDERS, lambda _: arrived.append(time.monotonic())),
+        DeadLetterQueue(vhost.url, ORDERS) as dead,
+    ):
+        assert dead.replay(Filter(headers={"meant": "true"}), rate=50).replayed == 150
+        wait_until(lambda: len(arrived) == 150, timeout=20, what="everything")
+    in_a_second = max(sum(first <= time < first + 1 for time in arrived) for first in arrived)
+    assert in_a_second <= 60  # what is on its way may be held up, and come together
+    assert arrived[-1] - arrived[0] >= 2.9
 
 
 RAW = [

@@ -329,19 +329,23 @@ class Connector:
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
         elif self._state in {_State.READY, _State.REOPENING}:
-            if by_broker and self._runs:
+            refused = by_broker and bool(self._runs)
+            if refused:
                 self._runs[0].refuse(code, text)
-            self._recover(Loss(code if by_broker else None, text, "channel", by_broker))
+            # Who asked for the step has been told; whether it matters is theirs to say.
+            level = logging.INFO if refused else logging.WARNING
+            self._recover(Loss(code if by_broker else None, text, "channel", by_broker), level)
 
     def _discarded(self, loss: Loss) -> None:
         if self._state is _State.DISCARDED:
             self._recover(loss)
 
-    def _recover(self, loss: Loss) -> None:
+    def _recover(self, loss: Loss, level: int = logging.WARNING) -> None:
         wait = self._recovery.lost(loss, time.monotonic())
         self._state = _State.WAITING
         self._set_timer(wait, self._next)
-        logger.warning(
+        logger.log(
+            level,
             "%s: %s lost: %s%s; next attempt in %.1f s",
             self._name,
             loss.scope,

@@ -3,8 +3,9 @@
 Invariants: the body and every property and header that is not ours are copied byte for byte, with these exceptions,
 which travel in headers of ours instead, because of what RabbitMQ does with them in a message that is published again:
 ``CC`` and ``BCC`` (it would be routed there again), ``user_id`` (another user's closes the channel with 406) and
-``expiration`` (the dead letter would expire). The ``message_id`` stays what it was, none included. What is said to be
-original stays so when a dead letter is dead-lettered again.
+``expiration`` (the dead letter would expire). RabbitMQ's counts of deliveries (``x-delivery-count``,
+``x-acquired-count``) are left out: they are of the queue that it leaves. The ``message_id`` stays what it was, none
+included. What is said to be original stays so when a dead letter is dead-lettered again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _CLEARED: Final = ("user_id", "expiration")
 _DROPPED: Final = (
     "CC",
     "BCC",
+    # They tell of deliveries from the queue that it leaves, and would pass for those of the next.
+    "x-delivery-count",
+    "x-acquired-count",
     headers.ATTEMPT,
     headers.EXCEPTION_TYPE,
     headers.EXCEPTION_MESSAGE,

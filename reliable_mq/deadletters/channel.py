@@ -1,12 +1,16 @@
 """A channel that takes messages out of a queue one batch after the other, and gives back what was not acked.
 
-``basic.get``, many requests in one write: it ends by itself where the queue is empty, and everything that was taken
-stays this channel's until it is acked or handed back.
+The first message of a batch by ``basic.get``, which answers at once where the queue is empty and tells how many there
+are; the others by a consumer with a prefetch of exactly what is left of the batch, cancelled when they are there. A
+consumer alone is not enough, and gets alone are no way: a quorum queue goes through all gets that are not acked at each
+further one, so that looking at n messages costs n². Where a consumer could do harm (an auto-delete queue goes with its
+last one), gets it is.
 
 Invariants: a tag is acked on the channel that brought it, or not at all; when the channel or the process is lost,
 RabbitMQ returns everything that was not acked; when `finish` returns, the queue has seen every ack and has what was not
 acked back, in its place. (RabbitMQ answers for a queue before the queue itself has seen what was sent to it, and a
-quorum queue loses acks, and gives what comes back other places, when the channel is closed before that.)
+quorum queue loses acks, and gives what comes back other places, when the channel is closed before that.) Everything
+that was delivered is in a batch, or in the next.
 """
 
 from __future__ import annotations
@@ -14,13 +18,25 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from bisect import bisect_right
+from contextlib import suppress
 from functools import partial
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.codec import RawDelivery, encode_ack, encode_get, encode_nack
 from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.setup import CheckQueue, QueueState, StepRefused, refusal
+from reliable_mq.core.setup import (
+    Cancel,
+    CheckQueue,
+    Consume,
+    DeclareQueue,
+    QueueState,
+    SetPrefetch,
+    StepRefused,
+    refusal,
+)
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery
 from reliable_mq.sync.channel import StepChannel
 
@@ -28,20 +44,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reliable_mq.core.recovery import Loss
-    from reliable_mq.core.setup import ServerInfo
+    from reliable_mq.core.setup import ServerInfo, Step
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["GetChannel"]
 
 _ANSWER = 60.0  # seconds for the answers to one batch of requests
 _PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
-# A quorum queue keeps the order of up to 32 messages that are returned to it together; beyond that, Erlang's maps have
-# none. What is returned while an earlier command is on its way to the queue is put together with others.
-_RETURNED_TOGETHER = 32
+# A queue keeps the order of what one consumer returns in one go, however much that is; and of what was got in one go,
+# up to 32 messages: beyond that, Erlang's maps have none. What one consumer returns is one command to a quorum queue.
+# While more than 32 commands are on their way to it, further ones are put together, which is when places are lost.
+_GOT_TOGETHER = 32
+_COMMANDS = 16
 _SEEN = 2.0  # seconds in which a queue has seen what was sent to it
 _LOOK_AGAIN = 0.002
+_QUIET = 5.0  # seconds without a delivery that is waited for, after which the queue is asked whether there is any
 _TOLD = 1.0  # seconds within which the I/O thread tells of a loss that has ended a step
 _REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
+_MISMATCH = 406
+# To a declaration that contradicts the queue, RabbitMQ answers with the first contradiction: durable, then auto_delete,
+# then arguments. This argument no queue here has by chance, so that nothing is ever declared; and if the queue has just
+# been deleted, what is made in its place goes at once.
+_CONTRADICTION = {"x-expires": 1000}
+_CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 
 
 class GetChannel(StepChannel):
@@ -61,11 +86,16 @@ class GetChannel(StepChannel):
         self._queue = queue
         self._virtual_host = settings.virtual_host
         self._source = Source(0, 0, queue)
+        self._by_consumers = False
+        self._consumers = count(1)
+        self._prefetch = 0  # of consumers to come, on this channel
         self._arrived: list[Delivery] = []
         self._owed = 0
         self._held = array("Q")  # the tags of what was taken and not acked
+        self._ends = array("Q")  # the last tags of those that are returned in one go
         self.left = 0
         self._loss: Loss | None = None
+        self._gone = False  # what was held went with its channel, and nobody was told yet
 
     @property
     def source(self) -> Source:
@@ -88,6 +118,29 @@ class GetChannel(StepChannel):
             raise TypeError(f"the reply to {step} is {state!r}")
         return state
 
+    def use_consumers(self) -> bool:
+        """Take by consumers from now on, where that does no harm; return whether it does none.
+
+        It does none where the queue is certainly not auto-delete, which a client learns from a declaration that
+        RabbitMQ refuses. It needs the permission to configure the queue.
+
+        Raises:
+            BrokerUnavailable: the connection is lost.
+        """
+        for durable in (True, False):
+            step = DeclareQueue(self._queue, durable=durable, auto_delete=True, arguments=_CONTRADICTION)
+            try:
+                self.perform(step)
+            except StepRefused as refused:
+                answer = refused.text if refused.code == _MISMATCH else ""
+                if answer.startswith(_CONTRADICTS.format("auto_delete")):
+                    self._by_consumers = True
+                if not answer.startswith(_CONTRADICTS.format("durable")):
+                    break
+            else:
+                break
+        return self._by_consumers
+
     def take(self, most: int) -> list[Delivery]:
         """Take up to ``most`` messages; fewer where the queue has no more. `left` says how many it had.
 
@@ -98,14 +151,19 @@ class GetChannel(StepChannel):
         """
         self._wait_ready()
         with self._changed:
-            source, self._loss, self._arrived, self._owed, self.left = self._source, None, [], most, 0
-        self._io.call_soon(partial(self._ask, source, most))
+            source, self._loss, self.left = self._source, None, 0
+            if self._gone:
+                raise self._stale()
+        if self._by_consumers:
+            if self._get(source, 1) and (wanted := min(most, self.left) - 1):
+                self._consume(source, wanted)
+        else:
+            self._get(source, most)
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._owed or self._is_lost(source), _ANSWER):
-                raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
             self._check(source)
-            self._held.extend(delivery.delivery_tag for delivery in self._arrived)
-            return self._arrived
+            taken, self._arrived = self._arrived, []
+        self._hold(taken)
+        return taken
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
         """Ack, and wait until the broker has read it.
@@ -127,16 +185,107 @@ class GetChannel(StepChannel):
         try:
             self.take(1)  # answered by the queue itself, after the acks before it
             ready = max(self.left - 1, 0)
-            held = self._held
-            for start in range(0, len(held), _RETURNED_TOGETHER):
-                group = held[start : start + _RETURNED_TOGETHER]
-                self._send(encode_nack(source.channel, group[-1], multiple=True, requeue=True))
-                ready += len(group)
+            groups = self._groups()
+            together = _COMMANDS if self._by_consumers else 1
+            for start in range(0, len(groups), together):
+                some = groups[start : start + together]
+                frames = [encode_nack(source.channel, last, multiple=True, requeue=True) for last, _ in some]
+                self._send(b"".join(frames))
+                ready += sum(size for _, size in some)
                 self._wait_for(ready)
         except (ConsumeError, BrokerUnavailable):
             return
         finally:
-            self._held = array("Q")
+            self._held, self._ends = array("Q"), array("Q")
+
+    def _get(self, source: Source, most: int) -> bool:
+        """Ask for some, and wait for the answers; return whether there were any messages."""
+        with self._changed:
+            before = len(self._arrived)
+            self._owed += most
+        self._io.call_soon(partial(self._ask, source, most))
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._owed or self._is_lost(source), _ANSWER):
+                raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
+            self._check(source)
+            return len(self._arrived) > before
+
+    def _consume(self, source: Source, wanted: int) -> None:
+        """Have a consumer bring that many; fewer where somebody else takes them first."""
+        tag = f"dead-letters-{next(self._consumers)}"
+        with self._changed:
+            enough = len(self._arrived) + wanted
+        if self._prefetch != wanted:
+            self._perform(source, SetPrefetch(wanted))
+            self._prefetch = wanted
+        try:
+            self._perform(source, Consume(self._queue, tag))
+            complete = self._wait_for_arrivals(source, enough)
+        except BaseException:
+            with suppress(StepRefused, BrokerUnavailable):
+                self.perform(Cancel(tag))  # or it would be sent what is handed back
+            raise
+        self._perform(source, Cancel(tag))
+        if not complete:
+            self._perform(source, CheckQueue(self._queue))  # after what was on its way when the consumer was cancelled
+            if missing := max(enough - len(self._arrived), 0):
+                self._get(source, missing)
+
+    def _wait_for_arrivals(self, source: Source, enough: int) -> bool:
+        """Wait until there are enough; False where none comes any more."""
+        seen, until = -1, 0.0
+        with self._changed:
+            while len(self._arrived) < enough:
+                self._check(source)
+                now = time.monotonic()
+                if len(self._arrived) != seen:
+                    seen, until = len(self._arrived), now + _QUIET
+                elif now >= until:
+                    return False
+                self._changed.wait(until - now)
+            return True
+
+    def _perform(self, source: Source, step: Step) -> None:
+        """Carry out a step on this channel and on no other.
+
+        Raises:
+            StaleDelivery: the channel was lost.
+            ConsumeError: the broker refused it.
+        """
+        try:
+            self.perform(step)
+        except StepRefused as refused:
+            raise ConsumeError(f"RabbitMQ does not give from queue {self._queue!r}: {refused}") from refused
+        except BrokerUnavailable:
+            self._check_soon(source)
+            raise
+        with self._changed:
+            if not self._is_lost(source):
+                return
+        if isinstance(step, Consume):
+            # It may have gone to the channel that has taken its place: no consumer must stay there.
+            self._io.call_soon(self._io.reopen_channel)
+        with self._changed:
+            self._check(source)
+
+    def _hold(self, deliveries: list[Delivery]) -> None:
+        """Remember what was taken, and what of it is returned in one go: that of one consumer."""
+        for delivery, following in pairwise([*deliveries, None]):
+            if delivery is not None:
+                self._held.append(delivery.delivery_tag)
+                if following is None or following.consumer_tag != delivery.consumer_tag:
+                    self._ends.append(delivery.delivery_tag)
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """What is held, in groups to return: the last tag of each, and how many there are."""
+        held = self._held
+        if not self._by_consumers:
+            return [
+                (held[min(start + _GOT_TOGETHER, len(held)) - 1], min(_GOT_TOGETHER, len(held) - start))
+                for start in range(0, len(held), _GOT_TOGETHER)
+            ]
+        places = [0, *(bisect_right(held, end) for end in self._ends)]
+        return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
 
     def _wait_for(self, ready: int) -> None:
         """Wait until that many messages are ready; or not, where somebody else takes from the queue."""
@@ -150,11 +299,15 @@ class GetChannel(StepChannel):
         try:
             self.count()  # the broker answers in order
         except BrokerUnavailable:
-            with self._changed:  # where the channel was lost, that is told next
-                self._changed.wait_for(lambda: self._is_lost(source), _TOLD)
-                self._check(source)
+            self._check_soon(source)
             raise
         with self._changed:
+            self._check(source)
+
+    def _check_soon(self, source: Source) -> None:
+        """Where the channel was lost, that is told next."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost(source), _TOLD)
             self._check(source)
 
     def _let_go(self, acked: set[int]) -> None:
@@ -176,8 +329,13 @@ class GetChannel(StepChannel):
             return
         loss = self._loss
         if loss is not None and loss.by_broker and loss.code in _REFUSALS:
+            self._gone = False
             raise ConsumeError(f"RabbitMQ does not give from queue {self._queue!r}: {loss.code} {loss.text}")
-        raise StaleDelivery(f"the connection was lost; what was taken from queue {self._queue!r} is back in it")
+        raise self._stale()
+
+    def _stale(self) -> StaleDelivery:
+        self._gone = False
+        return StaleDelivery(f"the connection was lost; what was taken from queue {self._queue!r} is back in it")
 
     # On the I/O thread
 
@@ -194,19 +352,23 @@ class GetChannel(StepChannel):
     def lost(self, generation: int, loss: Loss) -> None:
         with self._changed:
             self._loss = loss
-            self._held = array("Q")
+            self._gone = self._gone or bool(self._held)
+            self._held, self._ends, self._arrived, self._owed = array("Q"), array("Q"), [], 0
+            self._prefetch = 0
         super().lost(generation, loss)
         with self._changed:
             self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        if not isinstance(delivery, Delivery):
-            raise TypeError("the reader was told to make another kind of delivery")
-        delivery.source = self._source
         with self._changed:
             self.left = self.left or message_count + 1
-            self._arrived.append(delivery)
+            self._arrived.append(self._ours(delivery))
             self._answered()
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        with self._changed:
+            self._arrived.extend(map(self._ours, deliveries))
+            self._changed.notify_all()
 
     def got_empty(self) -> None:
         with self._changed:
@@ -216,3 +378,9 @@ class GetChannel(StepChannel):
         self._owed -= 1
         if not self._owed:
             self._changed.notify_all()
+
+    def _ours(self, delivery: RawDelivery) -> Delivery:
+        if not isinstance(delivery, Delivery):
+            raise TypeError("the reader was told to make another kind of delivery")
+        delivery.source = self._source
+        return delivery

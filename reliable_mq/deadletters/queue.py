@@ -1,11 +1,12 @@
 """A dead-letter queue to work with: look, count, replay, purge, export, import.
 
-Invariants: what only looks hands everything back in one `basic.nack`, in the order in which it came; one operation at a
-time uses the connection; nothing is taken out of the queue before it is confirmed elsewhere, or was asked to go.
+Invariants: what only looks hands everything back at its end, in the order in which it came; one operation at a time
+uses the connection; nothing is taken out of the queue before it is confirmed elsewhere, or was asked to go.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -40,11 +41,16 @@ if TYPE_CHECKING:
 
 __all__ = ["DeadLetterQueue"]
 
+logger = logging.getLogger(__name__)
+
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
 _REFUSED_AT: Final = 16  # deliveries of a message, where the limit may be RabbitMQ's default of 20
 _IMPORTED_AT_A_TIME: Final = 1000
+_NOT_COUNTED: Final = (4, 3)  # the version from which on a return is not counted as a failed delivery
+_OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue "
+_MANY: Final = 10_000  # messages, from which on it shows how they are taken
 
 
 class DeadLetterQueue:
@@ -102,6 +108,7 @@ class DeadLetterQueue:
         self._channel = GetChannel(settings, name, name=_NAME)
         self._busy: str | None = None
         self._unlimited = True
+        self._tells_ends = False
 
     @property
     def name(self) -> str:
@@ -117,8 +124,16 @@ class DeadLetterQueue:
         """
         self._channel.__enter__()
         try:
-            self._channel.count()
-            self._unlimited = self._is_unlimited()
+            there = self._channel.count().messages
+            self._learn()
+            if not self._channel.use_consumers() and there > _MANY:
+                logger.warning(
+                    "whether queue %r may be consumed from without deleting it is not known, since this user may not "
+                    "configure it: its %d messages are got one by one, which takes a quorum queue a time that grows "
+                    "with their square; grant the permission to configure it",
+                    self._name,
+                    there,
+                )
         except BaseException:
             self._channel.__exit__(None, None, None)
             raise
@@ -252,6 +267,7 @@ class DeadLetterQueue:
                     store=None if dry_run else idempotency,
                     namespace=idempotency_namespace,
                     guard=self._guard,
+                    tells_ends=self._tells_ends,
                     progress=progress,
                 ).run()
             except BaseException:
@@ -325,22 +341,26 @@ class DeadLetterQueue:
 
     # Private
 
-    def _is_unlimited(self) -> bool:
-        """Whether handing messages back can be done for ever: RabbitMQ 4.3 and newer do not count it.
+    def _learn(self) -> None:
+        """Find out what handing messages back costs, and whether RabbitMQ tells it from a connection that ended.
 
-        Before, it counts against the delivery limit of a quorum queue, which no client can ask for. But the queue
-        exists, and to declare one that exists as what this package declares changes nothing, and tells.
+        RabbitMQ 4.3 and newer do not count what is handed back. Before, it counts against the delivery limit of a
+        quorum queue, which no client can ask for. But the queue exists, and to declare one that exists as what this
+        package declares changes nothing, and tells: it is accepted, or refused for another delivery limit of a quorum
+        queue, or for something else.
         """
         version = self._channel.server.version_tuple
-        if version >= (4, 3):
-            return True
-        ours = Queue(self._name, dead_letter=None) if not self._name.startswith("amq.") else None
-        try:
-            if ours is not None:
-                self._channel.perform(DeclareQueue(ours.name, arguments=ours.arguments_for(version)))
-        except StepRefused:
-            return False
-        return ours is not None
+        ours = quorum = False
+        if not self._name.startswith("amq."):
+            queue = Queue(self._name, dead_letter=None)
+            try:
+                self._channel.perform(DeclareQueue(queue.name, arguments=queue.arguments_for(version)))
+            except StepRefused as refused:
+                quorum = refused.text.startswith(_OTHER_LIMIT)
+            else:
+                ours = quorum = True
+        self._unlimited = ours or version >= _NOT_COUNTED
+        self._tells_ends = quorum and version >= _NOT_COUNTED
 
     def _guard(self, messages: list[DeadMessage]) -> None:
         """Refuse to go on where handing back what was taken may soon lose it.

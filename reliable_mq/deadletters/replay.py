@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from reliable_mq.core.deadletters import Target
 from reliable_mq.core.handling import Claiming
 from reliable_mq.deadletters.message import DeadMessage
+from reliable_mq.deadletters.pace import Pace
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ class ReplayReport:
         examined: dead letters that were gone through.
         replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
         handed_out_before: of these, those that had been handed out before: looked at, or published by a replay that was
-            cut off before it could ack them. Those may be duplicates.
+            cut off before it could ack them. Those that may be duplicates are among them.
+        possible_duplicates: of these, those that may be duplicates: whoever had been handed them was cut off, in the
+            middle of a replay or of a look. None where RabbitMQ does not tell that from a look that handed them back:
+            it does for quorum queues from 4.3 on.
         already_published: those that this run had published before a channel was lost, and that were only acked now.
         failed: how many could not be published; they are still in the dead-letter queue.
         failures: the first thousand of these, each with its error.
@@ -62,6 +66,7 @@ class ReplayReport:
     examined: int = 0
     replayed: int = 0
     handed_out_before: int = 0
+    possible_duplicates: int | None = None
     already_published: int = 0
     failed: int = 0
     failures: list[tuple[DeadMessage, ReliableMQError]] = field(default_factory=list)
@@ -85,6 +90,7 @@ class Replay:
         store: where attempts are counted, too, which are reset.
         namespace: of the keys there; None for that of the virtual host.
         guard: raises where handing back one of these may lose it.
+        tells_ends: whether RabbitMQ counts as a delivery only what ended with the connection it was handed out on.
         progress: told after every batch.
     """
 
@@ -100,21 +106,21 @@ class Replay:
         store: ResettableStore | None,
         namespace: str | None,
         guard: Callable[[list[DeadMessage]], None],
+        tells_ends: bool,
         progress: Progress | None,
     ) -> None:
-        self.report = ReplayReport()
+        self.report = ReplayReport(possible_duplicates=0 if tells_ends else None)
         self._channel = channel
         self._publisher = publisher
         self._chosen = chosen
         self._routing = routing
         self._limit = limit
-        self._rate = rate
+        self._pace = None if rate is None else Pace(rate)
         self._store = store
         self._namespace = namespace
         self._guard = guard
         self._progress = progress
         self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
-        self._began = time.monotonic()
         self._total = 0  # messages that there were at the beginning
         self._acked = 0
         self._unacked: Counter[bytes] = Counter()  # published by this run, and not known to be acked
@@ -196,7 +202,7 @@ class Replay:
         targets = [(message, target) for message in messages if (target := self._target(message)) is not None]
         self._reset([message for message, _ in targets])
         for message, target in targets:
-            self._pace(len(confirmations))
+            self._wait_for_turn()
             try:
                 confirmation = publisher.submit(
                     message.replayed(), exchange=target.exchange, routing_key=target.routing_key
@@ -223,6 +229,8 @@ class Replay:
                 self._fail(message, error)
         self.report.replayed += len(confirmed)
         self.report.handed_out_before += sum(message.redelivered for message in confirmed)
+        if self.report.possible_duplicates is not None:
+            self.report.possible_duplicates += sum(_was_cut_off(message) for message in confirmed)
         try:
             self._channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
@@ -265,17 +273,22 @@ class Replay:
         )
         return claiming.key_of(message.delivery)
 
-    def _pace(self, in_batch: int) -> None:
-        if self._rate is None:
+    def _wait_for_turn(self) -> None:
+        if self._pace is None:
             return
-        due = self._began + (self.report.replayed + in_batch) / self._rate
-        remaining = due - time.monotonic()
+        remaining = self._pace.due() - time.monotonic()
         if remaining > 0:
             threading.Event().wait(remaining)
+        self._pace.published(time.monotonic())
 
 
 def _message_id(delivery: Delivery) -> str | None:
     return delivery.message_id
+
+
+def _was_cut_off(message: DeadMessage) -> bool:
+    """Whether a connection ended that it had been handed out on, of a queue that tells."""
+    return message.redelivered and message.delivery_count > 0
 
 
 def _digest(message: DeadMessage) -> bytes:

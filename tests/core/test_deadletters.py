@@ -72,6 +72,12 @@ def test_no_message_id_is_made_up() -> None:
     assert view(dead_letter(delivery(message_id=None))).message_id is None
 
 
+def test_the_brokers_counts_of_deliveries_stay_with_the_queue_it_leaves() -> None:
+    made = dead_letter(delivery(headers={"x-delivery-count": 3, "x-acquired-count": 4, "tenant": "a"}))
+    assert not {"x-delivery-count", "x-acquired-count"} & view(made).headers.keys()
+    assert view(made).headers["tenant"] == "a"
+
+
 def test_what_would_harm_a_message_published_again_moves_into_headers() -> None:
     made = dead_letter(
         delivery(headers={"CC": ["a", "b"], "BCC": ["c"]}, user_id=short("guest"), expiration=short("1500"))

@@ -177,10 +177,12 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
         text += f"; {report.failed:,} cannot go back, and stay" if dry_run else f"; {report.failed:,} failed, and stay"
     if report.already_published:
         text += f"; {report.already_published:,} came again after a connection was lost, and were not published twice"
-    if report.handed_out_before:
+    if report.possible_duplicates:
+        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or a look that had them was cut off"
+    elif report.possible_duplicates is None and report.handed_out_before:
         text += (
-            f"; {report.handed_out_before:,} had been handed out before (looked at, or a replay was cut off): they may "
-            "be duplicates"
+            f"; {report.handed_out_before:,} had been handed out before, by a look or a replay: if a replay was cut "
+            "off, up to 200 of them are duplicates"
         )
     say(text)
 
