@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import warnings
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from reliable_mq.aio.republisher import AsyncRepublisher
 from reliable_mq.aio.signals import on_signals
 from reliable_mq.aio.subscription import AsyncSubscription
 from reliable_mq.aio.worker_threads import WorkerThreads
+from reliable_mq.connection.consuming.workers import OWED
 from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.handlers import is_coroutine_function
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _REPUBLISH_TIMEOUT = 60.0  # seconds for a dead letter to be confirmed; it is tried again after
 _END_TIMEOUT = 5.0  # seconds for what has nothing more to do
+_TELL_AT_LEAST = 1.0  # seconds to tell the store what it is owed, where handlers have used up the stop's time
 _HURRIED = 5.0  # seconds for handlers that are cancelled, and for threads, where `run` itself is cancelled
 
 
@@ -217,6 +220,7 @@ class AsyncConsumer:
         self._subscription: AsyncSubscription | None = None
         self._entered = False  # run or async with has begun
         self._stopped = False
+        self._stop_by: float | None = None  # on the monotonic clock
         self._finished = False  # and nothing is left to be waited for
         self._workers: tuple[HandlerTasks | WorkerThreads, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
@@ -256,6 +260,7 @@ class AsyncConsumer:
         `run` returns, or the end of ``async with`` is reached, when what is being handled has ended.
         """
         self._stopped = True
+        self._stop_by = self._stop_by or time.monotonic() + self._options.stop_timeout
         if self._subscription is not None:
             self._subscription.stop()
 
@@ -489,6 +494,11 @@ class AsyncConsumer:
                 patience = 0.0 if subscription.session.running else _END_TIMEOUT
             if not all(await asyncio.gather(*(workers.stop(patience) for workers in self._workers))):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
+            left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
+            left = max(left, _TELL_AT_LEAST)
+            owed = await self._workers[0].tell_owed(left, lambda: not subscription.hurried)
+            if owed:
+                logger.error(OWED, self._options.name, owed)
         await subscription.join()
         if subscription.republisher is not None:
             await subscription.republisher.close(_END_TIMEOUT)

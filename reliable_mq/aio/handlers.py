@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from reliable_mq.aio.store_calls import StoreCalls
 from reliable_mq.connection.consuming.groups import Groups
-from reliable_mq.connection.consuming.workers import all_failed, all_lost, judged
+from reliable_mq.connection.consuming.workers import LOOK_AT_OWED, all_failed, all_lost, judged, pauses
 from reliable_mq.core.ages import names
 from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import shown
 from reliable_mq.core.handlers import check_answer
-from reliable_mq.core.handling import Call, NotBegun, Outcome, What, handling
+from reliable_mq.core.handling import Call, NotBegun, Outcome, What, handling, settling
 from reliable_mq.core.statistics import Histogram
 
 if TYPE_CHECKING:
@@ -143,6 +143,38 @@ class HandlerTasks:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
         return not self._tasks
+
+    async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Tell the store again what it did not answer to, after `stop`; see `Workers.tell_owed`."""
+        if self._store is None or self._claiming is None or not self._claiming.owed:
+            return 0
+        deadline = time.monotonic() + timeout
+        task = self._loop.create_task(self._tell_owed(self._store, self._claiming), name=f"{self._name}-owed")
+        try:
+            while not task.done() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
+                await asyncio.wait([task], timeout=min(left, LOOK_AT_OWED))
+        finally:
+            task.cancel()
+            self._store.abandon()
+            await asyncio.wait([task], timeout=_CANCEL_GRACE)
+        return len(self._claiming.owed)
+
+    async def _tell_owed(self, store: StoreCalls, claiming: Claiming) -> None:
+        for pause in pauses():
+            steps = settling(claiming)
+            try:
+                step = next(steps)
+                while True:
+                    try:
+                        answer = await store.ask(step)
+                    except Exception as error:  # noqa: BLE001  # the generator decides what it means
+                        step = steps.throw(error)
+                    else:
+                        step = steps.send(answer)
+            except StopIteration:
+                if not claiming.owed:
+                    return
+            await asyncio.sleep(pause)
 
     def abort(self) -> None:
         """Cancel all, and do not wait for it."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reliable_mq.aio.threads import Threads
-from reliable_mq.core.handling import ClaimKeys, Complete
+from reliable_mq.core.handling import ClaimKeys, Complete, Release
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from reliable_mq.core.claims import Claim
-    from reliable_mq.core.handling import Release
+    from reliable_mq.core.handling import Step
 
 __all__ = ["BlockingStore", "StoreCalls", "awaits"]
 
@@ -48,13 +48,14 @@ class StoreCalls:
             self._begin = self._threads.call
         self._asked: set[asyncio.Future[Any]] = set()
 
-    async def ask(self, step: ClaimKeys | Complete | Release) -> Any:
+    async def ask(self, step: Step) -> Any:
         """Ask, and wait for the answer. What the store raises is raised here."""
         if isinstance(step, ClaimKeys):
             question = partial(self._store.claim_many, step.keys, step.lease)
         elif isinstance(step, Complete):
             question = partial(self._store.complete_many, step.claims)
         else:
+            assert isinstance(step, Release)  # noqa: S101  # there is no other
             question = partial(self._store.release_many, step.claims, failed=step.failed)
         if self._begin is None:
             return question()

@@ -72,6 +72,14 @@ class WorkerThreads:
         finally:
             thread.stop()
 
+    async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Tell the store again what it did not answer to; see `Workers.tell_owed`."""
+        thread = Threads(f"{self._name}-owed", 1)
+        try:
+            return await thread.call(partial(self._workers.tell_owed, timeout, worth_waiting))
+        finally:
+            thread.stop()
+
     def cancel(self) -> None:
         """Nothing: a thread cannot be cancelled."""
 

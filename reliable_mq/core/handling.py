@@ -16,7 +16,8 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
-Where the store did not answer when a claim was released or completed, it is told again before that key is claimed.
+Where the store did not answer when a claim was released or completed, it is told again before that key is claimed, and
+at the end (`settling`).
 
 Invariants:
 
@@ -58,6 +59,7 @@ __all__ = [
     "Step",
     "What",
     "handling",
+    "settling",
 ]
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over"
@@ -245,6 +247,12 @@ def handling(
     owed += [(delivery, claims[delivery]) for delivery in handled]
     yield from _complete(claiming, owed, results)
     return results
+
+
+def settling(claiming: Claiming) -> Generator[Step, Any, None]:
+    """Tell the store again of all that it did not answer to. What it still does not answer to stays owed."""
+    for claims, failed in claiming.owed.settlements():
+        yield from _settle(claiming, claims, failed)
 
 
 def _is_completed(delivery: Delivery) -> bool:

@@ -1,6 +1,7 @@
 """What a consumer owes its idempotency store: claims that it has settled, for all it knows, and got no answer.
 
-The store is told again before the same key is claimed, and when it has answered to another claim. So a message that
+The store is told again before the same key is claimed, when it has answered to another claim, and when the consumer
+stops. So a message that
 comes again, on another channel or as its own next attempt, finds its key done, or free, and not claimed until the lease
 ends; and a handler that has returned is not called again because store and broker were lost together.
 
@@ -32,8 +33,8 @@ class Owed:
         self._capacity = capacity
         self._settlements: dict[tuple[Claim, bool | None], None] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._settlements)
+    def __len__(self) -> int:
+        return len(self._settlements)
 
     def add(self, claims: Iterable[Claim], failed: bool | None) -> None:
         """The store was told of these, and did not answer."""

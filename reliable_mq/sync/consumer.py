@@ -12,11 +12,12 @@ import logging
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from reliable_mq.connection.consuming.workers import Workers
+from reliable_mq.connection.consuming.workers import OWED, Workers
 from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.handlers import is_coroutine_function
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _REPUBLISH_TIMEOUT = 60.0  # seconds for a dead letter to be confirmed; it is tried again after
 _END_TIMEOUT = 5.0  # seconds for threads that have nothing more to do
+_TELL_AT_LEAST = 1.0  # seconds to tell the store what it is owed, where handlers have used up the stop's time
 
 
 class Consumer:
@@ -217,6 +219,7 @@ class Consumer:
         self._subscription: Subscription | None = None
         self._entered = False  # run or with has begun
         self._stopped = False
+        self._stop_by: float | None = None  # on the monotonic clock
         self._workers: tuple[Workers, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
 
@@ -253,6 +256,7 @@ class Consumer:
         """
         with self._lock:
             self._stopped = True
+            self._stop_by = self._stop_by or time.monotonic() + self._options.stop_timeout
             subscription = self._subscription
         if subscription is not None:
             subscription.stop()
@@ -469,6 +473,11 @@ class Consumer:
             ended = [workers.stop(patience) for workers in self._workers]
             if not all(ended):
                 logger.warning("handlers of consumer %r are still running", self._options.name)
+            left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
+            left = max(left, _TELL_AT_LEAST)
+            owed = self._workers[0].tell_owed(left, lambda: not subscription.hurried)
+            if owed:
+                logger.error(OWED, self._options.name, owed)
         if subscription.republisher is not None:
             subscription.republisher.close(_END_TIMEOUT)
         if self._registration is not None and self._stopped:

@@ -15,14 +15,25 @@ import pytest
 
 from integration.support.consuming import Gate, Handler
 from integration.support.waiting import wait_until
-from reliable_mq import Ack, DeadLetter, KillSwitch, Queue, RetryLater, RetryPolicy, StaleDelivery, TopologyMismatch
+from reliable_mq import (
+    Ack,
+    DeadLetter,
+    IdempotencyStoreError,
+    KillSwitch,
+    Queue,
+    RetryLater,
+    RetryPolicy,
+    StaleDelivery,
+    TopologyMismatch,
+)
 from reliable_mq.connection.consuming.subscription import BaseSubscription
 from reliable_mq.core import headers
+from reliable_mq.core.claims import Claim, ClaimStatus
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from reliable_mq import Delivery
     from tests.contract.scripted_broker import Channel, Published, ScriptedBroker, Settlement
@@ -392,6 +403,70 @@ def test_the_items_of_a_batch_get_a_verdict_each(broker: ScriptedBroker, new_con
 
 
 # -- channels, connections and queues that end -------------------------------------------------------------------------
+
+
+class Silent(MemoryStore):
+    """Does not answer when a handler has ended, until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.answers = False
+
+    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        self._ask()
+        return super().complete_many(claims)
+
+    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        self._ask()
+        return super().release_many(claims, failed=failed)
+
+    def _ask(self) -> None:
+        self.asked += 1
+        if not self.answers:
+            raise IdempotencyStoreError("no answer")
+
+
+def statuses(store: MemoryStore, *ids: str) -> list[tuple[ClaimStatus, int]]:
+    claims = store.claim_many([f"test|orders|{one}" for one in ids], 60.0)
+    return [(claim.status, claim.attempts) for claim in claims]
+
+
+def test_what_a_stopping_consumer_owes_its_store_is_told_again(
+    broker: ScriptedBroker, new_consumer: NewConsumer
+) -> None:
+    """Else its messages would wait elsewhere until the lease ends, and one that was handled be handled again."""
+    store = Silent()
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body == b"bad":
+            raise ValueError("no")
+
+    options = {"idempotency": store, "idempotency_namespace": "test", "idempotency_lease": 600}
+    with new_consumer(handle, dead_letter=None, **options) as consumer:
+        broker.consuming.deliver(b"good", message_id="m1")
+        broker.consuming.deliver(b"bad", message_id="m2")
+        wait_until(lambda: store.asked >= 2, timeout=10, what="the store was told of both, and did not answer")
+        consumer.stop()
+        broker.wait_settled(1)  # it hands back what it holds
+        store.answers = True
+    assert statuses(store, "m1", "m2") == [(ClaimStatus.DONE, 0), (ClaimStatus.NEW, 1)]
+
+
+def test_a_store_that_does_not_answer_holds_up_a_stop_for_its_time_and_no_longer(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says what that means."""
+    store = Silent()
+    options = {"idempotency": store, "stop_timeout": 1.5}
+    with new_consumer(Handler(), dead_letter=None, **options) as consumer:
+        broker.consuming.deliver(b"good", message_id="m1")
+        wait_until(lambda: store.asked, timeout=10, what="the store was told, and did not answer")
+        consumer.stop()
+        began = time.monotonic()
+    assert 1.0 < time.monotonic() - began < 5.0
+    assert "the idempotency store did not answer to 1 settlements" in caplog.text
+    assert verdicts(broker.wait_settled(1)) == [("nack", 1, False)]
 
 
 @pytest.mark.parametrize("how", ["channel", "connection"])

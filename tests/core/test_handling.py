@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from reliable_mq.core.handling import (
     Step,
     What,
     handling,
+    settling,
 )
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery, failures
@@ -64,16 +65,25 @@ class Runner:
         self.answers: dict[type, list[Any]] = {}
 
     def __call__(self, *deliveries: Delivery) -> list[Result]:
-        steps = handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0)
+        results: list[Result] = self.carry_out(
+            handling(deliveries, batch=self.batch, claiming=self.claiming, wall_clock=lambda: 50.0)
+        )
+        assert len(results) == len(deliveries)
+        return results
+
+    def settle(self) -> None:
+        """What is done at the end."""
+        assert self.claiming is not None
+        self.carry_out(settling(self.claiming))
+
+    def carry_out(self, steps: Generator[Step, Any, Any]) -> Any:
         send: Callable[[Any], Step] = steps.send
         answer: Any = None
         while True:
             try:
                 step = send(answer)
             except StopIteration as stop:
-                results: list[Result] = stop.value
-                assert len(results) == len(deliveries)
-                return results
+                return stop.value
             self.steps.append(step)
             try:
                 answer, send = self.perform(step), steps.send

@@ -66,6 +66,25 @@ def test_a_store_that_answers_to_other_keys_is_told_of_those_that_do_not_come_ag
     assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
 
 
+def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
+    """As often as it takes."""
+    runner = Runner(lambda item: refuse(item) if item.message_id == "m1" else None)
+    assert runner.claiming is not None
+    runner.broken = {Release, Complete}
+    runner(delivery(1, message_id="m1"))
+    runner(delivery(2, message_id="m2"))
+    runner.settle()
+    assert len(runner.claiming.owed) == 2
+    runner.broken = {Release}
+    runner.settle()
+    assert len(runner.claiming.owed) == 1
+    runner.broken = set()
+    runner.settle()
+    assert not runner.claiming.owed
+    first, second = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
+    assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
+
+
 def test_the_latest_are_remembered() -> None:
     owed = Owed(capacity=2)
     claims = [Claim(key, ClaimStatus.NEW, 1) for key in "abc"]

@@ -164,6 +164,7 @@ class BaseSubscription:
         error: why it ended by itself, if it did.
         connected: whether it is subscribed.
         reconnects: connections lost and made again.
+        hurried: whether it was told not to wait.
         ended: set when it has ended.
     """
 
@@ -181,6 +182,7 @@ class BaseSubscription:
         self.error: ReliableMQError | None = None
         self.connected = False
         self.reconnects = 0
+        self.hurried = False
         self.ended = self._new_event()
         self._options = options
         self._virtual_host = settings.virtual_host
@@ -284,6 +286,7 @@ class BaseSubscription:
 
     def stop_now(self) -> None:
         """Stop without waiting for what is being handled."""
+        self.hurried = True
         self._io.call_soon(self._end)
 
     # On the loop: what the connection reports

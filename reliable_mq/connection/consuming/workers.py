@@ -23,19 +23,24 @@ from reliable_mq.core.batching import verdicts
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import Failure, describe, shown
 from reliable_mq.core.handlers import check_answer
-from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, NotBegun, Release, handling
+from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, NotBegun, Release, handling, settling
 from reliable_mq.core.statistics import Histogram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reliable_mq.core.handling import Claiming, Handling, Result, Step
     from reliable_mq.stores import IdempotencyStore
 
-__all__ = ["ResultSink", "Workers", "all_failed", "all_lost", "judged"]
+__all__ = ["LOOK_AT_OWED", "OWED", "ResultSink", "Workers", "all_failed", "all_lost", "judged", "pauses"]
 
 logger = logging.getLogger(__name__)
 
+OWED = (
+    "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
+    "and one whose handler has returned is handled again then"
+)
+LOOK_AT_OWED = 0.1  # seconds between two looks whether it is still worth waiting for the store
 _LOST = "the worker that called its handler was ended"
 
 
@@ -82,6 +87,8 @@ class Workers:
             )
         self._name = name
         self._sink = sink
+        self._store = store
+        self._claiming = None if store is None else claiming
         self._workers = [new_worker() for _ in range(count)]
         self._threads = [self._new_thread(number) for number in range(count)]
 
@@ -117,6 +124,41 @@ class Workers:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Tell the store again what it did not answer to, after `stop`; again and again, while it is ``worth_waiting``.
+
+        Returns:
+            How many settlements it has not answered to within ``timeout`` seconds.
+        """
+        if not self._claiming or not self._claiming.owed:
+            return 0
+        over = threading.Event()
+        thread = threading.Thread(target=self._tell_owed, args=(over,), name=f"{self._name}-owed", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + timeout
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
+            thread.join(min(left, LOOK_AT_OWED))
+        over.set()
+        return len(self._claiming.owed)
+
+    def _tell_owed(self, over: threading.Event) -> None:
+        if self._store is None or self._claiming is None:
+            raise RuntimeError("there is no store")
+        for pause in pauses():
+            steps = settling(self._claiming)
+            try:
+                step = next(steps)
+                while True:
+                    try:
+                        answer = ask(self._store, step)
+                    except Exception as error:  # noqa: BLE001  # the generator decides what it means
+                        step = steps.throw(error)
+                    else:
+                        step = steps.send(answer)
+            except StopIteration:
+                if not self._claiming.owed or over.wait(pause):
+                    return
 
     @property
     def is_current(self) -> bool:
@@ -320,7 +362,7 @@ class _ClaimingWorker(_Worker):
             while True:
                 try:
                     if type(step) is not Call:
-                        answer = self._ask(step)
+                        answer = ask(self._store, step)
                         now = clock()
                     elif may_begin(now):  # far more often than the others: one look at the clock for each
                         started = now
@@ -342,13 +384,23 @@ class _ClaimingWorker(_Worker):
             if seconds:
                 self.seconds.observe_all(seconds)
 
-    def _ask(self, step: Step) -> object:
-        if isinstance(step, ClaimKeys):
-            return self._store.claim_many(step.keys, step.lease)
-        if isinstance(step, Complete):
-            return self._store.complete_many(step.claims)
-        assert isinstance(step, Release)  # noqa: S101  # there is no other
-        return self._store.release_many(step.claims, failed=step.failed)
+
+def ask(store: IdempotencyStore, step: Step) -> object:
+    """Ask a store what a step says."""
+    if isinstance(step, ClaimKeys):
+        return store.claim_many(step.keys, step.lease)
+    if isinstance(step, Complete):
+        return store.complete_many(step.claims)
+    assert isinstance(step, Release)  # noqa: S101  # there is no other
+    return store.release_many(step.claims, failed=step.failed)
+
+
+def pauses() -> Iterator[float]:
+    """Give the seconds from one try to tell a store what it is owed to the next."""
+    pause = 0.05
+    while True:
+        yield pause
+        pause = min(2 * pause, 1.0)
 
 
 def call(handler: Callable[[Any], object], argument: Work) -> object:
