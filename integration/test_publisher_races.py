@@ -70,6 +70,39 @@ def test_the_smallest_windows_let_everything_through(
     assert checker.close().confirmed == 8 * 20
 
 
+def test_a_large_message_is_not_kept_out_by_small_ones(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """Places that are freed one by one are kept for the one that waits for several, and came first."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], max_outstanding_bytes=1000, delivery_timeout=20) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        confirmations = []
+        for number in range(10):
+            confirmations.append(submit(checker, publisher, "orders", b"s" * 100))
+            proxy.wait_for(lambda number=number: proxy.held_confirms > number)
+        lane = publisher._lane
+        assert lane is not None
+        with ThreadPoolExecutor(2) as pool:
+            large = pool.submit(submit, checker, publisher, "orders", b"l" * 900)
+            wait_until(lambda: len(lane._line) == 1, timeout=10, what="the large message")
+            small = pool.submit(submit, checker, publisher, "orders", b"s" * 100)
+            wait_until(lambda: len(lane._line) == 2, timeout=10, what="the small message")
+            for _ in range(9):
+                assert not large.done()
+                proxy.release_confirms(1)
+            confirmations.append(large.result(10))
+            proxy.release_confirms(1)
+            confirmations.append(small.result(10))
+        proxy.heal()
+        assert [book(checker, one) for one in confirmations] == [None] * 12
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        bodies = [channel.basic_get("orders", auto_ack=True)[2] for _ in range(12)]
+    assert [body[:1] for body in bodies] == [b"s"] * 10 + [b"l", b"s"]
+
+
 def test_a_window_that_is_mostly_stuck_lets_the_rest_through(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:

@@ -12,9 +12,11 @@ Invariants:
 - every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
   lane ends;
 - every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends;
+- callers that wait for the window are admitted in the order in which they came, by the I/O thread (`Room`); a callback
+  passes those who wait for callbacks;
 - a caller may be interrupted anywhere: by a signal handler that calls the lane itself (hence locks that their owner may
   take again, and waits that let go of them altogether), or by an exception that a signal handler raises: what it leaves
-  behind is at most a place too many in the window.
+  behind is at most a place too many in the window, or its message, which is published all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from reliable_mq.connection.publishing import CLOSE_GRACE, BasePublishingLane
@@ -30,6 +33,7 @@ from reliable_mq.sync.callbacks import CallbackThread
 from reliable_mq.sync.condition import Condition
 from reliable_mq.sync.confirmation import PATIENCE, Confirmation
 from reliable_mq.sync.io_thread import IOThread
+from reliable_mq.sync.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["PublishingLane"]
 
 _ABORT_GRACE = 1.0  # seconds for what is aborted after the closing handshake
-_LOOK_AGAIN = 0.1  # seconds after which a caller that waits looks by itself: few places in the window wake nobody
+_LOOK_AGAIN = 0.1  # seconds after which a caller that waits looks by itself
 
 
 class PublishingLane(BasePublishingLane[Confirmation]):
@@ -57,7 +61,8 @@ class PublishingLane(BasePublishingLane[Confirmation]):
         self.lock = threading.RLock()
         super().__init__(options, self.lock)
         self._changed = Condition(self.lock)
-        self._waiting = 0  # callers that wait for _changed
+        self._room = Room(self.lock, self.window, lambda: self._io.call_soon(self._look_for_room))
+        self._line = self._room.waiting
         self._flushing: list[float] = []  # since when, for each caller that waits for what was submitted before
         self._inbox: deque[Confirmation] = deque()
         self._taken = 0  # publishes on their way from the inbox to the session
@@ -109,8 +114,10 @@ class PublishingLane(BasePublishingLane[Confirmation]):
             with self.lock:
                 if self._takes_none:
                     self._refuse(confirmation)
-                if self._crowded or not self.window.fits(confirmation.size):
-                    self._wait_for_room(confirmation)
+                if (self._crowded or self._line or not self.window.fits(confirmation.size)) and self._wait_for_room(
+                    confirmation
+                ):
+                    return
                 self._inbox.append(confirmation)
                 self.window.take(confirmation.size)
                 if self._oldest is None:
@@ -137,6 +144,7 @@ class PublishingLane(BasePublishingLane[Confirmation]):
         with self.lock:
             self._closed = True
             self._changed.notify_all()
+            self._room.wake()
             settled = self._wait_settled_before(float("inf"), timeout)
         given_up = 0 if settled else self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._io.stop(CLOSE_GRACE)
@@ -190,14 +198,27 @@ class PublishingLane(BasePublishingLane[Confirmation]):
 
     def _tell_change(self) -> None:
         self._changed.notify_all()
+        self._room.wake()
 
     def _tell_settled(self) -> None:
         self._crowded = self._callbacks.backlog > self.window.max_count
-        if self._waiting and (
-            self.window.worth_waking(self.session.on_wire)
-            or (self._flushing and self._settled_before(min(self._flushing)))
-        ):
+        if self._line and self.window.worth_waking(self.session.on_wire):
+            self._give_room()
+        if self._flushing and self._settled_before(min(self._flushing)):
             self._changed.notify_all()
+
+    def _look_for_room(self) -> None:
+        with self.lock:
+            if self._line:
+                self._crowded = self._callbacks.backlog > self.window.max_count
+                self._give_room()
+        if self._inbox:  # the call that was to tell of it may have been interrupted
+            self._pump()
+
+    def _give_room(self) -> None:
+        if not self._takes_no_more and self._room.give(crowded=self._crowded) and not self._woken:
+            self._woken = True
+            self._io.call_soon(self._pump)
 
     # For closing
 
@@ -222,46 +243,49 @@ class PublishingLane(BasePublishingLane[Confirmation]):
     def _refuse(self, confirmation: Confirmation) -> NoReturn:
         raise self._refusal(confirmation)
 
-    def _wait_for_room(self, confirmation: Confirmation) -> None:
-        timeout = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
-        remaining = confirmation.accepted_at + timeout - time.monotonic()
-        if not self._wait_until(
-            lambda: self._closed or self.fatal is not None or self._has_room(confirmation), remaining
-        ):
-            if self.session.blocked_reason:
-                self._refuse(confirmation)
-            why = f"the window ({self.window.max_count} messages, {self.window.max_bytes} bytes) was full"
-            if self.window.fits(confirmation.size):
-                why = f"the callbacks of {self._callbacks.backlog} earlier publishes were not called"
-            raise PublishUnconfirmed(
-                f"{confirmation} was never sent: {why} for {timeout} s",
-                message_id=confirmation.message_id,
-                sent=False,
-            )
-        if self._closed or self.fatal is not None:
-            self._refuse(confirmation)
+    @property
+    def _takes_no_more(self) -> bool:
+        return self._closed or self.fatal is not None or self.forked
 
-    def _has_room(self, confirmation: Confirmation) -> bool:
-        # A callback that publishes does not wait for those behind it.
+    def _take(self, confirmation: Confirmation) -> None:
+        self._inbox.append(confirmation)
+        self.window.take(confirmation.size)
+        if self._oldest is None:
+            self._oldest = confirmation.accepted_at
+
+    def _wait_for_room(self, confirmation: Confirmation) -> bool:
+        """Wait until there is room. Returns whether the I/O thread has taken the publish in already."""
         self._crowded = self._callbacks.backlog > self.window.max_count
-        return self.window.fits(confirmation.size) and not (self._crowded and not self._callbacks.is_current)
+        size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for those behind it
+        if self._room.is_free(size, crowded=self._crowded, passes=passes):
+            return False
+        timeout = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
+        deadline = confirmation.accepted_at + timeout
+        if self._room.wait(
+            size, deadline, partial(self._take, confirmation), lambda: self._takes_no_more, passes=passes
+        ):
+            return True
+        if self._closed or self.fatal is not None or self.session.blocked_reason:
+            self._refuse(confirmation)
+        why = f"the window ({self.window.max_count} messages, {self.window.max_bytes} bytes) was full"
+        if self._crowded:
+            why = f"the callbacks of {self._callbacks.backlog} earlier publishes were not called"
+        raise PublishUnconfirmed(
+            f"{confirmation} was never sent: {why} for {timeout} s", message_id=confirmation.message_id, sent=False
+        )
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
         began = time.monotonic()
         nudged = False
-        self._waiting += 1
-        try:
-            while not condition():
-                waited = time.monotonic() - began
-                if waited >= timeout or self.forked:
-                    return False
-                if waited >= PATIENCE and not nudged:
-                    nudged = True
-                    self.nudge()
-                self._changed.wait(min(timeout - waited, _LOOK_AGAIN))
-            return True
-        finally:
-            self._waiting -= 1
+        while not condition():
+            waited = time.monotonic() - began
+            if waited >= timeout or self.forked:
+                return False
+            if waited >= PATIENCE and not nudged:
+                nudged = True
+                self.nudge()
+            self._changed.wait(min(timeout - waited, _LOOK_AGAIN))
+        return True
 
     def _wait_ended(self, join: Callable[[float], bool], timeout: float) -> None:
         """Wait for a thread that may need the lock, which a caller that is a signal handler may have interrupted."""

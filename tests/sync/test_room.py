@@ -1,0 +1,168 @@
+"""Who waits for room in the window of a sync publisher: first come, first served, whoever leaves in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from reliable_mq.core.window import PublishWindow
+from reliable_mq.sync.room import Room, _Waiter
+
+SOON = 10.0
+
+
+class Lane:
+    """A window of ten messages or a hundred bytes, and threads that wait for it."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+        self.lock = threading.RLock()
+        self.window = PublishWindow(10, 100)
+        self.asked = 0
+        self.over = False
+        self.room = Room(self.lock, self.window, self.ask)
+        self.taken: list[str] = []
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def take(self, name: str, size: int) -> None:
+        self.taken.append(name)
+        self.window.take(size)
+
+    def wait(self, name: str, size: int, timeout: float = SOON, *, passes: bool = False) -> Future[bool]:
+        """Have a thread wait, and wait until it does."""
+
+        def waiting() -> bool:
+            deadline = time.monotonic() + timeout
+            take = partial(self.take, name, size)
+            with self.lock:
+                return self.room.wait(size, deadline, take, lambda: self.over, passes=passes)
+
+        before = len(self.room.waiting)
+        future = self.pool.submit(waiting)
+        until(lambda: len(self.room.waiting) > before or future.done())
+        return future
+
+    def give(self, *, crowded: bool = False) -> bool:
+        with self.lock:
+            return self.room.give(crowded=crowded)
+
+    def free(self, size: int, *, crowded: bool = False, passes: bool = False) -> bool:
+        with self.lock:
+            return self.room.is_free(size, crowded=crowded, passes=passes)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    with ThreadPoolExecutor(8) as pool:
+        lane = Lane(pool)
+        yield lane
+        with lane.lock:
+            lane.over = True
+            lane.room.wake()
+
+
+def test_room_is_given_in_the_order_in_which_it_was_asked_for(lane: Lane) -> None:
+    """A large message is not kept out by small ones that come after it, waiting or new."""
+    lane.window.take(50)
+    large, small = lane.wait("large", 90), lane.wait("small", 10)
+    assert not lane.give()
+    assert not lane.free(10)
+    lane.window.release(1, 50)
+    assert not lane.free(10), "overtaken by a newcomer"
+    assert lane.give()
+    assert large.result(SOON)
+    assert small.result(SOON)
+    assert lane.taken == ["large", "small"]
+    lane.window.release(2, 100)
+    assert lane.free(10)
+
+
+def test_who_is_late_holds_up_nobody(lane: Lane) -> None:
+    """It asks for those behind it when it leaves, and has taken nothing."""
+    lane.window.take(50)
+    late = lane.wait("late", 90, 0.2)
+    small = lane.wait("small", 10)
+    assert not late.result(SOON)
+    assert lane.asked
+    assert lane.give()
+    assert small.result(SOON)
+    assert lane.taken == ["small"]
+
+
+def test_one_that_was_interrupted_is_dropped_at_its_deadline(lane: Lane) -> None:
+    """What a signal handler's exception has left in the line, with nobody who waits, holds up others no longer."""
+    lane.window.take(50)
+    lane.room.waiting[_Waiter(90, 0.0, partial(lane.take, "left", 90), False, threading.Condition(lane.lock))] = None
+    small = lane.wait("small", 10)
+    assert lane.give()
+    assert small.result(SOON)
+    assert lane.taken == ["small"]
+
+
+def test_an_exception_in_a_wait_leaves_nothing_in_the_line(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes out, and those behind are asked for."""
+    lane.window.take(100)
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("reliable_mq.sync.room.Condition.wait", interrupted)
+        with lane.lock, pytest.raises(KeyboardInterrupt):
+            lane.room.wait(10, time.monotonic() + SOON, lambda: None, lambda: False, passes=False)
+    assert not lane.room.waiting
+
+
+def test_while_it_is_crowded_only_those_that_pass_are_admitted(lane: Lane) -> None:
+    """They go before those who wait for the crowd to go, in their own order."""
+    assert not lane.free(10, crowded=True)
+    assert lane.free(10, crowded=True, passes=True)
+    one, two = lane.wait("one", 10), lane.wait("two", 10, passes=True)
+    assert not lane.free(10, crowded=True, passes=True)
+    assert lane.give(crowded=True)
+    assert two.result(SOON)
+    assert not one.done()
+    assert lane.give()
+    assert one.result(SOON)
+    assert lane.taken == ["two", "one"]
+
+
+def test_one_that_waits_asks_by_itself(lane: Lane) -> None:
+    """Few places that are free wake nobody; a newcomer behind them asks at once."""
+    lane.window.take(100)
+    first = lane.wait("first", 10)
+    lane.window.release(1, 100)
+    lane.asked = 0
+    until(lambda: lane.asked)
+    lane.asked = 0
+    second = lane.wait("second", 10)
+    until(lambda: lane.asked)
+    lane.give()
+    assert first.result(SOON)
+    assert second.result(SOON)
+
+
+def test_nobody_waits_on_where_it_is_over(lane: Lane) -> None:
+    """All are told, and have taken nothing."""
+    lane.window.take(100)
+    waiting = [lane.wait(str(number), 10) for number in range(3)]
+    lane.over = True
+    with lane.lock:
+        lane.room.wake()
+    assert [one.result(SOON) for one in waiting] == [False] * 3
+    assert not lane.room.waiting
+    assert not lane.taken
