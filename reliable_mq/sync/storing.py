@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq.core.stored import StoredPublication
@@ -27,6 +28,7 @@ from reliable_mq.stores.deadline import Calls
 from reliable_mq.sync.callbacks import CallbackThread
 from reliable_mq.sync.condition import Condition
 from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,8 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         self.lock = threading.RLock()
         super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
+        self._room = Room(self.lock, self._window, self._ask_for_room)
+        self._asked = False  # the writer's thread will look for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
         self._opening: _Opening | None = None
@@ -143,10 +147,10 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         self.check_waitable()
         with self.lock:
             self._check_open()
-            if not self._window.fits(confirmation.size):
-                self._wait_for_room(confirmation)
-            self._writer.store(confirmation, row)
-            self._window.take(confirmation.size)
+            if self._room.waiting or not self._window.fits(confirmation.size):
+                self._wait_for_room(confirmation, row)
+            else:
+                self._take(confirmation, row)
 
     def flush(self, timeout: float) -> int:
         """Wait until every message in the outbox is published, or will not be by itself.
@@ -177,6 +181,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         with self.lock:
             self._closed = True
             self._changed.notify_all()
+            self._room.wake()
         left = 0
         try:
             if self._wait_stored(timeout):
@@ -276,17 +281,39 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
     # Under the lock
 
     def _tell_room(self) -> None:
+        self._give_room()
         self._changed.notify_all()
 
-    def _wait_for_room(self, confirmation: StoredConfirmation) -> None:
-        deadline = confirmation.accepted_at + self.timeout_of(confirmation)
-        while not self._window.fits(confirmation.size):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._no_room(confirmation)
-            self._changed.wait(min(remaining, _LOOK_AGAIN))
+    def _ask_for_room(self) -> None:
+        if not self._asked:
+            self._writer.call(self._look_for_room)
+            self._asked = True
+
+    def _look_for_room(self) -> None:
+        with self.lock:
+            self._asked = False
+            self._give_room()
+
+    def _give_room(self) -> None:
+        if not (self._closed or self.forked):
+            self._room.give(crowded=False)
+
+    def _take(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+        self._writer.store(confirmation, row)
+        self._window.take(confirmation.size)
+
+    def _wait_for_room(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+        """Store a message once there is room."""
+        if not self._room.wait(
+            confirmation.size,
+            confirmation.accepted_at + self.timeout_of(confirmation),
+            partial(self._take, confirmation, row),
+            lambda: self._closed or self.forked,
+            passes=False,
+        ):
             self.check_waitable()
             self._check_open()
+            raise self._no_room(confirmation)
 
     # Without it
 

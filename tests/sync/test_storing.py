@@ -16,8 +16,10 @@ from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox.writer import OutboxWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from reliable_mq.core.outbox import Settlement
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -137,3 +139,43 @@ def test_connecting_starts_the_relay(tmp_path: Path) -> None:
         publisher.connect()
     assert any(thread.name == "test-connect-relay" for thread in threading.enumerate())
     publisher.close(0)
+
+
+class Gated(SQLiteOutbox):
+    """An outbox that writes when it is let, one transaction at a time."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.let = threading.Semaphore(0)
+        self.bodies: list[bytes] = []
+
+    def write(self, messages: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+        self.let.acquire()
+        self.bodies += [row.message.body[:1] for row in messages]
+        super().write(messages, settlements)
+
+
+def test_a_large_message_is_not_kept_out_of_the_outbox_by_small_ones(tmp_path: Path) -> None:
+    """Room that is freed bit by bit is kept for the one that came first."""
+    outbox = Gated(tmp_path / "outbox")
+    publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=outbox, max_outstanding_bytes=1000)
+
+    def submit(body: bytes) -> None:
+        publisher.submit(Message(body), routing_key="orders", timeout=20).result()
+
+    with ThreadPoolExecutor() as pool:
+        publisher.submit(Message(b"s" * 100), routing_key="orders")
+        lane = publisher._storing
+        assert lane is not None
+        wait_until(lane._writer._queue.empty, timeout=10, what="the first transaction")
+        for _ in range(9):
+            publisher.submit(Message(b"s" * 100), routing_key="orders")
+        large = pool.submit(submit, b"l" * 900)
+        wait_until(lambda: len(lane._room.waiting) == 1, timeout=10, what="the large message")
+        small = pool.submit(submit, b"s" * 100)
+        wait_until(lambda: len(lane._room.waiting) == 2, timeout=10, what="the small message")
+        outbox.let.release(100)
+        large.result(20)
+        small.result(20)
+    publisher.close(0)
+    assert outbox.bodies == [b"s"] * 10 + [b"l", b"s"]
