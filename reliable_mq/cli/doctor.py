@@ -37,6 +37,11 @@ _MARKS: Final = {
 }
 
 
+_NO_API: Final = (
+    "Switch on the plugin rabbitmq_management, give the user the tag 'monitoring', or give --management-url."
+)
+
+
 def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
     *,
@@ -46,7 +51,10 @@ def doctor(
     management_url: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Of the management API; without: the AMQP hosts' port 15672, or 15671 with TLS."
+            metavar="URL",
+            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Without: port 15672 "
+            "of the AMQP hosts, or 15671 with TLS; there, the password goes to this machine, or to a host whose "
+            "certificate verifies, and nowhere else.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON.")] = False,
@@ -104,24 +112,40 @@ def _by_management(
         candidates = ManagementAPI.beside(settings)
     else:
         candidates = [ManagementAPI.at(management_url, settings)]
-    why = "there is no password to log in with"
+    why = fix = ""
     for api in candidates:
+        if not api.sends_password:
+            why, fix = _not_asked(api)
+            continue
         try:
             snapshot = Snapshot.take(api, settings.virtual_host)
         except ManagementError as error:
-            why = str(error)
+            why, fix = str(error), _NO_API
         else:
-            return [
-                Finding(Status.OK, "broker", "management API", f"answers at {api}"),
-                examine_alarms(api),
-                *examine_queues(snapshot, queues, entry.server.version_tuple),
-            ]
-    fix = "Switch on the plugin rabbitmq_management, give the user the tag 'monitoring', or give --management-url."
+            return [_answering(api), examine_alarms(api), *examine_queues(snapshot, queues, entry.server.version_tuple)]
     unseen = "alarms, and the arguments, policies and consumers of queues"
     return [
         Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be looked at", fix),
         *_existence(entry, queues),
     ]
+
+
+def _answering(api: ManagementAPI) -> Finding:
+    if not api.is_readable_on_the_way:
+        return Finding(Status.OK, "broker", "management API", f"answers at {api}")
+    text = f"answers at {api}, in plaintext: whoever is on the way could read the password just now"
+    return Finding(Status.WARNING, "broker", "management API", text, "Switch TLS on for it (management.ssl.port).")
+
+
+def _not_asked(api: ManagementAPI) -> tuple[str, str]:
+    """Why no password was sent to a place that was only guessed, and which option sends it."""
+    if not api.is_there:
+        return f"no management API was found at {api}", _NO_API
+    fix = (
+        f"Give --management-url {api}, with http://user:password@... for a user of its own, to log in there all the "
+        "same, or the URL of one with a certificate (https)."
+    )
+    return f"something answers at {api}, and was not sent the password: the address is a guess, and not secured", fix
 
 
 def _existence(entry: Entry, queues: Sequence[str]) -> Iterator[Finding]:

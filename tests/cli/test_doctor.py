@@ -14,11 +14,15 @@ from typer.testing import CliRunner
 
 from reliable_mq.cli import doctor
 from reliable_mq.cli.app import app
+from reliable_mq.cli.checks import management
 from reliable_mq.cli.checks.broker import examine_alarms
 from reliable_mq.cli.checks.finding import Finding, Status
+from reliable_mq.cli.checks.hosts import Entry
 from reliable_mq.cli.checks.management import ManagementAPI, ManagementError
 from reliable_mq.cli.checks.snapshot import Snapshot
+from reliable_mq.core.setup import ServerInfo
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -91,13 +95,20 @@ def test_a_wrong_url_is_said_without_a_traceback() -> None:
 
 
 @contextmanager
-def http_server(answers: dict[str, tuple[int, object]]) -> Iterator[int]:
-    """A management API with these answers by path; anything else is 404. Gives its port."""
+def http_server(answers: dict[str, tuple[int, object]], received: list[str | None] | None = None) -> Iterator[int]:
+    """A management API with these answers by path; anything else is 404. Gives its port.
+
+    Without a login, everything is 401; `received` gets the logins.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            assert self.headers["Authorization"].startswith("Basic ")
+            login = self.headers["Authorization"]
+            if received is not None:
+                received.append(login)
             status, answer = answers.get(self.path, (404, {"error": "Object Not Found", "reason": "Not Found"}))
+            if login is None:
+                status, answer = 401, {"error": "not_authorized", "reason": "Not_Authorized"}
             self.send_response(status)
             self.end_headers()
             self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
@@ -164,6 +175,50 @@ def test_without_a_url_the_api_is_looked_for_beside_amqp() -> None:
         "http://b:15672",
     ]
     assert list(map(str, ManagementAPI.beside(parse_url("amqps://u:p@a")))) == ["https://a:15671"]
+
+
+@pytest.mark.parametrize(
+    ("url", "sends"),
+    [
+        ("amqp://u:p@a", False),
+        ("amqp://u:p@localhost", True),
+        ("amqp://u:p@127.0.0.1", True),
+        ("amqps://u:p@a", True),
+    ],
+)
+def test_a_guessed_place_is_sent_the_password_on_this_machine_or_verified_only(url: str, sends: bool) -> None:
+    (guess,) = ManagementAPI.beside(parse_url(url))
+    assert guess.sends_password is sends
+    assert ManagementAPI.at("http://elsewhere", parse_url(url)).sends_password
+
+
+def test_without_verification_a_guessed_place_is_sent_no_password() -> None:
+    (guess,) = ManagementAPI.beside(parse_url("amqps://u:p@a", tls=TLSOptions(verify=False)))
+    assert not guess.sends_password
+
+
+def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not looked at is said, and the option that does."""
+    received: list[str | None] = []
+    with http_server({}, received) as port:
+        monkeypatch.setitem(management._PORTS, "http", port)
+        monkeypatch.setattr(doctor, "_existence", lambda *_: [])  # which needs AMQP
+        entry = Entry(parse_url("amqp://localhost"), ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
+        settings = parse_url(f"amqp://user:{SECRET}@0.0.0.0")
+        (found,) = doctor._by_management(settings, entry, [], None)
+        assert received == [None]
+        assert found.status is Status.UNCHECKED
+        assert "was not sent the password" in found.text
+        assert "arguments, policies and consumers of queues could not be looked at" in found.text
+        assert f"--management-url http://0.0.0.0:{port}" in found.fix
+        doctor._by_management(settings, entry, [], f"http://0.0.0.0:{port}")
+        assert received[1] is not None
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a b", "http://a\x00b", "ftp://a", "http://a:port", ""])
+def test_what_is_no_url_at_all_is_refused_as_a_management_url(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="management URL must be"):
+        ManagementAPI.at(url, parse_url("amqp://localhost"))
 
 
 @pytest.mark.parametrize(

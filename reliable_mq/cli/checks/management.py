@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import http
 import http.client
 import json
+import re
 import ssl
 from typing import Any, Final, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.settings import ConnectionSettings, Credentials
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 __all__ = ["ManagementAPI", "ManagementError"]
 
 _PORTS: Final = {"http": 15672, "https": 15671}
+_HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
 _SHOWN: Final = 200  # characters of an error's body
 
 
@@ -36,7 +39,7 @@ class ManagementAPI:
     Args:
         scheme: ``"http"`` or ``"https"``, which is verified.
         host, port: where it listens.
-        credentials: whom to be.
+        credentials: whom to be; None to send none.
         context: for ``https``.
         prefix: of its paths, where it is configured to have one.
         timeout: seconds for each answer.
@@ -47,7 +50,7 @@ class ManagementAPI:
         scheme: str,
         host: str,
         port: int,
-        credentials: Credentials,
+        credentials: Credentials | None,
         *,
         context: ssl.SSLContext | None = None,
         prefix: str = "",
@@ -59,8 +62,10 @@ class ManagementAPI:
         self._context = context
         self._prefix = prefix
         self._timeout = timeout
-        token = base64.b64encode(f"{credentials.username}:{credentials.password}".encode()).decode()
-        self._headers = {"Authorization": f"Basic {token}", "Accept": "application/json"}
+        self._headers = {"Accept": "application/json"}
+        if credentials is not None:
+            token = base64.b64encode(f"{credentials.username}:{credentials.password}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {token}"
 
     @classmethod
     def at(cls, url: str, settings: ConnectionSettings) -> Self:
@@ -69,12 +74,12 @@ class ManagementAPI:
         Raises:
             ConfigurationError: the URL is none, or there is no user.
         """
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError:
-            host, port = None, None
-        if parts.scheme not in _PORTS or not host:
+            parts, host, port = urlsplit(""), None, None
+        if not host or not _HOST.fullmatch(host) or parts.scheme not in _PORTS:
             raise ConfigurationError("the management URL must be http[s]://[user:password@]host[:port]")
         credentials = settings.resolve_credentials()
         if parts.username is not None:
@@ -92,19 +97,52 @@ class ManagementAPI:
 
     @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
-        """Where the API listens by default: on each host, with TLS where AMQP has it; empty without a password."""
+        """Where the API listens by default: on each host, with TLS where AMQP has it.
+
+        That is a guess, and something else may listen there. So the password goes to a host that is this machine, or
+        whose certificate verifies for the name that AMQP has it for; to others none is sent (`sends_password`).
+        """
         credentials = settings.resolve_credentials()
-        if credentials is None:
-            return []
         scheme = "http" if settings.tls is None else "https"
         context = _context(settings) if settings.tls is not None else None
+        verified = context is not None and context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
         return [
-            cls(scheme, each.host, _PORTS[scheme], credentials, context=context, timeout=settings.connect_timeout)
+            cls(
+                scheme,
+                each.host,
+                _PORTS[scheme],
+                credentials if verified or each.is_loopback else None,
+                context=context,
+                timeout=settings.connect_timeout,
+            )
             for each in settings.endpoints
         ]
 
+    @property
+    def sends_password(self) -> bool:
+        """Whether it logs in."""
+        return "Authorization" in self._headers
+
+    @property
+    def is_readable_on_the_way(self) -> bool:
+        """Whether a password goes to another machine in plaintext."""
+        return self._scheme == "http" and not Endpoint(self._host, self._port).is_loopback
+
+    @property
+    def is_there(self) -> bool:
+        """Whether something that wants a login for ``/api`` listens there. Sends none."""
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{self._prefix}/api/whoami", headers={"Accept": "application/json"})
+            return connection.getresponse().status == http.HTTPStatus.UNAUTHORIZED
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
     def __str__(self) -> str:
-        return f"{self._scheme}://{self._host}:{self._port}{self._prefix}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{self._port}{self._prefix}"
 
     def get(self, *segments: str) -> Any:
         """Return the decoded answer to ``GET /api/<segments>``; each segment is percent-encoded here.
@@ -129,7 +167,7 @@ class ManagementAPI:
             raise ManagementError(f"{self}: {response.status} {_reason(content)}", response.status)
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -146,6 +184,6 @@ def _reason(content: bytes) -> str:
     text = content.decode(errors="replace")
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:_SHOWN]
     return str(answer.get("reason") or answer.get("error") if isinstance(answer, dict) else answer)[:_SHOWN]
