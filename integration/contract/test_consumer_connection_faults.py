@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tenacity
 
+from integration.support.allocations import Allocations
 from integration.support.consuming import Gate, Handler, numbered, publish
 from integration.support.publishing import book, submit
 from integration.support.seeds import soaking
@@ -185,7 +186,12 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
     indirect=["consumer_face"],
 )
 def test_f06_f07_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str, consumer_face: str
+    vhost: VirtualHost,
+    checker: Checker,
+    fault_proxy: FaultProxyFactory,
+    rng: Random,
+    direction: str,
+    consumer_face: str,
 ) -> None:
     """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
     # pika grants five seconds on top; then a question that is not answered in ten tells as much.
@@ -193,13 +199,14 @@ def test_f06_f07_connection_is_a_black_hole(
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler, heartbeat=1, reconnect_wait=SOON) as consumer:
-        publish(vhost, "orders", numbered(10), checker)
-        handler.wait_done(10)
+        early, late = rng.randint(1, 500), rng.randint(1, 500)
+        publish(vhost, "orders", numbered(early), checker)
+        handler.wait_done(rng.randint(1, early))
         before = consumer.reconnects
         proxy.black_hole(direction, new_connections=False)
-        publish(vhost, "orders", numbered(10, first=10), checker)
+        publish(vhost, "orders", numbered(late, first=early), checker)
         wait_until(lambda: consumer.reconnects > before, timeout=patience, what="replaced")
-        handler.wait_bodies(numbered(20), timeout=30)
+        handler.wait_bodies(numbered(early + late), timeout=30)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 
@@ -232,15 +239,34 @@ def test_f08_slow_and_jittery_network(
     assert checker.close().left == 0
 
 
-def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
-    """At 64 kbit/s the prefetch, not the queue, is what this side holds; heartbeats get through."""
+def test_f08_network_that_loses_packets(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+) -> None:
+    """Of all packets 5 % are lost, each way, whichever they are: all comes once, and no connection is replaced."""
+    handler = Handler(account=checker)
+    bodies = [b"%d/" % number + rng.randbytes(rng.randrange(100, 20_000)) for number in range(1000)]
+    private_broker.lose_packets(0.05)
+    with Consumer(private_broker.direct_url_of(private_vhost.name), ORDERS, handler) as consumer:
+        publish(private_vhost, "orders", bodies, checker)
+        handler.wait_bodies(bodies, timeout=60)
+        assert (consumer.reconnects, len(handler.done)) == (0, 1000)
+    assert private_broker.lost_packets() > 10
+    private_broker.lose_packets(0)
+    checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
+    assert checker.close().left == 0
+
+
+def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random) -> None:
+    """At 64 kbit/s this side holds what was prefetched, and not the queue; heartbeats get through."""
     proxy = fault_proxy(vhost.url)
-    bodies = [b"%d" % number + b"x" * 1000 for number in range(40)]
+    bodies = [b"%d/" % number + rng.randbytes(rng.randrange(200, 2000)) for number in range(40)]
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler, prefetch=5, heartbeat=5) as consumer:
         proxy.throttle(8_000)
-        publish(vhost, "orders", bodies, checker)
-        handler.wait_bodies(bodies)
+        with Allocations() as allocations:
+            publish(vhost, "orders", bodies, checker)
+            handler.wait_bodies(bodies)
+            assert allocations.peak() < 1_000_000
         assert consumer.statistics.delivered == 40
         proxy.heal()
     assert (consumer.reconnects, proxy.connections) == (0, 1)
@@ -249,8 +275,39 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: F
 
 
 @pytest.mark.both_faces
+def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
+) -> None:
+    """Behind a way back that is narrow for acks: of 20 MB in the queue, memory holds a tenth."""
+    proxy = fault_proxy(vhost.url)
+    handled: set[int] = set()
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    sizes = [rng.randrange(90_000, 110_000) for _ in range(200)]
+    publish(vhost, "orders", [b"%d/" % number + bytes(size) for number, size in enumerate(sizes)])
+
+    def handle(delivery: Delivery) -> None:
+        stuck(delivery)
+        handled.add(int(delivery.body.partition(b"/")[0]))
+
+    proxy.throttle(8_000, direction="to_broker")
+    with (
+        Gate() as stuck,
+        Allocations() as allocations,
+        Consumer(proxy.url, ORDERS, handle, prefetch=10) as consumer,
+    ):
+        wait_until(lambda: consumer.statistics.delivered >= 10, timeout=30, what="the prefetch is full")
+        full = time.monotonic()
+        wait_until(lambda: time.monotonic() - full > 1, timeout=10, what="the time for more to arrive")
+        stuck.open()
+        wait_until(lambda: len(handled) == 200, timeout=60, what="all handled")
+        assert allocations.peak() < 4_000_000
+        assert (consumer.reconnects, consumer.statistics.delivered) == (0, 200)
+
+
+@pytest.mark.both_faces
 def test_f10_peer_stops_reading_then_resets(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Acks and dead letters stuck behind a full socket hang nothing; what they were for comes again."""
     proxy = fault_proxy(vhost.url)
@@ -264,7 +321,10 @@ def test_f10_peer_stops_reading_then_resets(
     handler = Handler(then=handle, account=checker)
     bodies = numbered(20)
     with stuck, Consumer(proxy.url, ORDERS, handler, prefetch=40, reconnect_wait=SOON) as consumer:
-        publish(vhost, "orders", [*bodies, *(b"bad" + b"x" * 1_000_000 for _ in range(20))], checker)
+        bad = [b"bad" + rng.randbytes(rng.randrange(500_000, 1_500_000)) for _ in range(20)]
+        mixed = [*bodies, *bad]
+        rng.shuffle(mixed)
+        publish(vhost, "orders", mixed, checker)
         handler.wait_begun(1)
         wait_until(lambda: consumer.statistics.delivered == 40, timeout=30, what="everything delivered")
         proxy.stop_reading("to_broker", new_connections=False)

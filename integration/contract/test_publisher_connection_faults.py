@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
+from integration.support.allocations import Allocations
 from integration.support.publishing import Load, book, submit
 from integration.support.waiting import wait_until
 from reliable_mq import Publisher, PublishUnconfirmed, Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from random import Random
 
     from integration.support.broker import Broker
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
+    from reliable_mq import Confirmation
     from reliable_mq.testing import FaultProxyFactory
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
 
 ORDERS = Queue("orders", dead_letter=None)
 QUICK = {"confirm_timeout": 1.5, "connect_timeout": 3.0, "heartbeat": 5}
+
+
+def bodies(rng: Random, count: int, *, least: int = 1, most: int = 400) -> Iterator[bytes]:
+    """Make bodies, of so many bytes."""
+    for _ in range(count):
+        yield rng.randbytes(rng.randint(least, most))
 
 
 def wait_for_confirms(load: Load, count: int) -> None:
@@ -128,16 +138,24 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
 
 @pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
 def test_f06_f07_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, direction: str
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random, direction: str
 ) -> None:
-    """A connection on which nothing arrives is noticed within the confirm timeout and replaced; no call hangs."""
+    """A connection on which nothing arrives is noticed within the confirm timeout and replaced; no call hangs.
+
+    It becomes one among messages under way, or before the first one.
+    """
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS], **QUICK) as publisher:
         publisher.connect()
+        before = rng.choice([0, rng.randrange(1, 500)])
+        confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, before)]
+        some = rng.randint(0, before)
+        wait_until(lambda: publisher.statistics.confirmed >= some, timeout=20, what=f"{some} of {before} confirmed")
         proxy.black_hole(direction, new_connections=False)
         started = time.monotonic()
-        confirmations = [submit(checker, publisher, "orders") for _ in range(50)]
-        assert [book(checker, one, timeout=20) for one in confirmations] == [None] * 50
+        confirmations += [submit(checker, publisher, "orders", body) for body in bodies(rng, 50, most=5000)]
+        assert [book(checker, one, timeout=20) for one in confirmations] == [None] * (before + 50)
+        assert publisher.statistics.in_doubt > 0
         assert time.monotonic() - started < 15
     checker.drain(vhost, ["orders"])
     checker.close()
@@ -145,15 +163,17 @@ def test_f06_f07_connection_is_a_black_hole(
 
 @pytest.mark.one_face("aio")
 def test_f06_every_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """While no connection works at all, publishes end with an error at their deadline, and so does the publisher."""
     proxy = fault_proxy(vhost.url)
     started = time.monotonic()
     with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=3, **QUICK) as publisher:
         publisher.connect()
+        early = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randrange(50))]
+        assert [book(checker, one, timeout=20) for one in early] == [None] * len(early)
         proxy.black_hole()
-        confirmations = [submit(checker, publisher, "orders") for _ in range(50)]
+        confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randint(1, 100))]
         errors = [book(checker, one, timeout=20) for one in confirmations]
         assert {type(error) for error in errors} == {PublishUnconfirmed}
     assert time.monotonic() - started < 30
@@ -178,31 +198,62 @@ def test_f08_slow_and_jittery_network(
 
 
 @pytest.mark.one_face("aio")
-def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
+def test_f08_network_that_loses_packets(
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+) -> None:
+    """Of all packets 5 % are lost, each way, whichever they are: that fails nothing and replaces no connection."""
+    private_broker.lose_packets(0.05)
+    with Publisher(private_broker.direct_url_of(private_vhost.name), topology=[ORDERS]) as publisher:
+        confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, 1000, most=20_000)]
+        assert [error for one in confirmations if (error := book(checker, one))] == []
+        assert (publisher.statistics.in_doubt, publisher.statistics.republished) == (0, 0)
+    assert private_broker.lost_packets() > 10
+    private_broker.lose_packets(0)
+    checker.drain(private_vhost, ["orders"])
+    checker.close()
+
+
+@pytest.mark.one_face("aio")
+def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
     proxy = fault_proxy(vhost.url)
-    with Publisher(proxy.url, topology=[ORDERS], max_outstanding_bytes=20_000, confirm_timeout=10) as publisher:
+    confirmations: list[Confirmation] = []
+    with (
+        Publisher(proxy.url, topology=[ORDERS], max_outstanding_bytes=20_000, confirm_timeout=10) as publisher,
+        ThreadPoolExecutor(1) as thread,
+    ):
         publisher.connect()
         proxy.throttle(8_000)
-        confirmations = []
-        for _ in range(50):
-            confirmations.append(submit(checker, publisher, "orders", b"x" * 1000))
-            assert publisher.outstanding <= 20
-        assert [error for one in confirmations if (error := book(checker, one))] == []
+        with Allocations() as allocations:
+            offering = thread.submit(
+                lambda: confirmations.extend(
+                    submit(checker, publisher, "orders", body) for body in bodies(rng, 2000, least=2000, most=5000)
+                )
+            )
+            wait_until(lambda: publisher.statistics.confirmed >= 10, timeout=30, what="ten got through")
+            assert publisher.outstanding <= 10
+            assert allocations.peak() < 1_000_000, "of the 7 MB that are offered"
+            assert not offering.done()
         proxy.heal()
+        offering.result(60)
+        assert [error for one in confirmations if (error := book(checker, one))] == []
+        assert publisher.statistics.in_doubt == 0
     checker.drain(vhost, ["orders"])
     checker.close()
 
 
 def test_f10_peer_stops_reading_then_resets(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Publishes stuck behind a full socket are published again on the next connection."""
     proxy = fault_proxy(vhost.url)
     with Publisher(proxy.url, topology=[ORDERS]) as publisher:
         publisher.connect()
+        early = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randrange(100))]
+        assert [error for one in early if (error := book(checker, one))] == []
         proxy.stop_reading("to_broker", new_connections=False)
-        confirmations = [submit(checker, publisher, "orders", b"x" * 50_000) for _ in range(500)]
+        large = bodies(rng, 500, least=30_000, most=70_000)
+        confirmations = [submit(checker, publisher, "orders", body) for body in large]
         wait_until(lambda: publisher.outstanding == 500, timeout=10, what="everything outstanding")
         proxy.cut()
         assert [error for one in confirmations if (error := book(checker, one))] == []
@@ -213,12 +264,12 @@ def test_f10_peer_stops_reading_then_resets(
 @pytest.mark.one_face("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, seconds: int
+    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, seconds: int
 ) -> None:
     """A frozen broker leaves outcomes unknown; when it thaws they are resolved, and nothing hangs."""
     with Publisher(private_vhost.url, topology=[ORDERS], **QUICK) as publisher:
-        with Load(checker, publisher, "orders") as load:
-            wait_for_confirms(load, 500)
+        with Load(checker, publisher, "orders", body=rng.randbytes(rng.randint(1, 2000))) as load:
+            wait_for_confirms(load, rng.randrange(1, 3000))
             private_broker.pause()
             frozen = time.monotonic()
             wait_until(lambda: time.monotonic() - frozen > seconds, timeout=seconds + 5, what="the time to pass")

@@ -153,6 +153,10 @@ class Broker(ContainedServer):
     def url_of(self, vhost: str) -> str:
         return f"amqp://guest:guest@{self.host}:{self.port}/{quote(vhost, safe='')}"
 
+    def direct_url_of(self, vhost: str) -> str:
+        """AMQP URL that leads to the container itself, past docker's proxy, for `lose_packets`."""
+        return f"amqp://guest:guest@{self.address}:{AMQP}/{quote(vhost, safe='')}"
+
     @property
     def management(self) -> Management:
         return Management(f"http://{self.host}:{self._ports[MANAGEMENT]}")

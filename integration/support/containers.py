@@ -14,7 +14,7 @@ import socket
 import subprocess
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import docker
 from docker.errors import APIError, NotFound
@@ -30,6 +30,8 @@ _SETUP = Path(__file__).parent.parent / "setup.sh"
 
 class ContainedServer(ABC):
     """A server in a container, and the faults that can be done to every such server."""
+
+    _losing = False
 
     @property
     @abstractmethod
@@ -70,13 +72,60 @@ class ContainedServer(ABC):
         self.container.unpause()
         self.wait_for_status("running")
 
+    def lose_packets(self, share: float) -> None:
+        """Drop this share of the packets of every TCP connection of the server, each way; 0 for none, as before.
+
+        By the statistic module of iptables, in the network namespace of the container. The tool is the host's, in a
+        container with its file system: the server's image need not have it, nor this process be root. What is between
+        docker's proxy and a client on its host loses nothing: connect to `address`.
+        """
+        self._losing = share > 0
+        for chain in ("INPUT", "OUTPUT"):
+            self._iptables("-F", chain)
+            if share:
+                drop = ["-m", "statistic", "--mode", "random", "--probability", f"{share:.4f}", "-j", "DROP"]
+                self._iptables("-A", chain, "-p", "tcp", *drop)
+
+    def lost_packets(self) -> int:
+        """How many packets were dropped so far, both ways."""
+        listed = "".join(self._iptables("-L", chain, "-nvx") for chain in ("INPUT", "OUTPUT"))
+        return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line)
+
+    @property
+    def address(self) -> str:
+        """The container's own, which a process on its host reaches without a proxy."""
+        container = self.container
+        container.reload()
+        self.let_go()
+        networks: dict[str, Any] = container.attrs["NetworkSettings"]["Networks"]
+        address: str = next(iter(networks.values()))["IPAddress"]
+        return address
+
+    def _iptables(self, *arguments: str) -> str:
+        container = self.container
+        output: bytes = container.client.containers.run(
+            container.image.id,
+            ["/host", "iptables", "-w", *arguments],
+            entrypoint="chroot",
+            user="0",
+            network_mode=f"container:{container.id}",
+            cap_add=["NET_ADMIN"],
+            volumes={"/": {"bind": "/host", "mode": "rw"}},
+            labels={OWNER_LABEL: owner()},
+            remove=True,
+        )
+        self.let_go()
+        return output.decode()
+
     def heal(self) -> None:
-        """A server that is paused or dead is well again."""
+        """A server that is paused or dead, or loses packets, is well again."""
         status = self.status()
         if status == "paused":
             self.unpause()
         elif status != "running":
             self.start()
+        if self._losing:
+            self.lose_packets(0)
 
     def status(self) -> str:
         """In docker's words: ``"running"``, ``"paused"``, ``"exited"``."""
