@@ -311,7 +311,6 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
     assert taken == [b"0", b"1", b"2"]
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # that is what is tested
 def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parents_works_on(
     vhost: VirtualHost, tmp_path: Path
 ) -> None:

@@ -186,7 +186,6 @@ def test_pika_09_what_is_submitted_while_connections_die_is_settled(
     assert checker.close().confirmed == 1200
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # that is what is tested
 def test_pika_10_children_forked_while_publishing_neither_hang_nor_corrupt_the_stream(
     vhost: VirtualHost, checker: Checker
 ) -> None:

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("baseline")
 ORDERS = Queue("orders", dead_letter=None)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # that is what is tested
 def test_f46_a_publisher_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
     """After a fork the child's copy raises at once, the parent's works on, and a new one in the child works."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
