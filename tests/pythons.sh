@@ -57,7 +57,7 @@ install() {  # into $venv, unless it has been done
     want=$(sha256sum <pyproject.toml)\ $("${in_place[@]}" "$python" -VV)
     [ "$(cat "$venv/.installed" 2>/dev/null)" = "$want" ] && return
     "${in_place[@]}" "$python" -m venv --clear "$venv" &&
-        "${in_place[@]}" "$venv/bin/python" -m pip install --quiet --editable '.[all,bench,unit]' &&
+        "${in_place[@]}" "$venv/bin/python" -m pip install -qq --editable '.[all,bench,unit]' &&
         printf '%s\n' "$want" >"$venv/.installed"
 }
 

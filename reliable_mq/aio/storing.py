@@ -237,14 +237,6 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
             self.outbox.close()
         return claims
 
-    def _close_outbox(self) -> None:
-        self.relay.join(CLOSE_GRACE)
-        self._writer.join(CLOSE_GRACE)
-        try:
-            self.outbox.close()
-        except Exception:
-            logger.exception("closing %r", self.outbox)
-
     # On the event loop
 
     async def _open(self) -> None:

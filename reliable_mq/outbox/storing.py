@@ -196,6 +196,15 @@ class BaseStoringLane(Generic[C]):
         self._writer.start()
         self.begun = True
 
+    def _close_outbox(self) -> None:
+        """Close the outbox when the threads have ended. On a thread that nobody waits for."""
+        self.relay.join(CLOSE_GRACE)
+        self._writer.join(CLOSE_GRACE)
+        try:
+            self.outbox.close()
+        except Exception:
+            logger.exception("closing %r", self.outbox)
+
     def _check_not_forked(self) -> None:
         if self.forked:
             raise UsageError(

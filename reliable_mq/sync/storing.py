@@ -103,6 +103,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
+        self._closing = f"{options.name}-outbox-close"
 
     # For callers
 
@@ -204,13 +205,17 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         self._questions.close()
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened. What is stored stays."""
+        """End without waiting, however far it was opened. What is stored stays.
+
+        The outbox is closed when its threads have ended.
+        """
         with self.lock:
             self._closed = True
             self._changed.notify_all()
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
+        threading.Thread(target=self._close_outbox, name=self._closing, daemon=True).start()
 
     # On a thread of its own
 

@@ -46,7 +46,8 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(OutboxWriter, "start", interrupted)
-    publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=SQLiteOutbox(tmp_path / "outbox"), name="test-open")
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    publisher = Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=outbox, name="test-open")
     with pytest.raises(KeyboardInterrupt), publisher:
         pytest.fail("it was entered")
     wait_until(
@@ -54,6 +55,7 @@ def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypa
         timeout=10,
         what="the end of its threads",
     )
+    assert outbox._connection is None
 
 
 class HangingOutbox(SQLiteOutbox):
