@@ -37,7 +37,7 @@ check: venv  ## lint, format, types, import contracts
 
 # Every part runs, also when one before it failed; the end tells what became of each.
 test:  ## all tests: without a broker, then against real ones
-	@tests/parts.sh test-core test-rest test-brokers test-spark
+	@tests/parts.sh test-core test-rest test-integration
 
 test-unit:  ## the tests that need no broker, and the coverage of the core
 	@tests/parts.sh test-core test-rest
@@ -56,14 +56,15 @@ T ?= tests/core
 t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
 	$(PYTEST) -q -n 0 $(T) $(ARGS)
 
-test-integration:  ## the tests against real brokers, databases and Spark
-	@tests/parts.sh test-brokers test-spark
+# Spark's tests mostly wait for Spark: they run beside the others.
+test-integration: venv images java databases  ## the tests against real brokers, databases and Spark
+	@tests/parts.sh test-brokers+test-spark
 
 test-brokers: venv images databases
-	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-spark: venv images java
-	$(PYTEST) integration/spark -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) integration/spark -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-pythons:  ## the tests that need no broker on every Python found, and on the newest of Debian sid
 	@tests/pythons.sh

@@ -9,7 +9,7 @@ fixture              scope      what it is
 `vhost`              test       a fresh virtual host on `broker` (url, connect, queue, counts); deleted afterwards
 `vhost_40`           test       the same on `broker_40`
 `any_vhost`          test       the same on each of both lines
-`private_broker`     module     a container for this module alone, to be killed, paused, starved; healed for each test
+`private_broker`     test       a container beside `broker`, to be killed, paused, starved; healed for each test
 `private_vhost`      test       a fresh virtual host on `private_broker`
 `new_vhost`          test       a function `(broker) -> VirtualHost`, for more of them
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
@@ -61,6 +61,25 @@ if TYPE_CHECKING:
 
 __all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
 
+_LONGEST = (
+    "test_consumer_connection_faults.py",
+    "test_cli.py",
+    "test_cli_doctor.py",
+    "test_examples.py",
+    "test_outbox_sqlalchemy.py",
+    "test_consumer_stores.py",
+    "test_cli_outbox.py",
+    "test_cli_dlq.py",
+    "test_bench.py",
+    "test_publisher_connection_faults.py",
+    "test_connection.py",
+    "test_wall_clock.py",
+    "test_consumer_retries.py",
+    "test_outbox_sqlite.py",
+    "test_aio_publisher.py",
+    "test_queue_source.py",
+    "test_sink.py",
+)
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
 
@@ -94,7 +113,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, LINES, indirect=True)
 
 
+@pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    properties.allow_time(items)
+    # What takes longest comes first, so that no process is left with it when the others have nothing more to do.
+    ranks = {file: rank for rank, file in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
     if not soaking():
         kept = [item for item in items if item.get_closest_marker("soak") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -189,16 +213,16 @@ def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], 
     return _shared_brokers(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _private_brokers() -> Iterator[Callable[[str], Broker]]:
-    """One broker of each line that is asked for, for one module."""
+    """One more broker of each line that is asked for: to start one takes as long as many tests."""
     with _brokers() as get:
         yield get
 
 
 @pytest.fixture
 def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], Broker]) -> Iterator[Broker]:
-    """A broker for this module alone, free of earlier faults when a test starts: kill, pause and starve it at will."""
+    """A broker for one test at a time, free of earlier faults when it starts: kill, pause and starve it at will."""
     broker = _private_brokers(getattr(request, "param", "newest"))
     broker.heal()
     yield broker
@@ -245,7 +269,7 @@ def any_vhost(any_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) ->
 
 @pytest.fixture
 def private_vhost(private_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
-    """A fresh virtual host on the module's own broker."""
+    """A fresh virtual host on the broker that may be harmed."""
     return new_vhost(private_broker)
 
 
