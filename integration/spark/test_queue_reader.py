@@ -165,7 +165,7 @@ def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["ours", "limited"])
 def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Path, checker: Checker, kind: str) -> None:
-    """On our own queue; on a foreign one with a delivery limit, what was read too often is in its dead-letter queue."""
+    """On our own queue; and on a foreign one with a delivery limit, which next to nothing reaches."""
     first = seeds()[0]  # one for each line and kind: a run takes minutes
     print(f"seed {first}")
     rng = random.Random(first)
@@ -194,7 +194,7 @@ def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Pat
     balance = checker.close()
     print(f"{kind}: {balance}")
     assert balance.left == 0
-    assert (balance.dead_lettered > 0) == (kind == "limited" and RESTARTS > 20)
+    assert balance.dead_lettered <= (RESTARTS // 21 if kind == "limited" else 0)
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -25,7 +25,7 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["Arguments", "Verdict", "check_queues", "corrected", "judge"]
+__all__ = ["Arguments", "Verdict", "check_queues", "corrected", "delivery_limit", "judge"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,18 @@ class Verdict:
     warnings: tuple[str, ...] = ()
 
 
-def check_queues(options: QueueOptions) -> None:
+def check_queues(options: QueueOptions) -> int | None:
     """Look at the queues. Blocks for a connection and some round trips.
+
+    Returns:
+        Their lowest delivery limit; None where none is known.
 
     Raises:
         ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
         TopologyMismatch: there is none of that name.
         BrokerUnavailable: the broker could not be asked.
     """
+    limits: list[int] = []
     with _quietly(), StepChannel(parse_url(options.url), name=_NAME) as channel:
         version = channel.server.version_tuple
         for name in options.queues:
@@ -88,6 +92,23 @@ def check_queues(options: QueueOptions) -> None:
                 raise ConfigurationError(f"{verdict.dropped} (failOnDataLoss=false reads it all the same)")
             for warning in (*filter(None, [verdict.dropped]), *verdict.warnings):
                 logger.warning("%s", warning)
+            limit = delivery_limit(arguments, version)
+            if limit is not None:
+                limits.append(limit)
+    return min(limits, default=None)
+
+
+def delivery_limit(arguments: Arguments, version: tuple[int, ...]) -> int | None:
+    """Return after how many deliveries but one a queue gives a message up; None for never.
+
+    Args:
+        arguments: of the queue.
+        version: of the broker.
+    """
+    if arguments.values.get("x-queue-type", "classic") != "quorum":
+        return None
+    limit = arguments.values.get("x-delivery-limit", _DEFAULT_LIMIT if version >= _LIMITED_SINCE else None)
+    return limit if isinstance(limit, int) and limit >= 0 else None
 
 
 def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
@@ -120,8 +141,8 @@ def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
         )
     if kind != "quorum":
         return Verdict(warnings=tuple(warnings))
-    limit = values.get("x-delivery-limit", _DEFAULT_LIMIT if version >= _LIMITED_SINCE else None)
-    if not isinstance(limit, int) or limit < 0:
+    limit = delivery_limit(arguments, version)
+    if limit is None:
         return Verdict(warnings=tuple(warnings))
     own = "" if "x-delivery-limit" in values else " (the broker's default)"
     counts = (

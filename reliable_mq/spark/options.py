@@ -56,6 +56,7 @@ class QueueOptions:
         max_messages: rows of a batch at most.
         max_bytes: bytes of the bodies of a batch at most; and twice that is what the reader holds in memory.
         prefetch: deliveries of a queue that may be unacked, those of the batch that is being processed included.
+        prefetch_given: whether that is the user's word, and is not lowered on a queue with a delivery limit.
         min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
             size asks for.
         fail_on_data_loss: whether to refuse a queue that drops what was delivered too often.
@@ -67,6 +68,7 @@ class QueueOptions:
     max_messages: int
     max_bytes: int = _DEFAULT_BYTES
     prefetch: int = _DEFAULT_PREFETCH
+    prefetch_given: bool = False
     min_partitions: int | None = None
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
@@ -146,6 +148,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             max_messages=options.whole("maxMessagesPerTrigger", 1) or _LARGEST_PREFETCH,
             max_bytes=options.whole("maxBytesPerTrigger", 1, _LARGEST_BYTES) or _DEFAULT_BYTES,
             prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
+            prefetch_given=options.text("prefetch") is not None,
             min_partitions=options.whole("minPartitions", 1),
             fail_on_data_loss=options.truth("failOnDataLoss", default=True),
             metrics_directory=options.text("metricsDirectory"),

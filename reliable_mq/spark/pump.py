@@ -27,7 +27,7 @@ from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.setup import CheckQueue, StepRefused, refusal
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.metrics.registry import register
-from reliable_mq.spark.appetite import Appetite, Move
+from reliable_mq.spark.appetite import Appetite, Move, times_returned
 from reliable_mq.spark.batches import Batches, Position
 from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
 from reliable_mq.spark.settling import Settling
@@ -63,13 +63,14 @@ class Pump(QuietClient):
     Args:
         options: of the source.
         session: a name that no other process has.
+        delivery_limit: the lowest of the queues; None where they have none.
 
     Attributes:
         error: why it has ended by itself, if it has.
         statistics: what it counts.
     """
 
-    def __init__(self, options: QueueOptions, session: str) -> None:
+    def __init__(self, options: QueueOptions, session: str, *, delivery_limit: int | None = None) -> None:
         self.error: ReliableMQError | None = None
         self.statistics = QueueStatistics()
         self._options = options
@@ -88,7 +89,14 @@ class Pump(QuietClient):
         self._asked_at: float | None = None  # since when more is being asked for
         self._handed_back = threading.Event()
         # Of the I/O thread alone.
-        self._appetite = Appetite(most=options.prefetch, most_bytes=2 * options.max_bytes, queues=len(options.queues))
+        self._appetite = Appetite(
+            most=options.prefetch,
+            most_bytes=2 * options.max_bytes,
+            queues=len(options.queues),
+            limit=None if options.prefetch_given else delivery_limit,
+        )
+        self._limited = delivery_limit is not None and not options.prefetch_given
+        self._returned: dict[int, int] = {}  # how often what is unacked has come back before, by delivery tag
         self._sources: dict[str, Source] = {}  # by queue
         self._busy = False  # the subscriptions are being changed
         self._closing = False
@@ -257,6 +265,8 @@ class Pump(QuietClient):
         self.statistics.reconnects += not self._closing
         self._settling.lost()
         self._subscriptions.lost()
+        self._returned.clear()
+        self._appetite.lost()
         self._read = []
         self._busy = False
         self._answered()
@@ -297,6 +307,8 @@ class Pump(QuietClient):
         for delivery in cast("list[Delivery]", deliveries):
             delivery.source = self._sources[self._subscriptions.queue(delivery.consumer_tag)]
             self._read.append(delivery)
+            if self._limited and delivery.redelivered:
+                self._returned[delivery.delivery_tag] = times_returned(delivery)
 
     def read_finished(self) -> None:
         """All that was read at once has been reported."""
@@ -350,6 +362,7 @@ class Pump(QuietClient):
         with self._changed:
             withdrawn = self._batches.withdraw(queue)
         self._settling.hand_back(withdrawn)
+        self._forget(withdrawn)
 
     def _subscribe_again(self, queue: str) -> None:
         """Consume a queue again once no batch has any of it: a broker that lost patience gives that out again."""
@@ -366,6 +379,7 @@ class Pump(QuietClient):
         """Change the subscriptions where what is held asks for it."""
         if self._busy or self._closing or not self._connected:
             return
+        self._appetite.returned = max(self._returned.values(), default=0)
         move = self._appetite.move(self._batches.held, self._settling.outstanding)
         if move is not Move.STAY:
             self._busy = True
@@ -396,7 +410,16 @@ class Pump(QuietClient):
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
         self._settling.ack(deliveries)
+        self._forget(deliveries)
         self._adjust()
+
+    def _forget(self, deliveries: Sequence[Delivery]) -> None:
+        """These are unacked no more, or were on a channel that is gone."""
+        if self._returned:
+            generation = self._settling.generation
+            for delivery in deliveries:
+                if delivery.source.generation == generation:
+                    self._returned.pop(delivery.delivery_tag, None)
 
     def _count(self) -> None:
         if self._connected and not self._closing:

@@ -170,8 +170,8 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _reading(self) -> Pump:
         """Give the pump, connected by the first call."""
         if self._pump is None:
-            check_queues(self._given)
-            pump = Pump(self._given, uuid.uuid4().hex[:12])
+            limit = check_queues(self._given)
+            pump = Pump(self._given, uuid.uuid4().hex[:12], delivery_limit=limit)
             on_termination(lambda: pump.close(_HAND_BACK))
             pump.open()
             self._pump = pump

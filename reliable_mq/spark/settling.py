@@ -38,6 +38,11 @@ class Settling:
         self._channel = 0
 
     @property
+    def generation(self) -> int:
+        """Of the channel of now."""
+        return self._acks.generation
+
+    @property
     def outstanding(self) -> int:
         """Deliveries of this channel that are neither acked nor handed back."""
         return self._acks.outstanding

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from reliable_mq.spark.appetite import Appetite, Move
+import pytest
+
+from reliable_mq.core.codec import RawDelivery, encode_table, join_properties
+from reliable_mq.spark.appetite import Appetite, Move, times_returned
 
 
-def appetite(most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1) -> Appetite:
-    return Appetite(most=most, most_bytes=most_bytes, queues=queues)
+def appetite(most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None) -> Appetite:
+    return Appetite(most=most, most_bytes=most_bytes, queues=queues, limit=limit)
 
 
 def test_it_begins_small_while_sizes_are_not_known() -> None:
@@ -66,3 +69,77 @@ def test_it_forgets_large_messages_slowly() -> None:
     for _ in range(40):
         hungry.fed(100, 100 * 100)
     assert hungry.prefetch == 2000
+
+
+# -- a delivery limit --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
+    """Then all that is allowed, where it has not come back before; and one again on another channel."""
+    careful = appetite(limit=20)
+    assert careful.granted == careful.prefetch == 1
+    careful.fed(1, 100)
+    assert careful.move(held=100, unacked=1) is Move.RENEW
+    careful.renewed()
+    assert careful.granted == 2000
+    assert careful.move(held=200_100, unacked=2001) is Move.STAY
+    careful.lost()
+    assert careful.prefetch == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "returned", "prefetch"),
+    [
+        (20, 0, 2000), (20, 1, 935), (20, 5, 44), (20, 9, 2), (20, 10, 1), (20, 21, 1),
+        (5, 1, 95), (5, 2, 4), (5, 3, 1), (2, 0, 2000), (2, 1, 1), (0, 0, 2000), (0, 1, 1),
+    ],
+)  # fmt: skip
+def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
+    limit: int, returned: int, prefetch: int
+) -> None:
+    """A single one from half of the limit on."""
+    careful = appetite(limit=limit)
+    careful.fed(1, 100)
+    careful.returned = returned
+    assert careful.prefetch == prefetch
+
+
+def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_little_is_unacked() -> None:
+    careful = appetite(limit=20)
+    careful.fed(1, 100)
+    careful.renewed()
+    careful.fed(500, 50_000)
+    careful.returned = 15
+    assert careful.move(held=50_000, unacked=501) is Move.PAUSE
+    assert careful.move(held=40_000, unacked=400) is Move.STAY
+    careful.returned = 0
+    assert careful.move(held=40_000, unacked=400) is Move.RENEW
+    assert careful.prefetch == 1
+    careful.renewed()
+    assert careful.move(held=40_100, unacked=401) is Move.STAY
+
+
+def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
+    """Where one is all that is granted there is nothing to pause."""
+    careful = appetite(limit=20)
+    careful.fed(1, 100)
+    careful.returned = 15
+    for _ in range(3):
+        assert careful.move(held=100, unacked=1) is Move.STAY
+        careful.fed(1, 100)
+
+
+@pytest.mark.parametrize(
+    ("headers", "count"),
+    [
+        (encode_table({"x-delivery-count": 3}), 3),
+        (encode_table({"x-delivery-count": -3}), 0),
+        (encode_table({"x-delivery-count": "3"}), 0),
+        (encode_table({"other": 3}), 0),
+        (None, 0),
+        (b"\0\0\0\x05\x03foo?", 0),
+    ],
+)
+def test_how_often_a_delivery_has_come_back_is_read_from_its_headers(headers: bytes | None, count: int) -> None:
+    properties = join_properties({} if headers is None else {"headers": headers})
+    assert times_returned(RawDelivery("", 1, True, "", "", properties, b"")) == count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.checks import Arguments, Verdict, corrected, judge
+from reliable_mq.spark.checks import Arguments, Verdict, corrected, delivery_limit, judge
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}
@@ -135,3 +135,21 @@ def test_what_had_better_be_known_is_a_warning() -> None:
 def test_a_refusal_tells_one_argument(assumed: Arguments, text: str, found: Arguments | None) -> None:
     """In the type that it has; nothing is guessed."""
     assert corrected("q", assumed, text) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "version", "limit"),
+    [
+        (QUORUM, V40, 20),
+        (QUORUM, V312, None),
+        ({**QUORUM, "x-delivery-limit": 3}, V312, 3),
+        ({**QUORUM, "x-delivery-limit": 0}, V40, 0),
+        ({**QUORUM, "x-delivery-limit": -1}, V40, None),
+        ({"x-delivery-limit": 3}, V40, None),
+        ({}, V40, None),
+    ],
+)
+def test_the_delivery_limit_of_a_queue_is_known(
+    values: dict[str, object], version: tuple[int, ...], limit: int | None
+) -> None:
+    assert delivery_limit(Arguments(values=values), version) == limit
