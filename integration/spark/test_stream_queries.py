@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from integration.programs.spark_queries import start
 from integration.support.spark_application import committed_rows
 from reliable_mq import Message, Publisher, Queue
@@ -54,3 +56,32 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
     assert sorted(row.offset for row in rows.select("offset", "message_id").collect()) == list(range(1000))
     narrow = source.schema("body binary, offset bigint").load()
     assert {(row.offset, bytes(row.body)) for row in narrow.collect()} == {(n, b"%d" % n) for n in range(1000)}
+
+
+def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, checker: Checker) -> None:
+    """As a temporary view, which has what the stream had at its first query. The URL shows in no plan."""
+    publish(vhost, checker, 100)
+    view = f"CREATE OR REPLACE TEMPORARY VIEW events USING rabbitmq OPTIONS (url '{vhost.url}', stream 'events')"
+    spark.sql(view)
+    publish(vhost, checker, 50)
+    try:
+        for _ in range(2):
+            counted = spark.sql("SELECT count(*) AS n, min(offset) AS low, max(offset) AS high FROM events")
+            assert [tuple(row) for row in counted.collect()] == [(150, 0, 149)]
+            assert vhost.url not in counted._jdf.queryExecution().toString()  # type: ignore[operator]
+            publish(vhost, checker, 50)
+        spark.sql(view)
+        found = spark.sql("SELECT cast(body AS string) AS body FROM events WHERE offset >= 200 ORDER BY offset")
+        assert [row.body for row in found.collect()] == [str(number % 50) for number in range(50)]
+    finally:
+        spark.sql("DROP VIEW events")
+
+
+def test_a_queue_is_not_read_by_sql_and_the_error_says_what_to_use(spark: SparkSession, vhost: VirtualHost) -> None:
+    """Reading a view is a batch read."""
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW orders USING rabbitmq OPTIONS (url '{vhost.url}', queue 'orders')")
+    try:
+        with pytest.raises(Exception, match=r"cannot be read with spark\.read"):
+            spark.sql("SELECT * FROM orders").collect()
+    finally:
+        spark.sql("DROP VIEW orders")
