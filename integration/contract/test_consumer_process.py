@@ -40,10 +40,13 @@ ORDERS = Queue("orders")
 class Program:
     """``integration.programs.consuming`` as a process, and what it has said."""
 
-    def __init__(self, url: str, face: str = "sync", *, stop_timeout: float = 30, passes: int = 0) -> None:
+    def __init__(
+        self, url: str, face: str = "sync", *, stop_timeout: float = 30, passes: int = 0, queue: str = "shared"
+    ) -> None:
         root = Path(reliable_mq.__file__).parent.parent
+        arguments = [url, str(stop_timeout), str(passes), face, queue]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "integration.programs.consuming", url, str(stop_timeout), str(passes), face],
+            [sys.executable, "-m", "integration.programs.consuming", *arguments],
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(root)},
             stdin=subprocess.PIPE,
@@ -172,6 +175,26 @@ def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: Virtu
     assert handler.bodies == numbered(7, first=3)
     assert handler.redelivered == [True] * 7
     assert handler.attempts == [1] * 7
+
+
+@pytest.mark.both_faces
+def test_f34_after_a_sigkill_of_the_single_active_consumer_the_next_goes_on_in_order(
+    any_vhost: VirtualHost, consumer_face: str
+) -> None:
+    """Nothing is skipped, and nothing but what was not acked is handled twice."""
+    orders = Queue("orders", single_active_consumer=True)
+    with Program(any_vhost.url, consumer_face, passes=3, queue="single") as program:
+        program.wait_for("consuming from queue")
+        handler = Handler()
+        with Consumer(any_vhost.url, orders, handler, name="next") as waiting:
+            publish(any_vhost, "orders", numbered(10))
+            program.wait_for("begun 3")
+            wait_until(lambda: left(any_vhost) == 7, timeout=10, what="three acked")
+            assert waiting.statistics.delivered == 0, "it waits for the role"
+            program.signal(signal.SIGKILL)
+            assert program.end() == -signal.SIGKILL
+            handler.wait_done(7)
+    assert handler.bodies == numbered(7, first=3)
 
 
 @pytest.mark.parametrize("acks", ["batched", "each"])

@@ -1,8 +1,8 @@
 """Consumes until it is told to stop; each handler waits for a byte on the standard input before it ends.
 
-Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES FACE``: the handlers of the first PASSES
-deliveries do not wait; FACE is ``sync`` or ``aio``. Says on the standard output what it does; ends with ``returned``
-when ``run()`` has.
+Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES FACE QUEUE``: the handlers of the first PASSES
+deliveries do not wait; FACE is ``sync`` or ``aio``; QUEUE is ``shared`` or ``single``, for one active consumer. Says on
+the standard output what it does; ends with ``returned`` when ``run()`` has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
 
 
-def main(url: str, stop_timeout: float, passes: int, face: str) -> None:
+def main(url: str, stop_timeout: float, passes: int, face: str, queue: str) -> None:
+    orders = Queue("orders", single_active_consumer=queue == "single")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
     def handle(delivery: Delivery) -> None:
@@ -30,9 +31,9 @@ def main(url: str, stop_timeout: float, passes: int, face: str) -> None:
         say(f"done {delivery.body.decode()}")
 
     if face == "sync":
-        Consumer(url, Queue("orders"), handle, stop_timeout=stop_timeout, ack_every=1).run()
+        Consumer(url, orders, handle, stop_timeout=stop_timeout, ack_every=1).run()
     else:
-        consumer = AsyncConsumer(url, Queue("orders"), in_a_coroutine(handle), stop_timeout=stop_timeout, ack_every=1)
+        consumer = AsyncConsumer(url, orders, in_a_coroutine(handle), stop_timeout=stop_timeout, ack_every=1)
         asyncio.run(consumer.run())
     say("returned")
 
@@ -42,4 +43,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

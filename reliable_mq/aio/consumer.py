@@ -376,7 +376,11 @@ class AsyncConsumer:
 
     @property
     def prefetch(self) -> int:
-        """Deliveries that may be unacked. Setting it takes effect at once; for a while both limits may add up."""
+        """Deliveries that may be unacked. Setting it takes effect at once; for a while both limits may add up.
+
+        On a ``Queue(..., single_active_consumer=True)`` it takes effect once nothing is unacked here for a moment, or
+        with the next channel: a new subscription gives the role away. A queue given by its name is not known to be one.
+        """
         return self._options.prefetch
 
     @prefetch.setter

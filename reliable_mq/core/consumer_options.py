@@ -46,6 +46,7 @@ _OFFSETS: Final = ("first", "last", "next")
 _OFFSET: Final = "x-stream-offset"
 _REST: Final = 0.01  # seconds from one ack to the next that is sent since no handler runs: so few cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
+_SINGLE_ACTIVE: Final = "x-single-active-consumer"
 _TAKEN_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are taken in, to be dead-lettered with a reason
 
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
@@ -215,6 +216,14 @@ class ConsumerOptions:
     def republishes(self) -> bool:
         """Whether anything is ever published: dead letters, or what waits in delay queues."""
         return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
+
+    @property
+    def single_active(self) -> bool:
+        """Whether the queue gives its messages to one consumer at a time, as far as it is known here."""
+        queue = self._queue
+        if isinstance(queue, str):
+            return False
+        return queue.single_active_consumer or queue.arguments.get(_SINGLE_ACTIVE) is True
 
     @property
     def consumer_timeout(self) -> float | None:

@@ -270,3 +270,16 @@ SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
 )
 def test_the_consumer_timeout_is_what_the_queue_says_or_else_the_brokers(given: Any, timeout: float | None) -> None:
     assert options(**given).consumer_timeout == timeout
+
+
+@pytest.mark.parametrize(
+    ("queue", "single"),
+    [
+        ("orders", False),
+        (ORDERS, False),
+        (Queue("orders", single_active_consumer=True), True),
+        (Queue("orders", arguments={"x-single-active-consumer": True}), True),
+    ],
+)
+def test_a_queue_says_whether_it_has_one_active_consumer(queue: Queue | str, single: bool) -> None:
+    assert options(queue).single_active is single

@@ -17,6 +17,7 @@ Invariants:
 - deliveries that wait in the outlet are withdrawn when their channel is lost, or is about to be given up;
 - what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again; and, for a
   moment, not before what runs has ended: then one frame returns it all, instead of one each;
+- the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost;
 - a finished delivery is looked at within ``ack_interval``, however long the handler of the next one takes;
 - the subscription ends once, and what was finished until then has been acked; after that it has no timer.
 """
@@ -201,6 +202,7 @@ class BaseSubscription:
         self._burst_at = 0.0
         self._burst = 0  # bytes sent since then
         self._pause: TimerHandle | None = None  # of SETTLING, or of LINGERING
+        self._renewal: TimerHandle | None = None  # of the channel, for another prefetch
         self._patience: TimerHandle | None = None  # with what runs, before the channel or the consumer is given up
         self._verdict = self._new_event()
         self._attempts_left = len(settings.endpoints)
@@ -399,6 +401,7 @@ class BaseSubscription:
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         position = self.session.position
         self._prefetch = self._options.prefetch
+        self.session.set_prefetch(self._prefetch)
         return self._options.setup(server, self._consumer_tag, None if position is None else position.following)
 
     def _wake(self) -> None:
@@ -442,6 +445,8 @@ class BaseSubscription:
             elif self._phase is _Phase.STOPPING:
                 self._phase = _Phase.LINGERING
                 self._pause = self._io.call_later(_LINGER, self._end)
+        if self._prefetch != self._options.prefetch or self._renewal is not None:
+            self._renew_when_idle()
         self._schedule(now)
 
     def _take_in(self, now: float) -> None:
@@ -512,6 +517,15 @@ class BaseSubscription:
             self._io.reopen_channel()
 
     def _change_prefetch(self) -> None:
+        if self._subscribed and self._options.single_active:
+            logger.info(
+                "consumer %r: prefetch=%d takes effect once nothing is unacked: subscribing anew gives the role of the "
+                "single active consumer away",
+                self._options.name,
+                self._options.prefetch,
+            )
+            self._wake()
+            return
         self.session.set_prefetch(self._options.prefetch)
         if self._subscribed:  # else `ready` sees what the broker was told last
             self._prefetch = self._options.prefetch
@@ -528,6 +542,25 @@ class BaseSubscription:
     def _subscribed_anew(self, outcome: object) -> None:
         if isinstance(outcome, Exception):
             logger.warning("the prefetch takes effect with the next channel: %s", outcome)
+
+    @property
+    def _may_renew(self) -> bool:
+        """Whether a prefetch that was put off may take effect now."""
+        idle = self._phase is _Phase.RUNNING and self._subscribed and not self.session.outstanding
+        return idle and self._prefetch != self._options.prefetch
+
+    def _renew_when_idle(self) -> None:
+        """Open another channel, after a moment in which nothing has come: acks on their way would go with this one."""
+        if self._renewal is None and self._may_renew:
+            self._renewal = self._io.call_later(_LINGER, self._renew)
+        elif self._renewal is not None and not self._may_renew:
+            self._renewal.cancel()
+            self._renewal = None
+
+    def _renew(self) -> None:
+        self._renewal = None
+        if self._may_renew:
+            self._io.reopen_channel()
 
     def _begin_to_stop(self) -> None:
         if self._phase in _STOPPING:
@@ -582,8 +615,9 @@ class BaseSubscription:
             return
         self._phase = _Phase.ENDED
         self.connected = False
-        if self._pause is not None:
-            self._pause.cancel()
+        for timer in (self._pause, self._renewal):
+            if timer is not None:
+                timer.cancel()
         self._be_patient_no_more()
         self._alarm.cancel()
         self.session.stop()
