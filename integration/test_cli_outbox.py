@@ -17,7 +17,7 @@ from integration.support.command_line import run_cli, start_cli
 from integration.support.queues import bodies
 from integration.support.waiting import wait_until
 from reliable_mq import Message
-from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.outbox import Fate, NewRow, Settlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -250,12 +250,58 @@ def test_what_is_no_outbox_is_said_without_a_password(tmp_path: Path) -> None:
     for url in (
         "nonsense://me:hush@host/db",
         "postgresql+psycopg://me:hush@127.0.0.1:1/db",
+        "postgresql+psycopg://127.0.0.1:1/db?user=me&password=hush",
+        "postgresql+psycopg://me:right@127.0.0.1:hush/db",
+        "postgresql+psycopg://me@127.0.0.1:1/db?no_such_option=hush",
         "sqlite:////nowhere/at/all",
     ):
         failed = run_cli("outbox", "status", url)
         assert failed.returncode == 1
         assert b"hush" not in failed.stderr + failed.stdout
         assert b"Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_nothing_that_others_wrote_reaches_the_terminal_as_it_is(outbox: Outbox, where: str) -> None:
+    """Escape sequences of ids and reasons are shown, and change nothing; JSON stays JSON."""
+    store(outbox, "orders", "\x1b[2Jgone", "[/evil]", "\u202eleft")
+    claims = outbox.claims()
+    reason = "refused: \x1b]0;title\x07\r\n\x9b31m"
+    outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, reason) for row in claims.take(10).rows])
+    claims.close()
+    for arguments in ((), ("--json",)):
+        shown = run_cli("outbox", "status", where, *arguments).stdout.decode()
+        assert "gone" in shown
+        assert "[/evil]" in shown
+        assert all(char.isprintable() or char == "\n" for char in shown), shown
+    told = json.loads(run_cli("outbox", "status", where, "--json").stdout)
+    assert {one["reason"] for one in told["messages"]} == {reason}
+    assert run_cli("outbox", "purge", where, "\x1b[2Jgone").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--limit", "-1"),
+        ("status", "--limit", "99999999999999999999"),
+        ("relay", "--timeout", "-1", "--until-empty"),
+        ("relay", "--timeout", "nan", "--until-empty"),
+        ("relay", "--metrics-port", "-1"),
+        ("purge", b"\xff"),
+    ],
+)
+def test_numbers_and_ids_that_mean_nothing_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """In one line, and nothing is done."""
+    path = tmp_path / "outbox"
+    box = SQLiteOutbox(path)
+    box.open()
+    box.close()
+    command, *options = arguments
+    url = ("amqp://guest:guest@127.0.0.1:1/",) if command == "relay" else ()
+    refused = run_cli("outbox", command, *url, str(path), *options)
+    assert refused.returncode in (1, 2)
+    assert b"Traceback" not in refused.stderr
+    assert b"a flaw" not in refused.stderr
 
 
 def test_the_statements_for_a_migration_are_printed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ An outbox is named by the path of its SQLite file, or by a database URL as SQLAl
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import errors, output
+from reliable_mq.cli.terminal import escaped, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
 from reliable_mq.sync.publisher import Publisher
@@ -64,14 +63,16 @@ def status(
     *,
     table: TableName = _TABLE,
     schema: Schema = None,
-    limit: Annotated[int, typer.Option(min=0, help="How many of the messages that were set aside to list.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=0, max=1_000_000_000, help="How many of the messages that were set aside to list.")
+    ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Count what waits, and list what was set aside with the reason. The exit status is 1 where anything was."""
     with _outbox(where, table, schema) as box:
         counted, aside = box.status(), box.set_aside(limit)
     if as_json:
-        print(json.dumps(asdict(counted) | {"messages": [one._asdict() for one in aside]}, ensure_ascii=False))
+        print(json_text(asdict(counted) | {"messages": [one._asdict() for one in aside]}))
     else:
         counts = Table.grid(padding=(0, 2))
         for name, count in asdict(counted).items():
@@ -80,7 +81,8 @@ def status(
         output.print(counts)
         for one in aside:
             to = f"{one.exchange!r} {one.routing_key!r}"
-            output.print(Text(f"{one.message_id} to {to}, {one.attempts} attempts: {one.reason}"), soft_wrap=True)
+            line = f"{one.message_id} to {to}, {one.attempts} attempts: {one.reason}"
+            output.print(Text(escaped(line)), soft_wrap=True)
     if counted.set_aside or counted.unreadable:
         raise typer.Exit(1)
 
@@ -131,7 +133,7 @@ def relay(
                 if until_empty:
                     _flush(publisher, timeout)
                 else:
-                    errors.print(f"relaying {box!r}", markup=False, highlight=False, soft_wrap=True)
+                    say(f"relaying {box!r}")
                     first = next_signal(received)
                     publisher.close(_LEAVE)
                     if first == signal.SIGINT:
@@ -149,7 +151,7 @@ def _connect(publisher: Publisher, *, patient: bool) -> None:
     except BrokerUnavailable as error:
         if error.permanent or not patient:
             raise
-        errors.print(f"{error}; going on trying", markup=False, highlight=False, soft_wrap=True)
+        say(f"{error}; going on trying")
 
 
 @outbox.command()
@@ -228,7 +230,7 @@ def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | Non
         server, thread = start_http_server(port, addr=address, registry=registry)
     except OSError as error:
         raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
-    errors.print(f"metrics: http://{address}:{server.server_port}/metrics", markup=False, highlight=False)
+    say(f"metrics: http://{address}:{server.server_port}/metrics")
     try:
         yield registry
     finally:
@@ -250,7 +252,7 @@ def _in_database(url: str, **options: Any) -> Iterator[SQLAlchemyOutbox]:
         engine = create_engine(url)
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, ValueError, TypeError) as error:  # a port that is no number, an option of no driver
         # Its text may show the URL, and with it a password.
         raise ConfigurationError(f"OUTBOX is no database URL that can be used: {type(error).__name__}") from None
     box = SQLAlchemyOutbox(engine, **options)

@@ -12,7 +12,7 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from reliable_mq.message import Message
 
-__all__ = ["Claims", "Outbox", "OutboxStatus", "SetAside", "Taken", "ordering_by"]
+__all__ = ["Claims", "Outbox", "OutboxStatus", "SetAside", "Taken", "check_ids", "check_number", "ordering_by"]
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
 """From a message, its exchange and its routing key to the key of its order; None for no order."""
@@ -124,7 +124,11 @@ class Outbox(Protocol):
         ...
 
     def set_aside(self, limit: int = 100) -> list[SetAside]:
-        """Give the messages that were set aside, the oldest first."""
+        """Give the messages that were set aside, the oldest first.
+
+        Raises:
+            ConfigurationError: the limit is no whole number from 0 on.
+        """
         ...
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
@@ -158,3 +162,36 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
     except UnicodeEncodeError as error:
         raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}") from error
     return key
+
+
+def check_number(field: str, value: object) -> int:
+    """Return a number of rows, or of one row.
+
+    Raises:
+        ConfigurationError: it is no whole number from 0 to 2**63 - 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ConfigurationError(f"{field} must be a whole number from 0 to 2**63 - 1, not {value!r}")
+    return value
+
+
+def check_ids(message_ids: Sequence[str] | None) -> list[str] | None:
+    """Return the ids of messages as a list; None for all.
+
+    Raises:
+        ConfigurationError: it is one text, whose characters would be taken for ids, or one of them is no text that can
+            be encoded.
+    """
+    if message_ids is None:
+        return None
+    if isinstance(message_ids, (str, bytes)):
+        raise ConfigurationError(f"message_ids must be a sequence of ids, not one: [{message_ids!r}]")
+    ids = list(message_ids)
+    for message_id in ids:
+        if not isinstance(message_id, str):
+            raise ConfigurationError(f"message_ids must be texts, not {message_id!r}")
+        try:
+            message_id.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"message_ids must be texts that can be encoded, not {message_id!r}") from error
+    return ids

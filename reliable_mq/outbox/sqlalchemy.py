@@ -41,7 +41,7 @@ from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.isolation import refuse_autocommit
 from reliable_mq.message import Message
-from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
+from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
 from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
 from reliable_mq.outbox.sqlalchemy_runner import AsyncRunner, Runner, SyncRunner
 from reliable_mq.outbox.sqlalchemy_table import (
@@ -55,6 +55,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     exact_collation,
     outbox_table,
 )
+from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -274,6 +275,8 @@ class SQLAlchemyOutbox:
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
         columns = self.table.c
+        if up_to is not None:
+            check_number("up_to", up_to)
 
         def work(connection: Connection) -> tuple[int, int]:
             last = connection.execute(select(func.coalesce(func.max(columns.id), 0))).scalar_one()
@@ -315,6 +318,7 @@ class SQLAlchemyOutbox:
 
     def set_aside(self, limit: int = 100) -> list[SetAside]:
         """Give the messages that were set aside, the oldest first."""
+        check_number("limit", limit)
         columns = self.table.c
         query = (
             select(
@@ -352,7 +356,7 @@ class SQLAlchemyOutbox:
             self._runner.close()
 
     def __repr__(self) -> str:
-        where = self._engine.url.render_as_string(hide_password=True)
+        where = redacted(self._engine.url.render_as_string(hide_password=False))
         return f"<SQLAlchemyOutbox {self.table.fullname!r} in {where}>"
 
     # Private
@@ -422,20 +426,22 @@ class SQLAlchemyOutbox:
         return joined, and_(holds.c.first.is_not(None), holds.c.first < columns.id)
 
     def _decide(self, statement: Any, message_ids: Sequence[str] | None) -> int:
+        ids = check_ids(message_ids)
+
         def work(connection: Connection) -> int:
-            if message_ids is None:
+            if ids is None:
                 return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
             count = 0
             columns = self.table.c
-            for start in range(0, len(message_ids), _IDS_AT_A_TIME):
-                some = set(message_ids[start : start + _IDS_AT_A_TIME])
+            for start in range(0, len(ids), _IDS_AT_A_TIME):
+                some = set(ids[start : start + _IDS_AT_A_TIME])
                 wanted = select(columns.id, columns.message_id).where(
                     self._is_set_aside(), columns.message_id.in_(some)
                 )
                 # The column's collation may take other texts for the same.
-                ids = [number for number, message_id in connection.execute(wanted) if message_id in some]
-                if ids:
-                    count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(ids))).rowcount
+                found = [number for number, message_id in connection.execute(wanted) if message_id in some]
+                if found:
+                    count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(found))).rowcount
             return count
 
         return self._do(work, "changing what was set aside")

@@ -29,7 +29,7 @@ from reliable_mq.clock import since_boot
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
-from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, ordering_by
+from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
 from reliable_mq.outbox.sqlite_claims import SQLiteClaims
 from reliable_mq.outbox.sqlite_errors import is_full, outbox_error, uncertain
 from reliable_mq.outbox.sqlite_file import OpenFile
@@ -76,6 +76,8 @@ _TABLES: Final = (
     "CREATE TABLE outbox_epoch (epoch INTEGER NOT NULL)",
     "INSERT INTO outbox_epoch VALUES (0)",
 )
+
+_LONGEST_TIMEOUT: Final = 2_000_000.0  # seconds, some three weeks; SQLite counts milliseconds in 32 bits
 
 _INSERT: Final = f"INSERT INTO outbox ({', '.join(COLUMNS)}, stored_at) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"  # noqa: S608
 _REMOVE: Final = "DELETE FROM outbox WHERE id = ?"
@@ -142,7 +144,7 @@ class SQLiteOutbox:
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
         self.path = file_path(path).absolute()
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
-        self._timeout = seconds("timeout", timeout, positive=True)
+        self._timeout = min(seconds("timeout", timeout, positive=True), _LONGEST_TIMEOUT)
         self._ordering_key = ordering_key
         self._reserve = Reserve(self.path)
         self._made_in = os.getpid()
@@ -216,6 +218,8 @@ class SQLiteOutbox:
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
+        if up_to is not None:
+            check_number("up_to", up_to)
 
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
             last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
@@ -241,6 +245,7 @@ class SQLiteOutbox:
 
     def set_aside(self, limit: int = 100) -> list[SetAside]:
         """Give the messages that were set aside, the oldest first."""
+        check_number("limit", limit)
         query = (
             "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "
             "WHERE state = 2 AND format <= ? ORDER BY id LIMIT ?"
@@ -277,11 +282,13 @@ class SQLiteOutbox:
     # Private
 
     def _decide(self, query: str, message_ids: Sequence[str] | None) -> int:
+        ids = check_ids(message_ids)
+
         def work(connection: sqlite3.Connection) -> int:
-            if message_ids is None:
+            if ids is None:
                 count = connection.execute(query, (FORMAT,)).rowcount
             else:
-                wanted = [(FORMAT, message_id) for message_id in message_ids]
+                wanted = [(FORMAT, message_id) for message_id in ids]
                 count = connection.executemany(f"{query} AND message_id = ?", wanted).rowcount if wanted else 0
             if count:
                 connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")

@@ -215,6 +215,49 @@ def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> N
         outbox.ordering_key(Message(b""), "", "q")
 
 
+@pytest.mark.parametrize("kind", ["file", "table"])
+def test_numbers_and_ids_that_mean_nothing_are_refused(tmp_path: Path, kind: str) -> None:
+    """SQLite takes a limit of -1 for none, and one text is a sequence of texts."""
+    with ExitStack() as stack:
+        outbox: Outbox
+        if kind == "file":
+            outbox = SQLiteOutbox(tmp_path / "outbox")
+        else:
+            engine = create_engine(f"sqlite:///{tmp_path}/database")
+            stack.callback(engine.dispose)
+            outbox = SQLAlchemyOutbox(engine, create=True)
+        stack.callback(outbox.close)
+        outbox.open()
+        wrong: Any
+        for wrong in (-1, 1.5, True, "1", 2**63, float("nan")):
+            with pytest.raises(ConfigurationError, match="limit must be"):
+                outbox.set_aside(wrong)
+            with pytest.raises(ConfigurationError, match="up_to must be"):
+                outbox.backlog(wrong)
+        assert outbox.set_aside(0) == []
+        for wrong in ("one", b"one", [1], ["\udcff"]):
+            for decide in (outbox.retry, outbox.purge):
+                with pytest.raises(ConfigurationError, match="message_ids must be"):
+                    decide(wrong)
+        assert outbox.purge(("a", "b")) == 0
+
+
+def test_the_longest_timeout_is_one(tmp_path: Path) -> None:
+    """SQLite counts milliseconds in 32 bits, and waits not at all where there are more."""
+    outbox = SQLiteOutbox(tmp_path / "outbox", timeout=1e9)
+    outbox.open()
+    connection = outbox._connection
+    assert connection is not None
+    assert connection.execute("PRAGMA busy_timeout").fetchone()[0] > 1e9
+    outbox.close()
+
+
+def test_no_password_of_a_database_is_shown() -> None:
+    """Wherever the URL has it."""
+    for url in ("postgresql+psycopg://me:hush@h/x", "postgresql+psycopg://h/x?user=me&password=hush"):
+        assert "hush" not in repr(SQLAlchemyOutbox(create_engine(url)))
+
+
 def test_one_process_at_a_time_relays_a_file(tmp_path: Path) -> None:
     """The second gets nothing until the first lets go; what the first had may have been published."""
     first, second = SQLiteOutbox(tmp_path / "outbox"), SQLiteOutbox(tmp_path / "outbox")
