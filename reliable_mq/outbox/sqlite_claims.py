@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+from collections import deque
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _BYTES_AT_A_TIME: Final = 16 * 1024 * 1024
 _ROWS_OF_A_KEY: Final = 100  # taken at a time; they wait for one another
+_ROWS_PASSED: Final = 20_000  # over, at most, before what was found is given; the next look goes on there
+_BYTES_PASSED: Final = 64 * 1024 * 1024
 
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
 _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
@@ -49,6 +52,8 @@ _HELD: Final = """
     SELECT id, ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
     UNION ALL SELECT id, ordering_key FROM outbox WHERE format > ? AND ordering_key IS NOT NULL
 """
+_KEY: Final = COLUMNS.index("ordering_key")
+_BODY: Final = COLUMNS.index("body")
 _EPOCH: Final = "SELECT epoch FROM outbox_epoch"
 _LAST: Final = "SELECT coalesce(max(id), 0) FROM outbox"
 
@@ -95,7 +100,8 @@ class SQLiteClaims:
         self._keys: dict[str, _Key] = {}
         self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
         self._holding: set[str] = set()  # of these, the ones that the file does not know of yet
-        self._again: list[str] = []  # keys with rows that were passed over and can be taken now
+        self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
+        self._walked = self._walked_bytes = 0  # what was passed over in this look
         self._unreadable_said = False
         _open_claims.add(self)
         try:
@@ -107,6 +113,7 @@ class SQLiteClaims:
     def take(self, limit: int) -> Taken:
         """Take rows that are due: those that were delayed, those that waited for their key, then new ones, in order."""
         taken = Taken([], [])
+        self._walked = self._walked_bytes = 0
         try:
             connection = self._reader()
             if connection is None:
@@ -119,9 +126,9 @@ class SQLiteClaims:
             due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
             self._give(due, taken, limit, delayed=True)
             while self._again and len(taken.rows) < limit:
-                self._give_of_key(connection, self._again.pop(), taken)
+                self._give_of_key(connection, self._again.popleft(), taken)
             before = -1
-            while len(taken.rows) < limit and before != self._position:
+            while len(taken.rows) < limit and before != self._position and not self._far:
                 before = self._position
                 self._give(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
         except (sqlite3.Error, OSError) as error:
@@ -233,8 +240,15 @@ class SQLiteClaims:
                     self._position = number
                 if number in self._taken:
                     continue
+                if not delayed and not self._may_be_taken(number, values[_KEY]):
+                    self._walked += 1
+                    body = values[_BODY]
+                    self._walked_bytes += len(body) if isinstance(body, (bytes, str)) else 0
+                    if self._far:
+                        return
+                    continue
                 row = self._read(number, values, taken)
-                if row is None or not (delayed or self._may_be_taken(row)):
+                if row is None:
                     continue
                 if delayed:
                     self._due.add(number)
@@ -275,7 +289,7 @@ class SQLiteClaims:
         try:
             return row_from(number, values, in_doubt=number <= self._doubtful)
         except UnreadableRow as error:
-            key = values[COLUMNS.index("ordering_key")]
+            key = values[_KEY]
             key = key if isinstance(key, str) else None
             if key is not None:
                 self._held.add(key)
@@ -290,9 +304,13 @@ class SQLiteClaims:
                 logger.error("outbox %s: %s", self._path, error)  # noqa: TRY400  # nothing broke here
             return None
 
-    def _may_be_taken(self, row: OutboxRow) -> bool:
-        name = row.ordering_key
-        if name is None:
+    @property
+    def _far(self) -> bool:
+        """Whether enough was passed over for one look."""
+        return self._walked >= _ROWS_PASSED or self._walked_bytes >= _BYTES_PASSED
+
+    def _may_be_taken(self, number: int, name: object) -> bool:
+        if not isinstance(name, str):  # none, or damaged
             return True
         if name in self._held:
             return False
@@ -301,7 +319,7 @@ class SQLiteClaims:
             return True
         if key.passed is None and key.taken < _ROWS_OF_A_KEY:
             return True
-        self._pass(key, row.id)
+        self._pass(key, number)
         return False
 
     @staticmethod

@@ -16,7 +16,7 @@ import pytest
 
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import Fate, NewRow, Settlement
-from reliable_mq.outbox import SQLiteOutbox, sqlite_reserve
+from reliable_mq.outbox import SQLiteOutbox, sqlite_claims, sqlite_reserve
 from reliable_mq.outbox.sqlite_reserve import Reserve
 
 
@@ -200,3 +200,38 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
     reserve = Reserve(tmp_path / "outbox")
     assert not reserve.there()
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
+
+
+def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a backlog of one key, others are found look by look, while rows of that key are published."""
+    monkeypatch.setattr(sqlite_claims, "_ROWS_PASSED", 50)
+    store(outbox, 250, "key")
+    store(outbox, 1, "other")
+    claims = outbox.claims()
+    sizes, bodies = [], []
+    for _ in range(6):
+        rows = claims.take(200).rows
+        sizes.append(len(rows))
+        bodies += [row.message.body for row in rows if row.ordering_key == "other"]
+    assert sizes == [100, 0, 0, 1, 0, 0]
+    assert bodies == [b"0"]
+    claims.close()
+
+
+def test_each_key_has_its_turn(outbox: SQLiteOutbox) -> None:
+    """A key whose rows have just been published waits behind those that have waited longer."""
+    keys = [f"{number}" for number in range(8)]
+    store(outbox, 8 * 300, *keys)
+    claims = outbox.claims()
+    turns: list[str] = []
+    for _ in range(24):
+        rows = claims.take(100).rows
+        turns += sorted({row.ordering_key or "" for row in rows})
+        settlements = [Settlement(row, Fate.CONFIRMED) for row in rows]
+        claims.decided(settlements)
+        outbox.write([], settlements)
+        claims.written(settlements)
+    assert outbox.status().rows == 0
+    assert min(turns.index(key) for key in keys) >= 0
+    assert max(turns.index(key) for key in keys) <= 8
+    claims.close()
