@@ -31,6 +31,8 @@ from reliable_mq.core.codec.tables import walk_table
 from reliable_mq.topology import Binding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
@@ -135,6 +137,14 @@ def foreign() -> bytes:
     )
 
 
+def check_gaps(gaps: Sequence[float], asked: Sequence[float]) -> None:
+    """Check that none was early, and that they were within a second, but for those that a busy machine held up."""
+    late = [gap - delay for gap, delay in zip(gaps, asked, strict=True)]
+    assert min(late) >= 0, gaps
+    assert min(late) < 1, "none of them was in time"
+    assert max(late) < LATE, gaps
+
+
 def backend_of(name: Any, *, max_attempts: int = 3) -> tuple[Queue, RetryPolicy]:
     """The queue and the policy with which a backend delays by 0.2, then 0.4 s."""
     return DELAYED if name == "broker" else ORDERS, RetryPolicy(max_attempts, delays=(0.2, 0.4), backend=name)
@@ -158,8 +168,7 @@ def test_a_retried_message_is_the_same_message_and_never_early(any_vhost: Virtua
     assert {one[1] for one in handler.seen} == {sent.body}
     assert {one[4:6] for one in handler.seen} == {("shop", "new.order")}
     assert [entries(one[6]) for one in handler.seen] == [entries(foreign())] * 3
-    for gap, asked in zip(handler.gaps, (0.2, 0.4), strict=True):
-        assert asked <= gap < asked + LATE, handler.gaps
+    check_gaps(handler.gaps, (0.2, 0.4))
     print(f"{backend}: asked for 0.2 and 0.4 s, measured", [round(gap, 3) for gap in handler.gaps])
     wait_until(lambda: nonzero(any_vhost.live_counts()) == {"copy": 1}, timeout=10, what="nothing left but the copy")
 
@@ -242,13 +251,12 @@ def test_f28_f58_headers_of_ours_from_elsewhere_are_not_misread(any_vhost: Virtu
 
 def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> None:
     """RetryLater(delay): never early, within a second; the queues for it are declared when it is first needed."""
-    handler = Attempts(failures=2, error=RetryLater(2.3))
-    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(4, delays=(60,))) as consumer:
+    handler = Attempts(failures=3, error=RetryLater(2.3))
+    with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(5, delays=(60,))) as consumer:
         send(vhost, "orders", [Message(b"x")])
         wait_until(lambda: consumer.statistics.handled == 1, timeout=30, what="handled")
-    assert handler.attempts == [1, 2, 3]
-    assert all(gap >= 2.3 for gap in handler.gaps), handler.gaps
-    assert min(handler.gaps) < 3.3 + 0.5, "neither of them was in time"
+    assert handler.attempts == [1, 2, 3, 4]
+    check_gaps(handler.gaps, (2.3, 2.3, 2.3))
 
 
 @pytest.mark.both_faces
@@ -274,6 +282,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     for delay in delays:
         gaps = sorted(gap for body, gap in waited.items() if body.startswith(b"%.1f/" % delay))
         print(f"asked for {delay} s, measured {gaps[0]:.3f} to {gaps[-1]:.3f} s")
+        assert gaps[0] < delay + 1, "none of them was in time"
     assert min(late.values()) >= 0
     assert max(late.values()) < 2.5, "behind one of four seconds, it is later by three"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
@@ -412,8 +421,7 @@ def test_f27_the_brokers_own_delayed_retry(vhost: VirtualHost) -> None:
         assert (consumer.statistics.retried, consumer.statistics.delayed) == (3, 0)
     assert handler.attempts == [1, 2, 3, 4]
     assert [one[3] for one in handler.seen] == [False, True, True, True]
-    for gap, asked in zip(handler.gaps, (0.5, 1.0, 1.0), strict=True):
-        assert asked <= gap < asked + LATE, handler.gaps
+    check_gaps(handler.gaps, (0.5, 1.0, 1.0))
     print("asked for 0.5, 1, 1 s, measured", [round(gap, 3) for gap in handler.gaps])
     [dead] = dead_letters(vhost, "orders.dead", 1)
     assert dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"] == "4 of 4 attempts failed"
