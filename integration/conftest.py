@@ -55,11 +55,14 @@ from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
 from reliable_mq.testing.fixtures import fault_proxy
 from tests import properties
+from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
+
+treat_new_queues_as_old()
 
 _LONGEST = (
     "test_consumer_connection_faults.py",

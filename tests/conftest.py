@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import properties
+from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+treat_new_queues_as_old()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed

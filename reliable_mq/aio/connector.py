@@ -71,6 +71,11 @@ class AsyncConnector:
         self.write_buffer_size: Callable[[], int] = self._connector.write_buffer_size
 
     @property
+    def patience(self) -> float:
+        """Seconds for which a set-up that the broker is answering may go on without another answer."""
+        return self._connector.patience
+
+    @property
     def callback_errors(self) -> int:
         """Exceptions that came out of callbacks, each of which cost a connection."""
         return self._connector.callback_errors

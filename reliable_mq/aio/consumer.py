@@ -26,6 +26,7 @@ from reliable_mq.connection.consuming.workers import OWED
 from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.core.consumer_statistics import ConsumerStatistics
 from reliable_mq.core.handlers import is_coroutine_function
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.durations import Duration, seconds
@@ -116,6 +117,8 @@ class AsyncConsumer:
             quarters of it a warning is logged.
         stop_timeout: seconds that ``stop`` waits for handlers that run; then they are cancelled, and their deliveries
             come again.
+        new_queue_grace: as for ``Publisher``, for what is published again: the original of a retry or a dead letter is
+            acked once its copy is confirmed for good.
         reconnect_wait: as for ``AsyncPublisher``.
         reconnect_stop: as for ``AsyncPublisher``.
         credentials: as for ``AsyncPublisher``.
@@ -157,6 +160,7 @@ class AsyncConsumer:
         max_header_bytes: int | None = None,
         consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
         stop_timeout: Duration = 30.0,
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
         credentials: Credentials | CredentialsCallback | None = None,
@@ -196,6 +200,7 @@ class AsyncConsumer:
             max_header_bytes=max_header_bytes,
             consumer_timeout=consumer_timeout,
             stop_timeout=stop_timeout,
+            new_queue_grace=new_queue_grace,
         )
         self._settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
@@ -206,6 +211,7 @@ class AsyncConsumer:
             delivery_timeout=_REPUBLISH_TIMEOUT,
             retry=RetryPolicy(1),  # the session tries again
             on_blocked="raise",  # the session decides what to do instead
+            new_queue_grace=new_queue_grace,
             tls=tls,
             credentials=credentials,
             heartbeat=heartbeat,

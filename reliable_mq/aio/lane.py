@@ -57,7 +57,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         self._io = AsyncConnector(
             name=options.name,
             settings=options.settings,
-            setup=options.setup,
+            setup=self._set_up,
             client=self,
             recovery=options.new_recovery(),
         )
@@ -74,21 +74,27 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
 
-    async def wait_connected(self, limit: float, attempts: int = 1) -> ReliableMQError | None:
+    async def wait_connected(self, limit: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
         """Wait until the lane is connected or ``attempts`` more have failed. Returns why it is not connected, or None.
+
+        A set-up that goes on (a large topology) is waited for beyond ``limit``, unless that is ``firm``.
 
         Where the error is permanent the lane has ended (``fatal``); else it goes on trying.
         """
         self.check_usable()
         enough = self._attempts_failed + attempts
-        try:
-            async with asyncio.timeout(limit if limit < float("inf") else None):
-                while not (self.connected or self._attempts_failed >= enough or self.fatal is not None or self._closed):
-                    change = self.loop.create_future()
-                    self._changed.append(change)
-                    await change
-        except TimeoutError:
-            pass
+        left = limit
+        while left > 0:
+            try:
+                async with asyncio.timeout(left if left < float("inf") else None):
+                    while not (self.connected or self._attempts_failed >= enough or self.fatal or self._closed):
+                        change = self.loop.create_future()
+                        self._changed.append(change)
+                        await change
+            except TimeoutError:
+                left = 0.0 if firm else self._io.patience
+            else:
+                break
         return self._why_not_connected(limit)
 
     def take(self, confirmation: AsyncConfirmation) -> bool:

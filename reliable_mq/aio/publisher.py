@@ -21,6 +21,7 @@ from reliable_mq.aio.carrier import AsyncRowCarrier
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.lane import AsyncPublishingLane
 from reliable_mq.aio.storing import AsyncStoredConfirmation, AsyncStoringLane
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
@@ -86,6 +87,9 @@ class AsyncPublisher:
             ``give_up_on`` and ``backend``, which are for consumers.
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
+        new_queue_grace: seconds after this process has made a quorum queue for which a confirm of it is not final:
+            RabbitMQ loses what is in a queue younger than a second if it is killed. Until then the message counts as
+            outstanding, and is published again where the connection is lost. 0 for confirms that are final at once.
         outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
             returns once a message is stored there, whether or not the broker is there; a relay in this process
             publishes it, again and again until it is confirmed, and at the next start what this process has left.
@@ -119,6 +123,7 @@ class AsyncPublisher:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
         outbox: Outbox | None = None,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
@@ -151,6 +156,7 @@ class AsyncPublisher:
             delivery_timeout=delivery_timeout,
             retry=retry,
             on_blocked=on_blocked,
+            new_queue_grace=new_queue_grace,
             reconnect_wait=reconnect_wait,
             reconnect_stop=reconnect_stop,
         )
@@ -543,7 +549,9 @@ class AsyncPublisher:
         self._openers += 1
         try:
             options = self._options
-            error = await lane.wait_connected(min(options.first_verdict, limit), len(options.settings.endpoints))
+            firm = limit < options.first_verdict
+            wait, hosts = min(options.first_verdict, limit), len(options.settings.endpoints)
+            error = await lane.wait_connected(wait, hosts, firm=firm)
         finally:
             self._openers -= 1
         if error is None or not (required or lane.fatal is not None):

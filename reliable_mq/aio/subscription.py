@@ -36,10 +36,16 @@ class AsyncSubscription(BaseSubscription):
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._verdict.wait()
+        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
+        """
+        limit = timeout
+        while limit > 0 and not self._verdict.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    await self._verdict.wait()
+            limit = self._io.patience
         return self.verdict(timeout)
 
     async def join(self) -> bool:

@@ -109,6 +109,7 @@ class Connector:
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
         self._blocked_reported = False
         self._set_up: StepRun | None = None
+        self._answered_at = float("-inf")  # when the broker answered a step of a set-up last
         self._runs: deque[StepRun] = deque()  # the first is under way
         self._run_timer: TimerHandle | None = None
 
@@ -230,6 +231,13 @@ class Connector:
         if link is self._link and self._state is _State.CONNECTING:
             self._open_channel(link)
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which a set-up that the broker has begun to answer may go on without another answer."""
+        if self._state is not _State.SETTING_UP:
+            return 0.0
+        return max(0.0, self._answered_at + self._settings.connect_timeout - time.monotonic())
+
     def _open_channel(self, link: Link) -> None:
         self._state = _State.SETTING_UP
         self._generation += 1
@@ -239,8 +247,26 @@ class Connector:
     def channel_opened(self, channel: DataChannel) -> None:
         if channel is not self._channel or self._link is None or self._state is not _State.SETTING_UP:
             return
-        self._set_up = StepRun(self._setup(self._link.server), self._set_up_ended)
+        if self._set_up is None:
+            self._set_up = StepRun(self._setup(self._link.server), self._set_up_ended, self._step_answered)
         self._set_up.start(channel)
+
+    def _step_answered(self) -> None:
+        """A large topology takes its time: what is bounded is the wait for each answer."""
+        self._answered_at = time.monotonic()
+        self._set_timer(self._settings.connect_timeout, self._late)
+
+    @property
+    def _step_outstanding(self) -> StepRun | None:
+        """The set-up, where the broker owes it an answer."""
+        waits = self._state is _State.SETTING_UP and self._set_up is not None and not self._set_up.wants_channel
+        return self._set_up if waits else None
+
+    def _go_on(self) -> None:
+        """The set-up goes on, on a new channel."""
+        goes_on = self._set_up is not None and self._set_up.wants_channel
+        if goes_on and self._state is _State.SETTING_UP and self._channel is None and self._link is not None:
+            self._open_channel(self._link)
 
     def _set_up_ended(self, outcome: object) -> None:
         self._set_up = None
@@ -311,8 +337,8 @@ class Connector:
             self._link = self._channel = None
             if self._state in {_State.READY, _State.REOPENING}:
                 self._recover(loss)
-            elif self._state is _State.SETTING_UP and self._set_up is not None and _is_refusal(loss):
-                self._set_up.refuse(loss.code or 0, loss.text)
+            elif self._step_outstanding is not None and _is_refusal(loss):
+                self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
             else:  # while waiting to open another channel on it, or closing
@@ -324,8 +350,9 @@ class Connector:
             return
         self._channel = None
         if self._state is _State.SETTING_UP:
-            if self._set_up is not None:
-                self._set_up.refuse(code, text)
+            if self._step_outstanding is not None:
+                self._step_outstanding.refuse(code, text)
+                self._loop.call_soon(self._go_on)
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
         elif self._state in {_State.READY, _State.REOPENING}:

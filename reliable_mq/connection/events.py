@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reliable_mq.connection.client import TimerHandle
     from reliable_mq.core.codec import ChannelSink
@@ -86,6 +86,14 @@ class DataChannel(Protocol):
 
         Raises:
             ConfigurationError: it cannot be encoded.
+            BrokerUnavailable: the channel is not open.
+        """
+
+    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None], /) -> None:
+        """Send the methods of declarations and checks in one piece; `done` gets each reply, in order.
+
+        Raises:
+            ConfigurationError: one cannot be encoded; none was sent.
             BrokerUnavailable: the channel is not open.
         """
 

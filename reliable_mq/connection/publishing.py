@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from reliable_mq.connection.alarm import Alarm
+from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher_options import PublisherOptions
     from reliable_mq.core.publishing import PublishingSession
     from reliable_mq.core.recovery import Loss
-    from reliable_mq.core.setup import ServerInfo
+    from reliable_mq.core.setup import ServerInfo, SetupGenerator
     from reliable_mq.errors import ReliableMQError
 
 __all__ = ["CLOSE_GRACE", "BasePublishingLane", "Connection", "WatchedPublication", "unwatched_logger"]
@@ -115,6 +116,8 @@ class BasePublishingLane(Generic[P]):
         self.connected = False
         self.largest_body = 0
         self._guard = lock
+        self._setup = options.setup
+        self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
         self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout
         self._raise_when_blocked = options.raise_when_blocked
@@ -239,12 +242,18 @@ class BasePublishingLane(Generic[P]):
 
     # On the loop: what the connection reports
 
+    def _set_up(self, server: ServerInfo) -> SetupGenerator:
+        """Return the steps that make a channel ready."""
+        return self._setup(server, self._record.maker(server))
+
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """A channel is open, the topology is declared and confirms are selected."""
         self._generation = generation
         self.reconnects += self._connection_lost
         self._connection_lost = False
-        self.session.channel_opened(generation, channel, frame_max, time.monotonic())
+        if self._record.ready(server):
+            self.session.connection_replaced()
+        self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
         with self._guard:
             self.connected = True
             self._tell_change()
@@ -254,6 +263,7 @@ class BasePublishingLane(Generic[P]):
         """The channel is gone."""
         reply = Reply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection")
+        self._record.lost()
         with self._guard:
             self.connected = False
         self._connection_lost = loss.scope == "connection"

@@ -94,6 +94,20 @@ class ConfirmTracker(Generic[T]):
             self.stale += 1
         return settled
 
+    def numbers(self, generation: int, tag: int, multiple: bool) -> list[int]:
+        """The sequence numbers of what `settle` would return for the same confirm, in its order."""
+        if generation != self.generation:
+            return []
+        if not multiple:
+            return [tag] if self._ledger.holds(tag) else []
+        last = tag or self._ledger.next_number - 1
+        return self._ledger.numbers_through(last) if last < self._ledger.next_number else []
+
+    @property
+    def outstanding_numbers(self) -> list[int]:
+        """The sequence numbers of what `channel_lost` would return, in its order."""
+        return self._ledger.numbers_through(self._ledger.next_number - 1)
+
     def channel_lost(self) -> list[T]:
         """The channel is gone. Returns everything unsettled, in publish order: its outcome is unknown."""
         self.generation = None

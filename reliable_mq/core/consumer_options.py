@@ -21,6 +21,7 @@ from reliable_mq.core.deadletters import DeadLetters, Target
 from reliable_mq.core.handlers import check_handler, is_coroutine_function
 from reliable_mq.core.handling import Claiming
 from reliable_mq.core.ladder import Ladder
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.positions import StreamPosition
 from reliable_mq.core.quarantine import Quarantine
 from reliable_mq.core.setup import Consume, SetPrefetch, consumer_setup, pull_setup
@@ -33,6 +34,7 @@ from reliable_mq.topology.arguments import Arguments, check_name
 
 if TYPE_CHECKING:
     from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.new_queues import Maker
     from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
 
 __all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
@@ -96,6 +98,7 @@ class ConsumerOptions:
         max_header_bytes: int | None = None,
         consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
         stop_timeout: Duration = 30.0,
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
     ) -> None:
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
@@ -138,6 +141,7 @@ class ConsumerOptions:
         self.concurrency = concurrency
         self.batch = batch_size is not None
         self.stop_timeout = seconds("stop_timeout", stop_timeout)
+        self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
         self.ack_interval = seconds("ack_interval", ack_interval)
         self._consumer_timeout = None
         if consumer_timeout is not None:
@@ -299,8 +303,13 @@ class ConsumerOptions:
             transaction=transaction,
         )
 
-    def setup(self, server: ServerInfo, consumer_tag: str, following: int | None) -> SetupGenerator:
-        """Give the steps after which the broker delivers; from the offset ``following`` on, in a stream."""
+    def setup(
+        self, server: ServerInfo, consumer_tag: str, following: int | None, maker: Maker | None = None
+    ) -> SetupGenerator:
+        """Return the steps after which the broker delivers; from the offset ``following`` on, in a stream.
+
+        `maker` is told of the quorum queues that they make.
+        """
         return consumer_setup(
             self._queue,
             self._declared,
@@ -310,11 +319,12 @@ class ConsumerOptions:
             arguments=self.consume(consumer_tag, following).arguments,
             ack_mode=self._ack_mode,
             exclusive=self._exclusive,
+            maker=maker,
         )
 
-    def pull_setup(self, server: ServerInfo) -> SetupGenerator:
-        """Give the steps after which the broker can be asked for deliveries."""
-        return pull_setup(self._queue, self._declared, server.version_tuple)
+    def pull_setup(self, server: ServerInfo, maker: Maker | None = None) -> SetupGenerator:
+        """Return the steps after which the broker can be asked for deliveries; `maker` is as in `setup`."""
+        return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
         """Give the step of `setup` that subscribes."""

@@ -108,6 +108,10 @@ class Isolation(Generic[T]):
         """The channel was lost for a reason that blames no publish: the group is probed again."""
         self._push(unsettled, self._kind)
 
+    def innocent(self, publications: Sequence[T]) -> None:
+        """These were confirmed, and are published again before the next group."""
+        self._push(publications)
+
     def next_group(self) -> list[T]:
         """The group to publish now, alone, until all of it is settled or the channel is lost.
 

@@ -96,6 +96,22 @@ class Ledger(Generic[T]):
             items += settled
         return items
 
+    def holds(self, number: int) -> bool:
+        """Whether the item with this number is held."""
+        index = number - self._base
+        if index < 0:
+            return number in self._stragglers
+        return index < len(self._slots) and self._slots[index] is not None
+
+    def numbers_through(self, number: int) -> list[int]:
+        """The numbers of the items that `pop_through` would remove, in order."""
+        head = self._base + self._head
+        slots = enumerate(self._slots[self._head : max(number - self._base + 1, 0)], head)
+        return [
+            *(straggler for straggler in self._stragglers if straggler <= number),
+            *(at for at, item in slots if item is not None),
+        ]
+
     def clear(self) -> list[T]:
         """Remove and return all items, in order. Numbering goes on."""
         return self.pop_through(self.next_number - 1)

@@ -18,6 +18,8 @@ from reliable_mq.core.codec.tables import encode_short_string
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reliable_mq.core.setup import Reply, Step
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "encode_channel_close_ok",
     "encode_channel_open",
     "encode_step",
+    "encode_steps",
     "method_of",
     "negotiated",
 ]
@@ -88,6 +91,27 @@ def encode_step(channel: int, step: Step) -> tuple[bytes, Index]:
     """
     (class_id, method_id), arguments = _method(step)
     return _frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
+
+
+def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index]]:
+    """Encode the methods of steps, in one piece.
+
+    Returns:
+        Their frames, and the numbers of the methods that answer them.
+
+    Raises:
+        ConfigurationError: a name or an argument cannot be encoded; the message names it, and the step.
+    """
+    frames: list[bytes] = []
+    answers: list[Index] = []
+    for step in steps:
+        try:
+            frame, answer = encode_step(channel, step)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
+        frames.append(frame)
+        answers.append(answer)
+    return b"".join(frames), answers
 
 
 def decode_reply(frame: bytes) -> Reply:

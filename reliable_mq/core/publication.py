@@ -82,7 +82,7 @@ class Publication:
         nacks: how often the broker refused it.
         on_wire: whether the open channel still owes a confirm for it.
         in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
-        reply: the return or the channel exception that concerns it, or why it was blocked.
+        reply: the return or the channel exception that concerns it, or why it was blocked, or provisional to the end.
         outcome: None until it is settled.
         home: the face that it belongs to, for what a user does with it.
         watchers: what the face calls when it is settled; None for nobody.
@@ -196,6 +196,13 @@ class Publication:
                 f"{self} was not sent: the broker has blocked publishing ({self.reply.text})",
                 message_id=self.message.message_id,
                 reason=self.reply.text,
+            )
+        if self.reply is not None:
+            return PublishUnconfirmed(
+                f"{self} was not confirmed for good in time: {self.reply.text}; it is published no more, and has "
+                "arrived unless that happens",
+                message_id=self.message.message_id,
+                sent=True,
             )
         known = "it may have arrived" if sent else "it was never sent"
         return PublishUnconfirmed(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reliable_mq.core import setup
 from reliable_mq.core.codec import header_frame_size, publish_head
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.publishing import PublishingSession
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.window import PublishWindow
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tenacity.stop import stop_base
     from tenacity.wait import wait_base
 
+    from reliable_mq.core.new_queues import Maker
     from reliable_mq.core.setup import ServerInfo, SetupGenerator
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Declaration
@@ -46,6 +48,7 @@ class PublisherOptions:
     Attributes:
         max_outstanding, mandatory, delivery_timeout: as given, the latter in seconds.
         raise_when_blocked: whether a publish is refused while the broker blocks.
+        new_queue_grace: seconds for which confirms of a quorum queue that this process made are not final; 0 for none.
         settings: what a connection needs to know.
         first_verdict: seconds after which every host has had its first attempt.
 
@@ -67,6 +70,7 @@ class PublisherOptions:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
     ) -> None:
@@ -91,6 +95,7 @@ class PublisherOptions:
         self.max_outstanding = max_outstanding
         self.raise_when_blocked = on_blocked == "raise"
         self.delivery_timeout = seconds("delivery_timeout", delivery_timeout, positive=True)
+        self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
         self.first_verdict = settings.connect_timeout * len(settings.endpoints) + 1.0
         self._topology = declarations(topology)
         self._max_message_bytes = max_message_bytes
@@ -108,6 +113,7 @@ class PublisherOptions:
             confirm_timeout=self._confirm_timeout,
             delivery_timeout=self.delivery_timeout,
             random=random,
+            new_queue_grace=self.new_queue_grace,
         )
         session.frame_max = self.settings.frame_max  # until a broker has had its say
         return session
@@ -117,9 +123,9 @@ class PublisherOptions:
         wait, stop = self._reconnect
         return Recovery(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
-    def setup(self, server: ServerInfo) -> SetupGenerator:
-        """Give the steps that make a channel ready to publish on."""
-        return setup.publisher_setup(self._topology, server.version_tuple)
+    def setup(self, server: ServerInfo, maker: Maker | None = None) -> SetupGenerator:
+        """Return the steps that make a channel ready to publish on; `maker` is told of the quorum queues they make."""
+        return setup.publisher_setup(self._topology, server.version_tuple, maker)
 
     def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:
         """Refuse what cannot be sent; return the size of the body, bytes.

@@ -11,6 +11,8 @@ The way of a publish::
     accepted ----------------------------------------------------------> ready
     ready    --written to the open channel-----------------------------> on the wire
     on the wire  --ack--> confirmed            --ack or nack, after a return--> returned
+                 --ack, and its queue was made a moment ago--> provisional --the queue's grace is over--> confirmed
+                                                               provisional --connection lost--> as on the wire
                  --nack, attempts left--> delayed --its delay is over--> ready
                  --nack, none left--> nacked
                  --channel lost--> ready, in its old order (in doubt: its next attempt may be a duplicate)
@@ -32,7 +34,11 @@ Invariants:
 - nothing is published without a channel, while the broker blocks, or once it is settled;
 - a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
 - a place in the window is given back once per accepted publish, when it is settled *and* off the wire: a late confirm
-  still finds it.
+  still finds it;
+- nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
+  place in the window, and is published again, in its old order, where the connection is lost. A channel that is closed
+  costs it nothing, and blames it for nothing: the broker has it, and lives; but nothing is confirmed before there is
+  another channel, since the connection may be lost before that.
 """
 
 from __future__ import annotations
@@ -48,6 +54,7 @@ from reliable_mq.core.codec import append_publish, encode_properties, publish_he
 from reliable_mq.core.confirms import ConfirmTracker
 from reliable_mq.core.failure import describe
 from reliable_mq.core.isolation import Isolation
+from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.core.roster import Roster
 from reliable_mq.core.statistics import PublisherStatistics
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from random import Random
 
+    from reliable_mq.message import Message
     from reliable_mq.retry import RetryPolicy
 
 __all__ = ["PublishingSession"]
@@ -65,6 +73,11 @@ P = TypeVar("P", bound=Publication)
 
 _IN_DOUBT = {headers.POSSIBLE_DUPLICATE: True}
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
+
+_NEW = (
+    "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
+    "(new_queue_grace)"
+)
 
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
 
@@ -81,6 +94,7 @@ class PublishingSession(Generic[P]):
         confirm_timeout: seconds without any settlement after which the channel is in doubt.
         delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
         random: the source of the jitter.
+        new_queue_grace: seconds after a queue was made within which its confirms are provisional; 0 for never.
 
     Attributes:
         statistics: counts, written here and read by anyone.
@@ -90,7 +104,15 @@ class PublishingSession(Generic[P]):
         freed_count, freed_bytes: places of the window given back since the shell last took and zeroed them.
     """
 
-    def __init__(self, *, retry: RetryPolicy, confirm_timeout: float, delivery_timeout: float, random: Random) -> None:
+    def __init__(
+        self,
+        *,
+        retry: RetryPolicy,
+        confirm_timeout: float,
+        delivery_timeout: float,
+        random: Random,
+        new_queue_grace: float = 0.0,
+    ) -> None:
         self._retry = retry
         self._confirm_timeout = confirm_timeout
         self._random = random
@@ -103,6 +125,10 @@ class PublishingSession(Generic[P]):
         self._delayed: list[tuple[float, int, P]] = []
         self._order = itertools.count()  # breaks ties in _delayed
         self._heads: dict[tuple[str, str, bool], bytes] = {}
+        self._new_queues = NewQueues()
+        self._new_queue_grace = new_queue_grace
+        self._provisional: dict[P, tuple[int, int]] = {}  # by generation and number: in the order of publishing
+        self._final: list[tuple[float, int, list[P]]] = []  # when which of those are confirmed
         self._channel = 0
         self.frame_max = 131072
         self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
@@ -119,41 +145,34 @@ class PublishingSession(Generic[P]):
         self._roster.enter(publications)
         self._ready.extend(self._gate.enter(publications))
 
-    def channel_opened(self, generation: int, channel: int, frame_max: int, now: float) -> None:
-        """A channel is open and in confirm mode; publishing goes on."""
+    def channel_opened(
+        self, generation: int, channel: int, frame_max: int, now: float, new_queues: NewQueues | None = None
+    ) -> None:
+        """A channel is open and in confirm mode; publishing goes on.
+
+        Where it is on another connection than the last one was, `connection_replaced` comes before.
+        """
         self._tracker.channel_opened(generation)
+        if new_queues is not None and self._new_queue_grace:
+            self._new_queues = new_queues
         self._channel = channel
         self.frame_max = frame_max
         self._heads.clear()
         self._progress_at = now
 
+    def connection_replaced(self) -> None:
+        """The connection was lost, if only after its channel: what is provisional is published again."""
+        self._send_first(self._lose_provisional({}))
+
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
         """``basic.ack`` from the broker."""
-        settled = self._tracker.settle(generation, tag, multiple)
-        if not settled:
+        if now < self._new_queues.latest + self._new_queue_grace:
+            self._acked_early(generation, tag, multiple, now)
             return
-        self._progress_at = now
-        before = len(self.settled)
-        freed = 0
-        waited: list[float] = []
-        for publication in settled:
-            publication.on_wire = False
-            freed += publication.size
-            if publication.outcome is None:
-                if publication.reply is None:
-                    publication.outcome = Outcome.CONFIRMED
-                    waited.append(now - publication.accepted_at)
-                else:
-                    publication.outcome = Outcome.RETURNED
-                self.settled.append(publication)
-        self._roster.settled(len(self.settled) - before)
-        self._ready.extend(self._gate.leave(settled))
-        self.freed_count += len(settled)
-        self.freed_bytes += freed
-        self.statistics.returned += len(self.settled) - before - len(waited)
-        if waited:
-            self.statistics.confirmed += len(waited)
-            self.statistics.confirm_seconds.observe_all(waited)
+        settled = self._tracker.settle(generation, tag, multiple)
+        if settled:
+            self._progress_at = now
+            self._conclude(settled, now)
 
     def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
         """``basic.nack`` from the broker: it does not take these. They are tried again, or reported."""
@@ -193,9 +212,11 @@ class PublishingSession(Generic[P]):
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
                 self.blocked_reason = None
+                self.connection_replaced()
             return
         if connection:
             self.blocked_reason = None
+        numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
         blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
         unwritten = self._take_probe()
@@ -219,8 +240,13 @@ class PublishingSession(Generic[P]):
                     self._settle(culprit, Outcome.REFUSED)
         elif self._isolation.active:
             self._isolation.interrupted([*unsettled, *unwritten])
+        elif connection and self._provisional:
+            places = {one: (generation, number) for one, number in zip(lost, numbers, strict=True)}
+            self._send_first(self._lose_provisional({one: places[one] for one in unsettled}))
         else:
             self._ready.extendleft(reversed(unsettled))
+        if connection:
+            self.connection_replaced()
 
     def blocked(self, reason: str) -> None:
         """``connection.blocked``: nothing is written until the broker takes it back."""
@@ -245,7 +271,13 @@ class PublishingSession(Generic[P]):
             self._give_up(publication)
 
     def tick(self, now: float) -> None:
-        """Time passed: give up what is over its deadline, make ready what was delayed. Call it before sending."""
+        """Time passed: confirm what is final now, give up what is over its deadline, make ready what was delayed.
+
+        Call it before sending.
+        """
+        while self._tracker.open and self._final and self._final[0][0] <= now:
+            final = heapq.heappop(self._final)[2]
+            self._conclude([one for one in final if self._provisional.pop(one, None) is not None], now)
         for publication in self._roster.expire(now):
             self._give_up(publication)
         while self._delayed and self._delayed[0][0] <= now:
@@ -285,7 +317,8 @@ class PublishingSession(Generic[P]):
     def next_wakeup(self) -> float | None:
         """When to call :meth:`tick` and :meth:`channel_in_doubt` next, whatever else happens; None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
-        times = (self._roster.next_deadline, self._doubt_at(), delayed)
+        final = self._final[0][0] if self._final and self._tracker.open else None
+        times = (self._roster.next_deadline, self._doubt_at(), delayed, final)
         return min((at for at in times if at is not None), default=None)
 
     # What can be seen
@@ -357,6 +390,80 @@ class PublishingSession(Generic[P]):
             self._probe = deque(isolation.next_group())
         return self._probe if isolation.active else self._ready
 
+    def _conclude(self, acked: Sequence[P], now: float) -> None:
+        """The broker has these for good."""
+        before = len(self.settled)
+        freed = 0
+        waited: list[float] = []
+        for publication in acked:
+            publication.on_wire = False
+            freed += publication.size
+            if publication.outcome is None:
+                if publication.reply is None:
+                    publication.outcome = Outcome.CONFIRMED
+                    waited.append(now - publication.accepted_at)
+                else:
+                    publication.outcome = Outcome.RETURNED
+                self.settled.append(publication)
+        self._roster.settled(len(self.settled) - before)
+        self._ready.extend(self._gate.leave(acked))
+        self.freed_count += len(acked)
+        self.freed_bytes += freed
+        self.statistics.returned += len(self.settled) - before - len(waited)
+        if waited:
+            self.statistics.confirmed += len(waited)
+            self.statistics.confirm_seconds.observe_all(waited)
+
+    def _acked_early(self, generation: int, tag: int, multiple: bool, now: float) -> None:
+        """The broker has these, while some queue is new."""
+        numbers = self._tracker.numbers(generation, tag, multiple)
+        settled = self._tracker.settle(generation, tag, multiple)
+        if not settled:
+            return
+        self._progress_at = now
+        for_good: list[P] = []
+        provisional: dict[float, list[P]] = {}
+        for number, publication in zip(numbers, settled, strict=True):
+            publication.on_wire = False
+            at = None
+            if publication.outcome is None and publication.reply is None:
+                at = self._new_queues.final_at(
+                    publication.exchange,
+                    publication.routing_key,
+                    now,
+                    self._new_queue_grace,
+                    copied=_is_copied(publication.message),
+                )
+            if at is None:
+                for_good.append(publication)
+            else:
+                self._provisional[publication] = generation, number
+                provisional.setdefault(at, []).append(publication)
+        for at, publications in provisional.items():
+            heapq.heappush(self._final, (at, next(self._order), publications))
+        self._conclude(for_good, now)
+
+    def _lose_provisional(self, unsettled: dict[P, tuple[int, int]]) -> list[P]:
+        """The broker may have died, and its new queues with it: return what to publish again, in its old order.
+
+        Args:
+            unsettled: what was on the wire, by generation and number.
+        """
+        for publication in self._provisional:
+            publication.in_doubt = True
+        self.statistics.in_doubt += len(self._provisional)
+        again = {**self._provisional, **unsettled}
+        self._provisional.clear()
+        self._final.clear()
+        return sorted(again, key=again.__getitem__)
+
+    def _send_first(self, publications: list[P]) -> None:
+        """Publish these, which the broker has had, before all others."""
+        if self._isolation.active:
+            self._isolation.innocent(publications)
+        else:
+            self._ready.extendleft(reversed(publications))
+
     def _take_probe(self) -> list[P]:
         rest = list(self._probe)
         self._probe.clear()
@@ -383,6 +490,8 @@ class PublishingSession(Generic[P]):
         else:
             if not publication.sends and self.blocked_reason is not None:
                 publication.reply = Reply(0, self.blocked_reason)
+            elif self._provisional.pop(publication, None) is not None:
+                publication.reply = Reply(0, _NEW)
             publication.outcome = Outcome.UNKNOWN
             self.statistics.unknown += 1
         self._roster.settled(1)
@@ -415,3 +524,12 @@ def _processed(lost: Sequence[P], named: Sequence[P]) -> int:
         return 0
     those = set(map(id, named))
     return next((place for place in reversed(range(len(lost))) if id(lost[place]) in those), len(lost))
+
+
+def _is_copied(message: Message) -> bool:
+    """Whether a message may have a header that routes it to further queues (CC, BCC)."""
+    try:
+        properties = message.encoded_properties
+    except Exception:  # noqa: BLE001  # of a user's own message, or a damaged one: it was encoded once
+        return True
+    return properties is not None and (b"\x02CC" in properties or b"\x03BCC" in properties)

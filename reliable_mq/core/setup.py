@@ -6,7 +6,9 @@ is ready.
 
 Invariants:
 
-- One step is outstanding at a time, so a refusal belongs to the step that was yielded last.
+- One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
+  to the step that was yielded last, or to the first of the pipeline that was not answered.
+- A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
 - A refusal leaves as one of our errors, which names the step; whether trying again can help is in its type
   (`core.recovery.is_permanent`).
 - Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
@@ -18,10 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 from reliable_mq.topology import Declaration, Exchange, Queue, declarations, mismatch_from_reply
+
+if TYPE_CHECKING:
+    from reliable_mq.core.new_queues import Maker
 
 __all__ = [
     "Bind",
@@ -32,6 +37,7 @@ __all__ = [
     "DeclareExchange",
     "DeclareQueue",
     "DeleteQueue",
+    "Pipeline",
     "QueueState",
     "Reply",
     "ServerInfo",
@@ -169,37 +175,55 @@ class QueueState:
 
 
 Step = DeclareQueue | CheckQueue | DeleteQueue | DeclareExchange | Bind | ConfirmSelect | SetPrefetch | Consume | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Declarations and checks that are sent in one piece, for one round trip; the reply is a tuple of theirs."""
+
+    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | Bind, ...]
+
+
 Reply = QueueState | str | None
-StepGenerator = Generator[Step, Any, Any]
-SetupGenerator = Generator[Step, Any, None]
+StepGenerator = Generator[Step | Pipeline, Any, Any]
+SetupGenerator = Generator[Step | Pipeline, Any, None]
 
 
 class StepRefused(Exception):
     """The broker closed the channel, or the connection, over a step. Thrown into generators, never at a user.
 
+    A generator of a set-up may go on where the connection lives: the next step is taken on a new channel.
+
     Attributes:
         code: the AMQP reply code.
         text: the broker's text.
+        answered: the replies to the steps of a `Pipeline` before the refused one.
+        connection: whether the connection is lost, too.
     """
 
-    def __init__(self, code: int, text: str) -> None:
+    def __init__(self, code: int, text: str, *, answered: tuple[Reply, ...] = (), connection: bool = False) -> None:
         super().__init__(f"{code} {text}")
         self.code = code
         self.text = text
+        self.answered = answered
+        self.connection = connection
 
 
-def publisher_setup(topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
+def publisher_setup(
+    topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
     Args:
         topology: what to declare.
         version: the broker's, which decides which arguments it can be given.
+        maker: is told which quorum queues are made; None where nobody wants to know, and the broker is not asked.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
         BrokerUnavailable: the broker refused a step for another reason.
     """
-    yield from _declare_all(topology, version)
+    yield from _declare_all(topology, version, maker)
     yield from _carry_out(ConfirmSelect())
 
 
@@ -213,6 +237,7 @@ def consumer_setup(
     arguments: Arguments | None = None,
     ack_mode: Literal["manual", "automatic"] = "manual",
     exclusive: bool = False,
+    maker: Maker | None = None,
 ) -> SetupGenerator:
     """Declare `topology` and `queue` (or check that it exists, where it is a name), set the prefetch and consume.
 
@@ -225,39 +250,45 @@ def consumer_setup(
         arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
         ack_mode: ``"automatic"`` for deliveries that need no ack.
         exclusive: refuse other consumers of the queue.
+        maker: as in `publisher_setup`.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
         BrokerUnavailable: the broker refused a step for another reason.
     """
-    name = yield from _queue_setup(queue, topology, version)
+    name = yield from _queue_setup(queue, topology, version, maker)
     yield from _carry_out(SetPrefetch(prefetch))
     yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
 
 
-def pull_setup(queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
+def pull_setup(
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+) -> SetupGenerator:
     """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
 
     Args:
         queue: what to get from.
         topology: what else to declare.
         version: the broker's.
+        maker: as in `publisher_setup`.
 
     Raises:
         TopologyMismatch: as `consumer_setup` does.
         BrokerUnavailable: likewise.
     """
-    yield from _queue_setup(queue, topology, version)
+    yield from _queue_setup(queue, topology, version, maker)
 
 
-def declare(queue: Queue, version: tuple[int, ...]) -> SetupGenerator:
+def declare(queue: Queue, version: tuple[int, ...], maker: Maker | None = None) -> SetupGenerator:
     """Declare one queue on a channel that is in use.
+
+    The broker is not asked first whether it has the queue: a no would close the channel. The queue counts as new.
 
     Raises:
         TopologyMismatch: it exists and differs.
         BrokerUnavailable: the broker refused it for another reason.
     """
-    yield from _carry_out(_declare(queue, version))
+    yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare(queue, version)))
 
 
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
@@ -312,22 +343,58 @@ _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 def _queue_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...]
-) -> Generator[Step, Any, str]:
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None
+) -> Generator[Step | Pipeline, Any, str]:
     if isinstance(queue, Queue):
-        yield from _declare_all([*topology, queue], version)
+        yield from _declare_all([*topology, queue], version, maker)
         return queue.name
-    yield from _declare_all(topology, version)
+    yield from _declare_all(topology, version, maker)
     yield from _carry_out(CheckQueue(queue))
     return queue
 
 
-def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...]) -> SetupGenerator:
-    for declaration in declarations(topology):
-        yield from _carry_out(_declare(declaration, version))
+def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None) -> SetupGenerator:
+    """Declare, in two round trips: the second one is the declarations'."""
+    declared = declarations(topology)
+    steps = tuple(_declare(declaration, version) for declaration in declared)
+    if not steps:
+        return
+    quorum = [item.name for item in declared if isinstance(item, Queue) and item.type == "quorum"]
+    missing = (yield from _missing(quorum)) if maker is not None else []
+    yield from _make(missing, maker, _carry_out_all(steps))
 
 
-def _declare(declaration: Declaration, version: tuple[int, ...]) -> Step:
+def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
+    """Ask the broker for queues; return those that it is not known to have.
+
+    It closes the channel over the first that it has not, and says nothing of those behind that. To ask for each of them
+    would take a channel each; to count one as missing that exists takes time alone.
+    """
+    if not names:
+        return []
+    try:
+        yield Pipeline(tuple(map(CheckQueue, names)))
+    except StepRefused as refused:
+        missing = names[len(refused.answered) :]
+        if refused.connection:
+            raise refusal(CheckQueue(missing[0]), refused) from refused
+        return missing  # also where it exists and is locked, say: the declaration meets that again
+    return []
+
+
+def _make(names: list[str], maker: Maker | None, steps: SetupGenerator) -> SetupGenerator:
+    """Carry out the steps that make these queues."""
+    if maker is None or not names:
+        yield from steps
+        return
+    maker.begin(names)
+    try:
+        yield from steps
+    finally:
+        maker.end(names)  # refused, or nobody waits for the answer any more: they may have been made
+
+
+def _declare(declaration: Declaration, version: tuple[int, ...]) -> DeclareQueue | DeclareExchange | Bind:
     if isinstance(declaration, Queue):
         if declaration.delayed_retry is not None and version and version < _DELAYED_RETRY:
             # It would take the arguments and not know them: what is rejected would come back at once.
@@ -368,6 +435,13 @@ def _carry_out(step: Step) -> SetupGenerator:
         yield step
     except StepRefused as refused:
         raise refusal(step, refused) from refused
+
+
+def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> SetupGenerator:
+    try:
+        yield Pipeline(steps)
+    except StepRefused as refused:
+        raise refusal(steps[len(refused.answered)], refused) from refused
 
 
 def _subject(step: Step) -> tuple[str, str]:

@@ -6,14 +6,14 @@ what the broker sends of a consumer that was cancelled is told from what comes o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reliable_mq.core.setup import Cancel, CheckQueue, Consume, SetPrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
-    from reliable_mq.core.setup import StepGenerator
+    from reliable_mq.core.setup import Step
     from reliable_mq.spark.appetite import Appetite
 
 __all__ = ["Subscriptions"]
@@ -47,24 +47,24 @@ class Subscriptions:
         """Those that the broker delivers from now."""
         return {self._queue_of[tag] for tag in self._active}
 
-    def begin(self) -> StepGenerator:
+    def begin(self) -> Generator[Step, Any, None]:
         """Consume what is wanted, on a new channel."""
         self._queue_of.clear()
         self._active.clear()
         yield from self._consume_wanted()
 
-    def renew(self) -> StepGenerator:
+    def renew(self) -> Generator[Step, Any, None]:
         """Consume what is wanted, with the prefetch of now."""
         yield from self.end()
         yield from self._consume_wanted()
 
-    def resume(self, queue: str) -> StepGenerator:
+    def resume(self, queue: str) -> Generator[Step, Any, None]:
         """Consume a queue again that the broker has `cancelled`."""
         yield CheckQueue(queue)
         yield SetPrefetch(self._appetite.granted)
         yield self._consume(queue)
 
-    def end(self, queue: str | None = None) -> StepGenerator:
+    def end(self, queue: str | None = None) -> Generator[Step, Any, None]:
         """Cancel every consumer, or that of a queue, that there is when this is carried out."""
         tags = [tag for tag in self._active if queue in (None, self._queue_of[tag])]
         self._active = [tag for tag in self._active if tag not in tags]
@@ -82,7 +82,7 @@ class Subscriptions:
         """The channel is gone, and all of them with it."""
         self._active.clear()
 
-    def _consume_wanted(self) -> StepGenerator:
+    def _consume_wanted(self) -> Generator[Step, Any, None]:
         yield SetPrefetch(self._appetite.prefetch)
         self._appetite.renewed()
         for queue in filter(self._wanted, self._queues):

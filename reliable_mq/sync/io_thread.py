@@ -78,6 +78,11 @@ class IOThread:
         self._connector: Connector
 
     @property
+    def patience(self) -> float:
+        """Seconds for which a set-up that the broker is answering may go on without another answer."""
+        return self._connector.patience if self._thread is not None else 0.0
+
+    @property
     def callback_errors(self) -> int:
         """Exceptions that came out of callbacks, each of which cost a connection."""
         return self._connector.callback_errors if self._thread is not None else 0

@@ -71,7 +71,7 @@ class PublishingLane(BasePublishingLane[Confirmation]):
         self._io = IOThread(
             name=options.name,
             settings=options.settings,
-            setup=options.setup,
+            setup=self._set_up,
             client=self,
             recovery=options.new_recovery(),
         )
@@ -86,18 +86,22 @@ class PublishingLane(BasePublishingLane[Confirmation]):
             self._io.stop()
             raise
 
-    def wait_connected(self, timeout: float, attempts: int = 1) -> ReliableMQError | None:
+    def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
         """Wait until the lane is connected or ``attempts`` more have failed. Returns why it is not connected, or None.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
 
         Where the error is permanent the lane has ended (``fatal``); else it goes on trying.
         """
         self._check_not_forked()
         with self.lock:
             enough = self._attempts_failed + attempts
-            self._wait_until(
+            limit = timeout
+            while limit > 0 and not self._wait_until(
                 lambda: self.connected or self._attempts_failed >= enough or self.fatal is not None or self._closed,
-                timeout,
-            )
+                limit,
+            ):
+                limit = 0.0 if firm else self._io.patience
             return self._why_not_connected(timeout)
 
     def submit(self, confirmation: Confirmation) -> None:

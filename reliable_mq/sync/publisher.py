@@ -15,6 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
@@ -79,6 +80,9 @@ class Publisher:
             ``give_up_on`` and ``backend``, which are for consumers.
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
+        new_queue_grace: seconds after this process has made a quorum queue for which a confirm of it is not final:
+            RabbitMQ loses what is in a queue younger than a second if it is killed. Until then the message counts as
+            outstanding, and is published again where the connection is lost. 0 for confirms that are final at once.
         outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
             returns once a message is stored there, whether or not the broker is there; a relay in this process
             publishes it, again and again until it is confirmed, and at the next start what this process has left.
@@ -111,6 +115,7 @@ class Publisher:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
         outbox: Outbox | None = None,
         reconnect_wait: wait_base | None = None,
         reconnect_stop: stop_base | None = None,
@@ -135,6 +140,7 @@ class Publisher:
             delivery_timeout=delivery_timeout,
             retry=retry,
             on_blocked=on_blocked,
+            new_queue_grace=new_queue_grace,
             reconnect_wait=reconnect_wait,
             reconnect_stop=reconnect_stop,
         )
@@ -509,7 +515,9 @@ class Publisher:
             self._openers += 1
         try:
             options = self._options
-            error = lane.wait_connected(min(options.first_verdict, timeout), len(options.settings.endpoints))
+            firm = timeout < options.first_verdict
+            wait, hosts = min(options.first_verdict, timeout), len(options.settings.endpoints)
+            error = lane.wait_connected(wait, hosts, firm=firm)
         except BaseException:
             with self._lock:
                 self._openers -= 1

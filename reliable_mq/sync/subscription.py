@@ -30,8 +30,13 @@ class Subscription(BaseSubscription):
     _io: IOThread
 
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None."""
-        self._verdict.wait(timeout)
+        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None.
+
+        A set-up that goes on (a large topology) is waited for beyond ``timeout``.
+        """
+        limit = timeout
+        while limit > 0 and not self._verdict.wait(limit):
+            limit = self._io.patience
         return self.verdict(timeout)
 
     def join(self) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pamqp import commands, frame
 from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
+from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publication import Publication, Reply
 from reliable_mq.core.publishing import PublishingSession
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from reliable_mq.core.codec import FieldValue
 
 MAX_ATTEMPTS = 3
 DELAYS = (1.0, 2.0)
@@ -95,26 +99,29 @@ def decode(data: bytes) -> list[Published]:
     return published
 
 
-def new_session(max_attempts: int = MAX_ATTEMPTS) -> PublishingSession[Publication]:
+def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> PublishingSession[Publication]:
     return PublishingSession(
         retry=RetryPolicy(max_attempts, delays=DELAYS),
         confirm_timeout=CONFIRM_TIMEOUT,
         delivery_timeout=DELIVERY_TIMEOUT,
         random=random.Random(1),
+        new_queue_grace=grace,
     )
 
 
 class Shell:
     """A session with a channel, on a clock that stands at 0."""
 
-    def __init__(self) -> None:
-        self.session = new_session()
+    def __init__(self, grace: float = 0.0) -> None:
+        self.session = new_session(grace=grace)
+        self.new_queues = NewQueues()
+        self.new_queues.longest = grace
         self.generation = 0
         self.reopen()
 
     def reopen(self, now: float = 0.0) -> None:
         self.generation += 1
-        self.session.channel_opened(self.generation, 1, FRAME_MAX, now)
+        self.session.channel_opened(self.generation, 1, FRAME_MAX, now, self.new_queues)
 
     def accept(
         self,
@@ -123,12 +130,14 @@ class Shell:
         exchange: str = "",
         timeout: float | None = None,
         at: float = 0.0,
+        headers: dict[str, FieldValue] | None = None,
+        routing_key: str = "orders",
     ) -> list[Publication]:
         publications = [
             Publication(
-                Message(body.encode(), message_id=message_id or f"id of {body}"),
+                Message(body.encode(), message_id=message_id or f"id of {body}", headers=headers),
                 exchange,
-                "orders",
+                routing_key,
                 True,
                 len(body),
                 at,

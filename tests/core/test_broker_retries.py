@@ -14,6 +14,7 @@ from reliable_mq.core.quarantine import failures_by_broker
 from reliable_mq.core.setup import Consume, DeclareQueue, ServerInfo, SetPrefetch, declare, publisher_setup
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.sessions import CHANNEL, deliver, fail, items, make, only_republish
+from tests.core.steps import steps_of
 
 DELAYED = Queue("orders", delayed_retry=(1, 60))
 
@@ -73,7 +74,7 @@ def options(queue: Queue | str, **given: Any) -> ConsumerOptions:
 
 def declared(made: ConsumerOptions, version: str = "4.3.6") -> list[str]:
     server = ServerInfo.of({"product": "RabbitMQ", "version": version})
-    return [step.name for step in made.setup(server, "tag", None) if isinstance(step, DeclareQueue)]
+    return [step.name for step in steps_of(made.setup(server, "tag", None)) if isinstance(step, DeclareQueue)]
 
 
 def test_nothing_is_declared_beside_a_queue_that_retries_itself() -> None:

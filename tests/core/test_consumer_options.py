@@ -14,6 +14,7 @@ from reliable_mq.core.consumer_options import ConsumerOptions
 from reliable_mq.core.delivery import Source
 from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
 from tests.core.deliveries import delivery
+from tests.core.steps import steps_of
 
 ORDERS = Queue("orders")
 EVENTS = Queue("events", type="stream")
@@ -143,7 +144,7 @@ def test_a_plain_name_with_an_offset_is_a_stream() -> None:
 def test_the_set_up_declares_a_queue_and_checks_a_name() -> None:
     orders = Queue("orders", type="classic")
     made = options(orders, prefetch=7, exclusive=True, dead_letter=Queue("bin", dead_letter=None))
-    steps = list(made.setup(SERVER, "tag", None))
+    steps = steps_of(made.setup(SERVER, "tag", None))
     declared = [step.name for step in steps if isinstance(step, DeclareQueue)]
     assert declared == ["bin", "orders.retry.1000", "orders.retry.10000", "orders.retry.60000", "orders.dead", "orders"]
     assert steps[-2:] == [SetPrefetch(7), Consume("orders", "tag", exclusive=True)]

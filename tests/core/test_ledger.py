@@ -230,3 +230,19 @@ def test_cost_is_the_same_for_many_stragglers(assert_same_cost: Callable[[Cost, 
         return spent / (stragglers * rounds)
 
     assert_same_cost(lambda: cost(1_000, 10), lambda: cost(50_000, 1))
+
+
+@pytest.mark.parametrize("far", [5, 3000])
+def test_what_is_held_is_known_by_its_number(far: int) -> None:
+    """Also where most is settled, and few stragglers are kept by themselves."""
+    ledger: Ledger[int] = Ledger()
+    for number in range(1, far + 1):
+        ledger.extend([number])
+        if number not in (2, 3, far):
+            ledger.pop(number)
+    assert ledger.numbers_through(far) == [2, 3, far]
+    assert ledger.numbers_through(2) == [2]
+    assert ledger.numbers_through(1) == []
+    assert [number for number in range(far + 2) if ledger.holds(number)] == [2, 3, far]
+    assert ledger.pop_through(far - 1) == [2, 3]
+    assert ledger.numbers_through(far) == [far]

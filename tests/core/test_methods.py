@@ -178,3 +178,16 @@ def test_a_truncated_method_is_an_error_and_no_crash(size: int) -> None:
                 channel_max=1,
                 frame_max=1,
             )
+
+
+def test_steps_are_encoded_in_one_piece() -> None:
+    steps = [setup.CheckQueue("one"), setup.DeclareExchange("two")]
+    frames, answers = methods.encode_steps(CHANNEL, steps)
+    each = [methods.encode_step(CHANNEL, step) for step in steps]
+    assert frames == b"".join(frame for frame, _ in each)
+    assert answers == [answer for _, answer in each]
+
+
+def test_a_step_that_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="CheckQueue cannot be sent: queue"):
+        methods.encode_steps(CHANNEL, [setup.CheckQueue("one"), setup.CheckQueue("q" * 256)])

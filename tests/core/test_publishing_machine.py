@@ -1,7 +1,8 @@
 """The publishing session against a shell that does as it should and a broker that does as it likes.
 
 The model broker decodes what the session encodes, counts it, and confirms, nacks, returns, closes channels, loses
-connections and blocks at random; the model knows what has to become of each publish.
+connections and blocks at random, and its queue is made anew at random; the model knows what has to become of each
+publish.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.errors import PublishBlocked
 from reliable_mq.message import Message
@@ -44,6 +46,7 @@ KINDS = st.lists(
 )
 MESSAGE_IDS = st.sampled_from([None, None, None, "a", "b"])
 MAX_ATTEMPTS = 2
+GRACE = 2.0
 TIMEOUTS = st.sampled_from([None, None, None, 5.0, 500.0])
 MISSING = "missing"  # the exchange that NO_EXCHANGE names
 POSITIONS = st.sampled_from([0.0, 0.3, 0.6, 1.0])  # in a list, from its first to its last
@@ -64,7 +67,9 @@ class Expected:
     encodable: float = inf  # how often
     unique: bool = True  # nobody else has its message id
     sends: int = 0
+    sent_last: int = 0  # the number of its last send, of all
     nacks: int = 0
+    final_at: float | None = None  # confirmed, but not for good before
     in_doubt: bool = False
     due: float = 0.0  # not to be sent before
     outcome: Outcome | None = None
@@ -101,7 +106,11 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = new_session(MAX_ATTEMPTS)
+        self.session = new_session(MAX_ATTEMPTS, GRACE)
+        self.new_queues = NewQueues()
+        self.new_queues.longest = GRACE
+        self.made_at = float("-inf")  # when the queue was made; infinite while it is being made
+        self.sends = 0
         self.now = 100.0
         self.everyone: list[Expected] = []
         self.channel: Channel | None = None
@@ -117,9 +126,11 @@ class PublishingMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.open_channel()
 
-    @rule(kind=st.integers(0, 3), data=st.data())
+    @rule(kind=st.integers(0, 4), data=st.data())
     def meanwhile(self, kind: int, data: st.DataObject) -> None:
         match kind:
+            case 4:
+                self.make_queue(data.draw(st.sampled_from(["begin", "end", "made", "other"])))
             case 0:
                 self.accept(data.draw(KINDS), data.draw(MESSAGE_IDS), data.draw(TIMEOUTS))
             case 1:
@@ -172,13 +183,29 @@ class PublishingMachine(RuleBasedStateMachine):
     def open_channel(self) -> None:
         self.generation += 1
         self.channel = Channel(self.generation, progress_at=self.now)
-        self.session.channel_opened(self.generation, self.generation % 7 + 1, FRAME_MAX, self.now)
+        self.session.channel_opened(self.generation, self.generation % 7 + 1, FRAME_MAX, self.now, self.new_queues)
+
+    def make_queue(self, event: str) -> None:
+        """The queue that what is routable goes to is made by this process; or another one."""
+        being_made = self.made_at == float("inf")
+        if event == "other":
+            self.new_queues.made(["other"], self.now)
+        elif event == "begin" and not being_made:
+            self.new_queues.begin(["good"])
+            self.made_at = float("inf")
+        elif event == "end" and being_made:
+            self.new_queues.end(["good"], self.now)
+            self.made_at = self.now
+        elif event == "made" and not being_made:
+            self.new_queues.made(["good"], self.now)
+            self.made_at = self.now
 
     @rule(
         kinds=KINDS,
         message_id=MESSAGE_IDS,
         timeout=TIMEOUTS,
         seconds=st.sampled_from([0.0, 0.0, 1.0, 2.0, 31.0]),
+        new=st.sampled_from(["", "made", "begin", "end"]),
         limit=st.sampled_from([1, 300, 1_000_000, 1_000_000]),
         give_up=st.none() | POSITIONS,
         part_read=st.sampled_from([1.0, 1.0, 0.5]),
@@ -191,6 +218,7 @@ class PublishingMachine(RuleBasedStateMachine):
         message_id: str | None,
         timeout: float | None,
         seconds: float,
+        new: str,
         limit: int,
         give_up: float | None,
         part_read: float,
@@ -204,6 +232,7 @@ class PublishingMachine(RuleBasedStateMachine):
             self.open_channel()
         if self.connection_blocked:
             self.unblock()
+        self.make_queue(new)
         self.send(limit)
         if give_up is not None and self.channel is not None and self.channel.unconfirmed:
             self.abandon(at(give_up, self.channel.on_wire))
@@ -238,9 +267,20 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def tick(self) -> None:
         self.session.tick(self.now)
+        for expected in self.provisional:
+            assert expected.final_at is not None
+            if self.channel is not None and expected.final_at <= self.now:
+                expected.outcome, expected.final_at = Outcome.CONFIRMED, None
         for expected in self.everyone:
             if expected.outcome is None and expected.deadline <= self.now:
                 self.give_up(expected)
+
+    @property
+    def provisional(self) -> list[Expected]:
+        """What is confirmed, but not for good, in the order of sending."""
+        return sorted(
+            (expected for expected in self.everyone if expected.final_at is not None), key=lambda one: one.sent_last
+        )
 
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -258,6 +298,7 @@ class PublishingMachine(RuleBasedStateMachine):
         assert one.mandatory is publication.mandatory
         assert one.persistent
         assert expected.outcome is None, "published after it was settled"
+        assert expected.final_at is None, "published again while the broker has it, and lives"
         assert expected.due <= self.now, "published before its delay was over"
         for other in self.everyone[: expected.number]:
             if other.message_id == expected.message_id:
@@ -277,6 +318,8 @@ class PublishingMachine(RuleBasedStateMachine):
         if not channel.unconfirmed:
             channel.progress_at = self.now
         expected.sends += 1
+        self.sends += 1
+        expected.sent_last = self.sends
         channel.sent.append(expected)
         channel.unconfirmed.append(len(channel.sent))
 
@@ -287,7 +330,8 @@ class PublishingMachine(RuleBasedStateMachine):
         waiting: set[str] = set()
         for expected in self.everyone:
             if expected.outcome is None:
-                assert expected.due > self.now or expected.message_id in waiting, "forgotten"
+                held = expected.final_at is not None or expected.due > self.now
+                assert held or expected.message_id in waiting, "forgotten"
                 waiting.add(expected.message_id)
 
     # what the broker does
@@ -333,6 +377,8 @@ class PublishingMachine(RuleBasedStateMachine):
                 continue
             if expected in channel.returned:
                 expected.outcome = Outcome.RETURNED
+            elif ack and self.now < self.made_at + GRACE and not expected.unroutable:
+                expected.final_at = min(self.made_at, self.now) + GRACE
             elif ack:
                 expected.outcome = Outcome.CONFIRMED
             elif expected.nacks == MAX_ATTEMPTS:
@@ -382,6 +428,22 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session.channel_lost(self.generation - 1, reply, connection=connection)
         if connection and self.channel is None:
             self.connection_blocked = False
+            self.again = self.lose_provisional() + self.again
+
+    @precondition(lambda self: self.channel is None)
+    @rule()
+    def connection_follows_its_channel(self) -> None:
+        self.session.connection_replaced()
+        self.connection_blocked = False
+        self.session.blocked_reason = None
+        self.again = self.lose_provisional() + self.again
+
+    def lose_provisional(self) -> list[Expected]:
+        lost = self.provisional
+        for expected in lost:
+            expected.final_at = None
+            expected.in_doubt = True
+        return lost
 
     @precondition(lambda self: self.channel)
     @rule(loss=st.sampled_from([(None, False), (None, True), (FORCED, True)]))
@@ -391,6 +453,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def lose(self, reply: Reply | None, *, connection: bool) -> None:
         channel = self.channel
         assert channel is not None
+        isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._isolation.active
         self.session.channel_lost(channel.generation, reply, connection=connection)
         on_wire = channel.on_wire
         unsettled = [expected for expected in on_wire if expected.outcome is None]
@@ -406,6 +469,10 @@ class PublishingMachine(RuleBasedStateMachine):
             assert named == on_wire, "refused, though the error may have meant others"
             assert all(one.sends and one.publication.exchange == MISSING for one in together)
             self.refuse([*named, *together])
+        if connection:
+            unsettled = [*self.lose_provisional(), *unsettled]
+            if not isolating:
+                unsettled.sort(key=lambda one: one.sent_last)
         self.again = [*unsettled, *self.again]
         self.channel = None
         if connection:
@@ -439,6 +506,7 @@ class PublishingMachine(RuleBasedStateMachine):
         still_returned = returned and self.channel is not None and expected in self.channel.on_wire
         expected.outcome = Outcome.RETURNED if still_returned else Outcome.UNKNOWN
         expected.blocked = not expected.sends and self.connection_blocked
+        expected.final_at = None
 
     # what holds at any moment
 
@@ -516,6 +584,8 @@ class PublishingMachine(RuleBasedStateMachine):
             for expected in self.everyone
             if expected.outcome is None and expected.due > self.now and expected not in self.again
         ]
+        if self.channel is not None:
+            moments += [expected.final_at for expected in self.provisional if expected.final_at is not None]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
             moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
         wakeup = self.session.next_wakeup()

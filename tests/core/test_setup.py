@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,12 +16,13 @@ from reliable_mq.core.setup import (
     DeclareExchange,
     DeclareQueue,
     DeleteQueue,
-    QueueState,
+    Pipeline,
     ServerInfo,
     SetPrefetch,
     Step,
     StepRefused,
     consumer_setup,
+    declare,
     is_missing,
     parse_version,
     publisher_setup,
@@ -30,25 +31,15 @@ from reliable_mq.core.setup import (
 )
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 from reliable_mq.topology import Binding, Exchange, Queue
+from tests.core.steps import granted, sent_by, steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Collection
+
+    from reliable_mq.topology.queue import QueueType
 
 NEWEST = (4, 3, 6)
 OLD = (3, 12, 0)
-
-
-def steps_of(generator: Generator[Step, Any, None]) -> list[Step]:
-    """Carry a generator out, with a broker that grants everything."""
-    taken: list[Step] = []
-    reply: object = None
-    try:
-        while True:
-            step = generator.send(reply)
-            taken.append(step)
-            reply = QueueState("q", 0, 0) if isinstance(step, DeclareQueue | CheckQueue) else None
-    except StopIteration:
-        return taken
 
 
 def test_a_publisher_declares_its_topology_in_order_and_then_selects_confirms() -> None:
@@ -144,6 +135,105 @@ def test_a_refusal_belongs_to_the_step_that_was_yielded_last() -> None:
     assert caught.value.name == "missing"
     assert isinstance(caught.value.__cause__, StepRefused)
     assert is_permanent(caught.value)
+
+
+def test_declarations_take_one_round_trip() -> None:
+    sent = sent_by(publisher_setup([Exchange("e"), Queue("q"), Binding("e", "q")], NEWEST))
+    assert [type(step) for step in sent] == [Pipeline, ConfirmSelect]
+    assert sent_by(publisher_setup([], NEWEST)) == [ConfirmSelect()]
+
+
+def test_a_refusal_in_a_pipeline_belongs_to_the_first_step_without_an_answer() -> None:
+    setup = publisher_setup([Exchange("e"), Queue("one", dead_letter=None), Queue("two", dead_letter=None)], NEWEST)
+    (exchange, one, _) = setup.send(None).steps  # type: ignore[union-attr]
+    with pytest.raises(TopologyMismatch) as caught:
+        setup.throw(StepRefused(406, INEQUIVALENT, answered=(granted(exchange), granted(one))))
+    assert caught.value.name == "two"
+
+
+class Noted:
+    """Who is told of the queues that are made."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[str]]] = []
+
+    def begin(self, names: Collection[str]) -> None:
+        self.told.append(("begin", list(names)))
+
+    def end(self, names: Collection[str]) -> None:
+        self.told.append(("end", list(names)))
+
+
+A, B, C = (Queue(name, dead_letter=None) for name in "abc")
+NOT_FOUND = StepRefused(404, "NOT_FOUND - no queue", answered=(granted(CheckQueue("a")),))
+
+
+def test_quorum_queues_are_looked_for_in_one_round_trip_before_anything_is_declared() -> None:
+    noted = Noted()
+    passing = Queue("p", type="classic", exclusive=True)
+    topology = [Exchange("e"), A, Queue("s", type="stream"), Queue("t", type="classic", dead_letter=None), passing, B]
+    sent = sent_by(publisher_setup(topology, NEWEST, noted))
+    assert sent[0] == Pipeline((CheckQueue("a"), CheckQueue("b")))
+    assert [type(step) for step in sent] == [Pipeline, Pipeline, ConfirmSelect]
+    assert noted.told == [], "all of them exist"
+
+
+@pytest.mark.parametrize("topology", [[], [Exchange("e")], [Queue("s", type="stream")]])
+def test_nothing_is_looked_for_where_no_quorum_queue_is_declared(topology: list[Exchange | Queue]) -> None:
+    noted = Noted()
+    assert not any(isinstance(step, CheckQueue) for step in steps_of(publisher_setup(topology, NEWEST, noted)))
+    assert noted.told == []
+
+
+def test_what_the_broker_does_not_have_and_what_it_says_nothing_of_is_made() -> None:
+    noted = Noted()
+    setup = publisher_setup([A, B, C], NEWEST, noted)
+    assert setup.send(None) == Pipeline((CheckQueue("a"), CheckQueue("b"), CheckQueue("c")))
+    declared = setup.throw(NOT_FOUND)
+    assert [step.name for step in declared.steps] == ["a", "b", "c"]  # type: ignore[union-attr]
+    assert noted.told == [("begin", ["b", "c"])], "told before they are declared"
+    assert setup.send((None, None, None)) == ConfirmSelect()
+    assert noted.told == [("begin", ["b", "c"]), ("end", ["b", "c"])]
+
+
+@pytest.mark.parametrize("end", ["refused", "dropped"])
+def test_a_queue_whose_declaration_was_not_answered_may_have_been_made(end: str) -> None:
+    noted = Noted()
+    setup = publisher_setup([A, B], NEWEST, noted)
+    setup.send(None)
+    setup.throw(NOT_FOUND)
+    if end == "refused":
+        with pytest.raises(TopologyMismatch):
+            setup.throw(StepRefused(406, INEQUIVALENT))
+    else:
+        setup.close()
+    assert noted.told[-1] == ("end", ["b"])
+
+
+def test_a_look_that_costs_the_connection_ends_the_attempt() -> None:
+    setup = publisher_setup([A, B], NEWEST, Noted())
+    setup.send(None)
+    with pytest.raises(BrokerUnavailable, match="find queue 'b'"):
+        setup.throw(StepRefused(541, "INTERNAL_ERROR", answered=(granted(CheckQueue("a")),), connection=True))
+
+
+def test_a_consumer_looks_for_its_queue_and_its_topology() -> None:
+    setup = consumer_setup(A, [B], NEWEST, prefetch=1, consumer_tag="tag", maker=Noted())
+    assert sent_by(setup)[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
+    assert sent_by(pull_setup(A, [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
+    assert sent_by(pull_setup("a", [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"),))
+
+
+@pytest.mark.parametrize(("kind", "new"), [("quorum", True), ("classic", False)])
+def test_a_queue_declared_on_a_channel_in_use_counts_as_made(kind: QueueType, new: bool) -> None:
+    """To look for it first would cost the channel."""
+    noted = Noted()
+    steps = declare(Queue("q", type=kind, dead_letter=None), NEWEST, noted)
+    assert isinstance(next(steps), DeclareQueue)
+    assert noted.told == [("begin", ["q"])] * new
+    with pytest.raises(StopIteration):
+        steps.send(None)
+    assert noted.told == [("begin", ["q"]), ("end", ["q"])][: 2 * new]
 
 
 INEQUIVALENT = (

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from reliable_mq.core import methods
 from reliable_mq.core.codec import CodecError, InboundReader
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reliable_mq.connection.events import ChannelEvents
     from reliable_mq.connection.pace import ReadPace
@@ -37,7 +38,7 @@ class DataChannel:
         self._events = events
         self._open = False
         self._closing = False
-        self._awaited: tuple[tuple[int, int], Callable[[Reply], None]] | None = None
+        self._awaited: deque[tuple[tuple[int, int], Callable[[Reply], None]]] = deque()
 
     def attach(self, sink: ChannelSink) -> None:
         """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
@@ -54,21 +55,28 @@ class DataChannel:
             ConfigurationError: it cannot be encoded.
             BrokerUnavailable: the channel is not open.
         """
+        self.perform_all((step,), done)
+
+    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None]) -> None:
+        """Send the methods of `steps` in one piece; `done` gets each reply, in order.
+
+        Raises:
+            ConfigurationError: one cannot be encoded; none was sent.
+            BrokerUnavailable: the channel is not open.
+        """
         if not self._open or self._closing:
             raise BrokerUnavailable(f"channel {self.number} is not open")
-        try:
-            frame, answer = methods.encode_step(self.number, step)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
-        self._awaited = answer, done
-        self._write(frame)
-        self._pace.follow(step)
+        frames, answers = methods.encode_steps(self.number, steps)
+        self._awaited.extend((answer, done) for answer in answers)
+        self._write(frames)
+        for step in steps:
+            self._pace.follow(step)
 
     def close(self) -> None:
         """Begin the closing handshake."""
         if not self._closing:
             self._closing = True
-            self._awaited = None
+            self._awaited.clear()
             self._write(methods.encode_channel_close(self.number))
 
     def take(self, method: tuple[int, int], frame: bytes) -> bool:
@@ -90,14 +98,15 @@ class DataChannel:
             self._events.channel_opened(self)
         elif method == methods.CANCELLED:
             self._events.consumer_cancelled(self, methods.decode_text(frame))
-        elif self._awaited is not None and method == self._awaited[0]:
-            (_, done), self._awaited = self._awaited, None
+        elif self._awaited and method == self._awaited[0][0]:
+            _, done = self._awaited.popleft()
             done(methods.decode_reply(frame))
         elif not self._closing:
             raise CodecError(f"the broker answered nothing that was asked, with method {method}")
         return False
 
     def _closed(self, code: int, text: str, *, by_broker: bool) -> None:
-        self._open, self._closing, self._awaited = False, True, None
+        self._open, self._closing = False, True
+        self._awaited.clear()
         self._reader.detach(self.number)
         self._events.channel_closed(self, code, text, by_broker)

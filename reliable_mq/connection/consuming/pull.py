@@ -285,7 +285,7 @@ class BasePullSubscription(BaseSubscription):
         self._empty = True
 
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
-        return self._options.pull_setup(server)
+        return self._options.pull_setup(server, self._maker)
 
     @property
     def _subscribed(self) -> bool:

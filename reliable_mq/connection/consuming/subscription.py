@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reliable_mq.connection.alarm import Alarm
+from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.ages import Strike, strike_of
 from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.delivery import Delivery
@@ -187,6 +188,8 @@ class BaseSubscription:
         self.ended = self._new_event()
         self._options = options
         self._virtual_host = settings.virtual_host
+        self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
+        self._maker: QueueRecord | None = None  # the same, where anybody wants to know
         self._consumer_tag = options.name
         self._isolated_tag = options.isolated_tag
         self._prefetch = options.prefetch  # that the broker was told
@@ -298,6 +301,7 @@ class BaseSubscription:
         self.reconnects += self._connection_lost
         self._connection_lost = False
         self._version = server.version_tuple
+        self._record.ready(server)
         self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
         if self._phase is _Phase.RESUBSCRIBING:
             self._phase = _Phase.RUNNING
@@ -314,6 +318,7 @@ class BaseSubscription:
         """The channel is gone; the broker delivers again what was not acked."""
         self.connected = self._isolated = False
         self._connection_lost |= loss.scope == "connection"
+        self._record.lost()
         strike = strike_of(loss)
         if strike is not None:
             logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, loss.text)
@@ -392,6 +397,7 @@ class BaseSubscription:
     # On the loop: the work
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
+        self._maker = self._record.maker(server)
         return _nothing() if self._phase in _STOPPING else self._subscribe(server)
 
     @property
@@ -402,7 +408,8 @@ class BaseSubscription:
         position = self.session.position
         self._prefetch = self._options.prefetch
         self.session.set_prefetch(self._prefetch)
-        return self._options.setup(server, self._consumer_tag, None if position is None else position.following)
+        following = None if position is None else position.following
+        return self._options.setup(server, self._consumer_tag, following, self._maker)
 
     def _wake(self) -> None:
         if not self._woken:
@@ -424,7 +431,7 @@ class BaseSubscription:
         if session.take_subscription():
             self._io.run(self._options.subscribe_to_quarantine(), self._isolating)
         for queue in session.take_declarations():
-            self._io.run(declare(queue, self._version), partial(self._declared, queue))
+            self._io.run(declare(queue, self._version, self._maker), partial(self._declared, queue))
         for republish in session.take_republishes():
             if self.republisher is not None:
                 self.republisher.put(republish)

@@ -51,6 +51,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
         self.pace = ReadPace()
+        self.answers: dict[int, Callable[[bytes], bool]] = {}  # by channel: takes the answers to what pika did not send
         self.closed_with: tuple[int, str] | None = None
         self.was_open = False
         self.broken_by: BaseException | None = None
@@ -150,6 +151,9 @@ class Connection(SelectConnection):  # type: ignore[misc]
         number = int.from_bytes(data[1:3], "big")
         if number and (number not in self._channels or data[0] != spec.FRAME_METHOD or data[7:11] in _CONTENT):
             return  # of a channel that is closed already, or content of one that is silenced
+        take = self.answers.get(number)
+        if take is not None and take(data):
+            return
         try:
             _, value = frame.decode_frame(data)
         except Exception as error:  # noqa: BLE001  # pika's decoder raises whatever struct, dict and codecs raise

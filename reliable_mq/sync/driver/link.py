@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pika.exceptions
 
+from reliable_mq.core import methods
 from reliable_mq.core import setup as steps
 from reliable_mq.core.recovery import Loss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
@@ -14,7 +16,7 @@ from reliable_mq.sync.driver.connection import Connection, connection_parameters
 from reliable_mq.sync.driver.errors import Aborted, broker_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pika import spec
 
@@ -129,6 +131,8 @@ class DataChannel:
 
     def __init__(self, connection: Connection, sink: ChannelSink, events: ChannelEvents) -> None:
         self._events = events
+        self._connection = connection
+        self._awaited: deque[tuple[int, int]] = deque()  # the methods that answer what was sent together
         self._reader = connection.reader
         self._pace = connection.pace
         self._channel = connection.channel(on_open_callback=self._on_open)
@@ -159,6 +163,32 @@ class DataChannel:
             raise BrokerUnavailable(f"channel {self.number} is not open") from error
         except (pika.exceptions.AMQPError, TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error!r}") from error
+
+    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None]) -> None:
+        """Send the methods of declarations and checks in one piece; `done` gets each reply, in order.
+
+        Past pika, which sends a method when the one before is answered.
+
+        Raises:
+            ConfigurationError: one cannot be encoded; none was sent.
+            BrokerUnavailable: the channel is not open.
+        """
+        if not self._channel.is_open:
+            raise BrokerUnavailable(f"channel {self.number} is not open")
+        frames, answers = methods.encode_steps(self.number, steps)
+        self._awaited = deque(answers)
+        self._connection.answers[self.number] = partial(self._take, done)
+        self._connection.send(frames)
+
+    def _take(self, done: Callable[[Reply], None], frame: bytes) -> bool:
+        """Take in the answer to one of the steps sent together; return whether the frame was one."""
+        if not self._awaited or methods.method_of(frame) != self._awaited[0]:
+            return False
+        self._awaited.popleft()
+        if not self._awaited:
+            del self._connection.answers[self.number]
+        done(methods.decode_reply(frame))
+        return True
 
     def close(self) -> None:
         """Begin the closing handshake."""
@@ -219,6 +249,7 @@ class DataChannel:
 
     def _on_closed(self, _channel: Any, reason: BaseException) -> None:
         self._reader.detach(self.number)
+        self._connection.answers.pop(self.number, None)
         if isinstance(reason, pika.exceptions.ChannelClosed):
             by_broker = isinstance(reason, pika.exceptions.ChannelClosedByBroker)
             self._events.channel_closed(self, reason.reply_code, reason.reply_text, by_broker)

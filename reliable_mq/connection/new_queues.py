@@ -1,0 +1,132 @@
+"""The new queues of this process, by broker and virtual host: what one connection makes, the others know of.
+
+Thread-safe, and safe in a forked child, which keeps what its parent knew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from reliable_mq.core.new_queues import NewQueues
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from reliable_mq.core.setup import ServerInfo
+
+__all__ = ["QueueRecord", "SharedNewQueues"]
+
+
+class SharedNewQueues(NewQueues):
+    """`NewQueues` for several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def use(self, grace: float) -> None:
+        """Keep what is made for at least ``grace`` seconds."""
+        with self.lock:
+            self.longest = max(self.longest, grace)
+
+    def begin(self, names: Iterable[str]) -> None:
+        with self.lock:
+            super().begin(names)
+
+    def end(self, names: Iterable[str], now: float) -> None:
+        with self.lock:
+            super().end(names, now)
+
+    def made(self, names: Iterable[str], now: float) -> None:
+        with self.lock:
+            super().made(names, now)
+
+    def new(self, now: float, grace: float) -> list[str]:
+        with self.lock:
+            return super().new(now, grace)
+
+    def final_at(self, exchange: str, routing_key: str, now: float, grace: float, *, copied: bool) -> float | None:
+        with self.lock:
+            return super().final_at(exchange, routing_key, now, grace, copied=copied)
+
+    def forked(self, now: float) -> None:
+        """This is a copy in a forked child: the parent's thread that held the lock, or was making a queue, is not."""
+        self.lock = threading.Lock()
+        self.given_up(now)
+
+
+class QueueRecord:
+    """What one connection tells and knows of new queues. On its loop alone.
+
+    Args:
+        virtual_host: of the connection.
+        grace: seconds for which a queue is new; 0 where nobody asks, and nothing is told.
+
+    Attributes:
+        queues: of the broker and virtual host that the connection was last made to.
+    """
+
+    def __init__(self, virtual_host: str, grace: float) -> None:
+        self.queues: NewQueues = NewQueues()
+        self._virtual_host = virtual_host
+        self._grace = grace
+        self._server: ServerInfo | None = None  # of the last channel that was ready; each connection has its own
+        self._new_before: list[str] = []  # the new queues when the channel was lost
+
+    def maker(self, server: ServerInfo) -> QueueRecord | None:
+        """Return who is told of the queues that a set-up makes on this broker; None for nobody."""
+        if not self._grace:
+            return None
+        self.queues = _queues_of(server.cluster_name, self._virtual_host, self._grace)
+        return self
+
+    def begin(self, names: Collection[str]) -> None:
+        """These are about to be declared."""
+        self.queues.begin(names)
+
+    def end(self, names: Collection[str]) -> None:
+        """They exist by now, or may."""
+        self.queues.end(names, time.monotonic())
+
+    def ready(self, server: ServerInfo) -> bool:
+        """A channel is ready; return whether it is on another connection than the last one was.
+
+        A broker that was killed in between has registered its new queues again, as it started: they are new again.
+        """
+        replaced, self._server = self._server is not server, server
+        if replaced:
+            self.queues.made(self._new_before, time.monotonic())
+        self._new_before = []
+        return replaced
+
+    def lost(self) -> None:
+        """The channel is lost, and the connection may be."""
+        self._new_before = self.queues.new(time.monotonic(), self._grace)
+
+
+def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:
+    """Return the new queues of a virtual host, of which its user wants to know for ``grace`` seconds.
+
+    A broker that does not tell its cluster's name is taken for any other such broker: that costs time alone.
+    """
+    with _lock:
+        queues = _registers.setdefault((cluster, virtual_host), SharedNewQueues())
+    queues.use(grace)
+    return queues
+
+
+_lock = threading.Lock()
+_registers: dict[tuple[str, str], SharedNewQueues] = {}
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
+    _lock = threading.Lock()
+    for queues in _registers.values():
+        queues.forked(time.monotonic())
+
+
+os.register_at_fork(after_in_child=_after_fork)

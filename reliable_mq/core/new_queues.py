@@ -1,0 +1,107 @@
+"""Quorum queues that this process made a moment ago: a confirm of theirs is not final yet.
+
+RabbitMQ saves the registration of a quorum queue half a second to a second after it made the queue (4.0 and 4.3). A
+node that is killed before that starts again with the queue empty, whatever it has confirmed. So what is confirmed
+within a grace after the queue was made counts as unconfirmed until the grace is over. Only the process that made the
+queue knows of it, so what one of its connections makes is known to all of them.
+
+Invariants: a queue is new from the moment before it is declared; a queue made or found again by another connection
+never becomes older; what is forgotten is older than every grace.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = ["NEW_QUEUE_GRACE", "Maker", "NewQueues"]
+
+#: Seconds: twice the second after which no loss was ever seen.
+NEW_QUEUE_GRACE: Final = 2.0
+
+_NEVER: Final = float("-inf")
+
+
+class Maker(Protocol):
+    """Is told which queues a set-up makes. It adds the time."""
+
+    def begin(self, names: Collection[str], /) -> None:
+        """These are about to be declared, and did not exist, as far as is known."""
+
+    def end(self, names: Collection[str], /) -> None:
+        """They exist by now at the latest; also where the set-up failed and one may not have been made."""
+
+
+class NewQueues:
+    """The new queues of one virtual host. Not thread-safe: who shares it lets one thread at a time in.
+
+    Attributes:
+        latest: when the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity
+            where none is known. For any thread.
+        longest: the longest grace of those who use it, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.latest = _NEVER
+        self.longest = 0.0
+        self._made: dict[str, float] = {}
+        self._being_made: dict[str, int] = {}  # how many connections are declaring it
+
+    def begin(self, names: Iterable[str]) -> None:
+        """These queues are about to be declared."""
+        for name in names:
+            self._being_made[name] = self._being_made.get(name, 0) + 1
+        self._look()
+
+    def end(self, names: Iterable[str], now: float) -> None:
+        """These queues, which were begun, are declared, or may be."""
+        for name in names:
+            others = self._being_made.pop(name, 1) - 1
+            if others:
+                self._being_made[name] = others
+        self._add(names, now)
+
+    def made(self, names: Iterable[str], now: float) -> None:
+        """These queues were made at ``now`` at the latest."""
+        self._add(names, now)
+
+    def given_up(self, now: float) -> None:
+        """Nobody declares any more what was being made: it may exist."""
+        names, self._being_made = list(self._being_made), {}
+        self._add(names, now)
+
+    def new(self, now: float, grace: float) -> list[str]:
+        """The queues that are younger than ``grace`` seconds, or are being made."""
+        return [*self._being_made, *(name for name, at in self._made.items() if at + grace > now)]
+
+    def final_at(self, exchange: str, routing_key: str, now: float, grace: float, *, copied: bool) -> float | None:
+        """When a confirm that came ``now`` is final; None where it is final now.
+
+        The routing key names the queue on the default exchange; with another one, or where the message says that it is
+        copied to other queues, any new queue may have it. One that is being made may exist already.
+
+        Args:
+            exchange: that the message was published to.
+            routing_key: with which key.
+            now: when its confirm came.
+            grace: seconds.
+            copied: whether the message has a header that routes it elsewhere, too.
+        """
+        if exchange or copied:
+            at = now if self._being_made else max(self._made.values(), default=_NEVER)
+        elif routing_key in self._being_made:
+            at = now
+        else:
+            at = self._made.get(routing_key, _NEVER)
+        return at + grace if at + grace > now else None
+
+    def _add(self, names: Iterable[str], now: float) -> None:
+        for name in names:
+            self._made[name] = max(now, self._made.get(name, now))
+        self._made = {name: at for name, at in self._made.items() if at + self.longest > now}
+        self._look()
+
+    def _look(self) -> None:
+        self.latest = float("inf") if self._being_made else max(self._made.values(), default=_NEVER)

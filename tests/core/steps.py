@@ -1,0 +1,34 @@
+"""A broker that grants every step of a set-up, in few words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.core.setup import CheckQueue, DeclareQueue, Pipeline, QueueState, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from reliable_mq.core.setup import Reply
+
+
+def granted(step: Step) -> Reply:
+    return QueueState(step.name, 0, 0) if isinstance(step, DeclareQueue | CheckQueue) else None
+
+
+def sent_by(generator: Generator[Step | Pipeline, Any, None]) -> list[Step | Pipeline]:
+    """Carry a generator out; return what it had sent, pipelines as they are."""
+    sent: list[Step | Pipeline] = []
+    reply: object = None
+    try:
+        while True:
+            step = generator.send(reply)
+            sent.append(step)
+            reply = tuple(map(granted, step.steps)) if isinstance(step, Pipeline) else granted(step)
+    except StopIteration:
+        return sent
+
+
+def steps_of(generator: Generator[Step | Pipeline, Any, None]) -> list[Step]:
+    """Carry a generator out; return its steps, those of pipelines, too."""
+    return [one for step in sent_by(generator) for one in (step.steps if isinstance(step, Pipeline) else (step,))]

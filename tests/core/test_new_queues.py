@@ -1,0 +1,113 @@
+"""Which queues are new, and when a confirm is final."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.core.new_queues import NewQueues
+
+GRACE = 2.0
+NEVER = float("-inf")
+
+
+def made(**queues: float) -> NewQueues:
+    new = NewQueues()
+    new.longest = GRACE
+    for name, at in queues.items():
+        new.made([name], at)
+    return new
+
+
+def final_at(new: NewQueues, routing_key: str, now: float, exchange: str = "", *, copied: bool = False) -> float | None:
+    return new.final_at(exchange, routing_key, now, GRACE, copied=copied)
+
+
+def test_a_confirm_is_final_when_the_grace_of_its_queue_is_over() -> None:
+    new = made(q=10.0)
+    assert new.latest == 10.0
+    assert final_at(new, "q", 11.9) == 12.0
+    assert final_at(new, "q", 12.0) is None
+
+
+def test_on_the_default_exchange_the_queue_that_the_key_names_counts() -> None:
+    new = made(q=10.0)
+    assert final_at(new, "other", 10.1) is None
+
+
+def test_with_another_exchange_or_a_copy_any_new_queue_counts() -> None:
+    new = made(a=10.0, b=11.0)
+    assert final_at(new, "x", 11.5, "events") == 13.0
+    assert final_at(new, "x", 11.5, copied=True) == 13.0
+    assert final_at(made(), "x", 11.5, "events") is None
+
+
+def test_a_queue_is_new_while_it_is_being_made() -> None:
+    """It may exist before we hear that it does; a message that was confirmed now is in it now."""
+    new = NewQueues()
+    new.begin(["q"])
+    assert new.latest == float("inf")
+    assert final_at(new, "q", 50.0) == 52.0
+    assert final_at(new, "x", 50.0, "events") == 52.0
+    assert final_at(new, "other", 50.0) is None
+    assert new.new(50.0, GRACE) == ["q"]
+
+
+def test_a_queue_that_two_declare_is_as_new_as_the_second_one_says() -> None:
+    new = made()
+    new.begin(["q"])
+    new.begin(["q"])
+    new.end(["q"], 10.0)
+    assert new.latest == float("inf")
+    new.end(["q"], 11.0)
+    assert new.latest == 11.0
+    assert final_at(new, "q", 12.5) == 13.0
+
+
+def test_a_queue_never_becomes_older() -> None:
+    new = made(q=10.0)
+    new.made(["q"], 9.0)
+    assert final_at(new, "q", 11.0) == 12.0
+
+
+def test_what_is_older_than_every_grace_is_forgotten() -> None:
+    new = made(old=10.0)
+    new.made(["q"], 12.0)
+    assert new.new(12.0, 100.0) == ["q"]
+
+
+def test_the_new_queues_are_those_that_are_younger_than_the_grace() -> None:
+    new = made(a=10.0, b=11.5)
+    assert new.new(11.9, GRACE) == ["a", "b"]
+    assert new.new(12.0, GRACE) == ["b"]
+    assert new.new(14.0, GRACE) == []
+
+
+def test_what_nobody_declares_any_more_may_have_been_made() -> None:
+    """In a forked child, say."""
+    new = made()
+    new.begin(["q"])
+    new.given_up(10.0)
+    assert new.latest == 10.0
+    assert final_at(new, "q", 11.0) == 12.0
+    new.end(["q"], 10.5)  # a generator that the child collects
+    assert new.latest == 10.5
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["begin", "end", "made"]), st.floats(0, 3))))
+def test_latest_says_whether_any_confirm_can_be_provisional(events: list[tuple[str, str, float]]) -> None:
+    """It is what is looked at for every confirm."""
+    new, now, begun = made(), 100.0, {"a": 0, "b": 0}
+    for name, event, seconds in events:
+        now += seconds
+        if event == "begin":
+            new.begin([name])
+            begun[name] += 1
+        elif event == "made":
+            new.made([name], now)
+        elif begun[name]:
+            new.end([name], now)
+            begun[name] -= 1
+        provisional = [final_at(new, "a", now), final_at(new, "b", now), final_at(new, "x", now, "events")]
+        assert (now < new.latest + GRACE) is any(at is not None for at in provisional)
+        assert (new.latest == float("inf")) is any(begun.values())

@@ -1,0 +1,274 @@
+"""Confirms of a queue that was just made: provisional until the queue is old enough to survive the broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.publication import Outcome, Publication
+from reliable_mq.errors import PublishUnconfirmed
+from tests.core.published import FRAME_ERROR, MAX_ATTEMPTS, NO_EXCHANGE, Shell, Unencodable
+
+GRACE = 2.0
+
+
+@pytest.fixture
+def shell() -> Shell:
+    """With a queue ``orders`` that was made at 0."""
+    shell = Shell(GRACE)
+    shell.new_queues.made(["orders"], 0.0)
+    return shell
+
+
+def confirmed(shell: Shell) -> list[str]:
+    settled = shell.take_settled()
+    assert all(one.outcome is Outcome.CONFIRMED for one in settled)
+    return [one.message.body.decode() for one in settled]
+
+
+def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> None:
+    shell.accept("a", "b")
+    shell.send()
+    shell.ack(2, multiple=True, now=0.5)
+    assert not shell.session.on_wire
+    assert shell.session.outstanding == 2
+    assert shell.session.next_wakeup() == 2.0
+    shell.session.tick(1.99)
+    assert confirmed(shell) == []
+    assert shell.session.freed_count == 0, "it keeps its place in the window"
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a", "b"]
+    assert (shell.session.freed_count, shell.session.freed_bytes) == (2, 2)
+    assert shell.session.outstanding == 0
+    assert shell.session.statistics.confirmed == 2
+    assert shell.session.next_wakeup() is None
+
+
+def test_a_confirm_that_comes_after_the_grace_is_final_at_once(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1, now=2.0)
+    assert confirmed(shell) == ["a"]
+
+
+def test_confirms_of_other_queues_are_final_at_once(shell: Shell) -> None:
+    shell.accept("a")
+    shell.accept("b", routing_key="old")
+    shell.send()
+    shell.ack(2, multiple=True)
+    assert confirmed(shell) == ["b"]
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a"]
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+def test_a_message_that_is_copied_may_be_in_any_new_queue(shell: Shell, header: str) -> None:
+    shell.accept("a", routing_key="old", headers={header: ["orders"]})
+    shell.accept("b", routing_key="old", headers={"other": "header"})
+    shell.send()
+    shell.ack(2, multiple=True)
+    assert confirmed(shell) == ["b"]
+
+
+def test_a_message_through_an_exchange_may_be_in_any_new_queue(shell: Shell) -> None:
+    shell.accept("a", exchange="events", routing_key="order.placed")
+    shell.send()
+    shell.ack(1)
+    assert confirmed(shell) == []
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a"]
+
+
+def test_it_is_published_again_where_the_connection_is_lost(shell: Shell) -> None:
+    """In the order of publishing, before anything newer, whatever was confirmed first."""
+    shell.accept("a", "b", "c", "d")
+    shell.send()
+    shell.ack(3)
+    shell.ack(1)
+    shell.accept("e")
+    shell.lose()
+    shell.reopen()
+    again = shell.send()
+    assert [one.body for one in again] == [b"a", b"b", b"c", b"d", b"e"]
+    assert [one.possible_duplicate for one in again] == [True, True, True, True, False]
+    assert shell.session.statistics.in_doubt == 4
+    shell.session.tick(50.0)
+    assert confirmed(shell) == [], "its first confirm is void"
+    shell.ack(5, multiple=True, now=50.0)
+    assert confirmed(shell) == ["a", "b", "c", "d", "e"]
+    assert shell.session.freed_count == 5
+
+
+def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> None:
+    """The broker has it, and lives."""
+    shell.accept("a", "b")
+    shell.send()
+    shell.ack(1)
+    shell.lose(connection=False)
+    assert shell.session.next_wakeup() != 2.0
+    shell.session.tick(3.0)
+    assert confirmed(shell) == [], "whether the broker lives is not known before there is another channel"
+    shell.reopen(3.0)
+    assert shell.session.next_wakeup() == 2.0
+    assert shell.sent(3.0) == ["b"]
+    assert confirmed(shell) == ["a"]
+
+
+@pytest.mark.parametrize("late", ["told", "found out"])
+def test_it_is_published_again_where_the_connection_follows_its_channel(shell: Shell, late: str) -> None:
+    shell.accept("a", "b")
+    shell.send()
+    shell.ack(1)
+    shell.lose(connection=False)
+    if late == "told":
+        shell.session.channel_lost(shell.generation, None, connection=True)
+    else:
+        shell.session.connection_replaced()
+    shell.reopen()
+    assert shell.sent() == ["a", "b"]
+
+
+def test_a_channel_that_the_broker_closes_blames_it_for_nothing(shell: Shell) -> None:
+    shell.accept("a", "culprit")
+    shell.send()
+    shell.ack(1)
+    shell.lose(NO_EXCHANGE, connection=False)
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.REFUSED], "the culprit is alone"
+    shell.reopen()
+    assert shell.sent() == []
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a"]
+
+
+def test_where_a_publish_costs_the_connection_it_comes_again_by_itself(shell: Shell) -> None:
+    shell.accept("a", "b", "culprit")
+    shell.send()
+    shell.ack(1)
+    shell.lose(FRAME_ERROR)
+    shell.reopen()
+    assert shell.sent() == ["a"], "innocent: it was confirmed"
+    shell.ack(1)
+    assert shell.sent() == ["b"], "a confirm frees the next group, though it is provisional"
+    shell.ack(2)
+    assert shell.sent() == ["culprit"]
+    shell.lose(FRAME_ERROR)
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.REFUSED]
+    shell.reopen()
+    assert shell.sent() == ["a", "b"]
+
+
+def test_where_a_lone_publish_costs_the_connection_the_others_come_again(shell: Shell) -> None:
+    shell.accept("a", "culprit")
+    shell.send()
+    shell.ack(1)
+    shell.lose(FRAME_ERROR)
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.REFUSED]
+    shell.reopen()
+    assert shell.sent() == ["a"]
+
+
+def test_a_returned_or_nacked_message_is_not_provisional(shell: Shell) -> None:
+    shell.accept("returned", "nacked")
+    shell.send()
+    shell.return_("id of returned")
+    shell.ack(1)
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.RETURNED]
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        shell.nack(1 + attempt)
+        shell.sent(10.0 * attempt)
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.NACKED]
+
+
+def test_another_message_with_its_id_waits_until_it_is_final(shell: Shell) -> None:
+    shell.accept("a", message_id="one")
+    shell.accept("b", message_id="one")
+    assert shell.sent() == ["a"]
+    shell.ack(1)
+    assert shell.sent() == []
+    assert shell.sent(2.0) == ["b"]
+
+
+def error(publication: Publication) -> PublishUnconfirmed:
+    found = publication.failure()
+    assert isinstance(found, PublishUnconfirmed)
+    return found
+
+
+def test_a_deadline_within_the_grace_says_why(shell: Shell) -> None:
+    (publication,) = shell.accept("a", timeout=1.0)
+    shell.send()
+    shell.ack(1)
+    shell.session.tick(1.0)
+    assert shell.take_settled() == [publication]
+    assert error(publication).sent
+    assert "new_queue_grace" in str(error(publication))
+    assert shell.session.freed_count == 1
+    assert shell.session.statistics.unknown == 1
+    shell.session.tick(2.0)
+    assert shell.take_settled() == []
+    assert shell.session.statistics.confirmed == 0
+
+
+def test_a_deadline_at_the_end_of_the_grace_is_kept(shell: Shell) -> None:
+    shell.accept("a", timeout=2.0)
+    shell.send()
+    shell.ack(1)
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a"]
+
+
+def test_what_is_given_up_is_not_published_again(shell: Shell) -> None:
+    shell.accept("a", "b")
+    shell.send()
+    shell.ack(2, multiple=True)
+    shell.session.abandon_all()
+    assert [one.outcome for one in shell.take_settled()] == [Outcome.UNKNOWN] * 2
+    shell.lose()
+    shell.reopen()
+    assert shell.sent() == []
+    assert shell.session.freed_count == 2
+
+
+def test_a_late_confirm_of_what_was_given_up_frees_its_place(shell: Shell) -> None:
+    (publication,) = shell.accept("a")
+    shell.send()
+    shell.session.abandon(publication)
+    assert shell.session.freed_count == 0
+    shell.ack(1)
+    assert shell.session.freed_count == 1
+    assert "new_queue_grace" not in str(error(publication))
+
+
+def test_it_owes_the_broker_nothing(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    assert not shell.session.channel_in_doubt(1000.0)
+
+
+def test_a_confirm_of_an_older_channel_or_an_unknown_tag_changes_nothing(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(2)
+    shell.session.acked(shell.generation - 1, 1, False, 0.0)
+    assert shell.session.stale_confirms == 2
+    assert shell.session.on_wire == 1
+
+
+def test_with_a_grace_of_0_every_confirm_is_final() -> None:
+    shell = Shell(0.0)
+    shell.new_queues.begin(["orders"])
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    assert confirmed(shell) == ["a"]
+
+
+def test_a_message_that_cannot_be_read_again_may_be_in_any_new_queue(shell: Shell) -> None:
+    """What its headers are is not known."""
+    message = Unencodable.after(1, b"a", "id of a")
+    shell.session.accept([Publication(message, "", "old", True, 1, 0.0, None)])
+    assert shell.sent() == ["a"]
+    shell.ack(1)
+    assert confirmed(shell) == []
+    shell.session.tick(2.0)
+    assert confirmed(shell) == ["a"]

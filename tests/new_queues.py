@@ -1,0 +1,22 @@
+"""The one switch of all test suites: queues that tests have just made are treated as if they were old.
+
+Nearly every test makes its queues and publishes into them at once, which would take `new_queue_grace` each time. The
+tests of that grace, and those that kill a broker, say ``new_queue_grace=2.0`` themselves. Called by the `conftest` of
+each suite and by every program that a test runs as a process of its own (`integration.programs`).
+"""
+
+from __future__ import annotations
+
+from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Publisher
+from reliable_mq.core.consumer_options import ConsumerOptions
+from reliable_mq.core.publisher_options import PublisherOptions
+
+__all__ = ["treat_new_queues_as_old"]
+
+
+def treat_new_queues_as_old() -> None:
+    """Set the default of ``new_queue_grace`` to 0 in this process."""
+    for one in (Publisher, AsyncPublisher, Consumer, AsyncConsumer, PublisherOptions, ConsumerOptions):
+        defaults = one.__init__.__kwdefaults__  # type: ignore[misc]  # of the class itself, no instance
+        assert "new_queue_grace" in defaults
+        defaults["new_queue_grace"] = 0.0
