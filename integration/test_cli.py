@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.command_line import run_cli, start_cli
+from integration.support.new_queues import let_new_queues_age
 from integration.support.programs import environment
 from integration.support.spark import bodies_of, drain
 from integration.support.waiting import wait_until
@@ -255,6 +256,7 @@ def test_ctrl_c_ends_a_publisher_and_says_how_far_it_came(vhost: VirtualHost) ->
 def test_lines_ride_over_a_kill_of_the_broker(private_broker: Broker, private_vhost: VirtualHost) -> None:
     """What a shell pipes in is all there after the broker was killed in the middle, at least once each."""
     declare(private_vhost)
+    let_new_queues_age()
     with start_cli("publish", private_vhost.url, "--queue", "orders") as process:
         assert process.stdin is not None
         process.stdin.writelines(b"%d\n" % number for number in range(5000))

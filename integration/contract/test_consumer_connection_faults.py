@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
 
+GRACE = 2.0  # a broker is killed
 ORDERS = Queue("orders")
 SOON = tenacity.wait_fixed(0.1)
 
@@ -47,13 +48,13 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
     when = rng.randrange(100, 3900)
     gate = Gate(lambda delivery: int(delivery.body) >= when)
     handler = Handler(then=gate, account=checker)
-    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+    with Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=GRACE) as publisher:
         publisher.connect()
-    publish(private_vhost, "orders", bodies, checker)
-    with (
-        gate,
-        Consumer(private_vhost.url, ORDERS, handler, concurrency=3, prefetch=50, reconnect_wait=SOON) as consumer,
-    ):
+    publish(private_vhost, "orders", bodies, checker, new_queue_grace=GRACE)
+    consumer = Consumer(
+        private_vhost.url, ORDERS, handler, concurrency=3, prefetch=50, reconnect_wait=SOON, new_queue_grace=GRACE
+    )
+    with gate, consumer:
         handler.wait_done(when)
         if graceful:
             private_broker.stop()

@@ -44,7 +44,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
     """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
-    with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
+    with Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=2.0) as publisher:
         with Load(checker, publisher, "orders") as load:
             for _ in range(3):  # where this process has just been kept waiting, nothing was outstanding
                 wait_for_confirms(load, load.confirmed + rng.randrange(500, 8000))

@@ -187,16 +187,6 @@ class Broker(ContainedServer):
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """SIGKILL; returns when the container is dead.
-
-        A quorum queue that was declared within half a second before a SIGKILL comes back empty, whatever was confirmed
-        in it (4.0.5 and 4.3.6; the log says ``name_not_registered``): Ra keeps the names of its servers in a DETS table
-        that is saved after 500 ms. That loss is the broker's and no client can prevent it, so the table is saved first.
-        """
-        self.evaluate("[dets:sync(Table) || Table <- dets:all()]")
-        super().kill()
-
     def stop(self, timeout: float = 60) -> None:
         """SIGTERM and an orderly shutdown: clients get ``connection.close`` with 320."""
         self.container.stop(timeout=int(timeout))

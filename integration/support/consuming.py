@@ -30,10 +30,20 @@ rabbit_json:encode([maps:from_list([
 """
 
 
-def publish(vhost: VirtualHost, routing_key: str, bodies: Iterable[bytes], account: Account | None = None) -> list[str]:
-    """Publish, confirmed, around any proxy. Returns the message ids, in order."""
+def publish(
+    vhost: VirtualHost,
+    routing_key: str,
+    bodies: Iterable[bytes],
+    account: Account | None = None,
+    *,
+    new_queue_grace: float = 0.0,
+) -> list[str]:
+    """Publish, confirmed, around any proxy. Returns the message ids, in order.
+
+    With a grace, the broker may be killed then, though this process has only just made the queue.
+    """
     messages = [Message(body) for body in bodies]
-    send(vhost, routing_key, messages, account)
+    send(vhost, routing_key, messages, account, new_queue_grace=new_queue_grace)
     return [message.message_id for message in messages]
 
 
@@ -43,9 +53,11 @@ def send(
     messages: Iterable[Message],
     account: Account | None = None,
     exchange: str = "",
+    *,
+    new_queue_grace: float = 0.0,
 ) -> None:
     """Publish messages, confirmed, around any proxy, and book them."""
-    with Publisher(vhost.url, name="test-publisher") as publisher:
+    with Publisher(vhost.url, name="test-publisher", new_queue_grace=new_queue_grace) as publisher:
         for message in messages:
             if account is not None:
                 account.attempted(message.message_id)

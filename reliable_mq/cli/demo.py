@@ -99,7 +99,7 @@ class _Demo:
             for event in self._story.goes_on(_moment(now, state, shop.publisher.outstanding, progress)):
                 display.tell(now, event)
             display.update(now, progress, state)
-            outages.advance(progress.confirmed / shop.orders, now, connected=state.connected)
+            outages.advance(progress.confirmed / shop.orders, connected=state.connected)
             if outages.failure is not None:
                 return outages.failure
             if shop.failure is not None:

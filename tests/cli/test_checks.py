@@ -40,6 +40,7 @@ def test_since_4_3_only_reject_counts() -> None:
     assert "basic.nack does not" in found["retries"].text
     assert "consumer is cancelled" in found["consumer timeout"].text
     assert found["consumer timeout"].status is UNCHECKED
+    assert "up to a second" in found["new queues"].text
 
 
 def test_on_4_0_to_4_2_nack_counts_too_and_the_default_limit_drops() -> None:

@@ -49,27 +49,26 @@ def touching(path: Path) -> str:
 
 def test_the_broker_is_killed_when_a_part_of_the_job_is_done_and_started_again(tmp_path: Path) -> None:
     outages = Outages(touching(tmp_path / "killed"), touching(tmp_path / "started"), times=1)
-    outages.advance(0.49, 10, connected=True)
-    outages.advance(0.9, 1.0, connected=True)  # too soon after the queues were declared
-    outages.advance(0.9, 10, connected=False)
+    outages.advance(0.49, connected=True)
+    outages.advance(0.9, connected=False)
     assert (outages.done, outages.state, outages.pending) == (0, RUNNING, True)
-    outages.advance(0.5, 10, connected=True)
+    outages.advance(0.5, connected=True)
     outages.end()
     assert (tmp_path / "killed").read_text() == (tmp_path / "started").read_text() == "x"
     assert (outages.done, outages.state) == (1, STARTING)
-    outages.advance(0.6, 11, connected=False)
+    outages.advance(0.6, connected=False)
     assert outages.state is STARTING
-    outages.advance(1.0, 12, connected=True)
+    outages.advance(1.0, connected=True)
     assert (outages.done, outages.state, outages.pending) == (1, RUNNING, False)
 
 
 def test_there_are_no_outages_without_commands_and_none_after_the_end() -> None:
     none = Outages(None, None, times=2)
-    none.advance(1.0, 10, connected=True)
+    none.advance(1.0, connected=True)
     assert (none.done, none.pending) == (0, False)
     ended = Outages("false", "false", times=2)
     ended.end()
-    ended.advance(1.0, 10, connected=True)
+    ended.advance(1.0, connected=True)
     assert ended.done == 0
 
 
@@ -79,7 +78,7 @@ def test_there_are_no_outages_without_commands_and_none_after_the_end() -> None:
 )
 def test_a_command_that_fails_ends_it(command: str, why: str) -> None:
     outages = Outages(command, "true", times=1)
-    outages.advance(1.0, 10, connected=True)
+    outages.advance(1.0, connected=True)
     outages.end()
     assert why in (outages.failure or "")
     assert not outages.pending

@@ -37,6 +37,7 @@ def examine_version(server: ServerInfo) -> Iterator[Finding]:
     yield _returning(version)
     yield _poison(version)
     yield _consumer_timeout(version)
+    yield _new_queues()
 
 
 def _support(name: str, version: tuple[int, ...]) -> Finding:
@@ -99,6 +100,17 @@ def _consumer_timeout(version: tuple[int, ...]) -> Finding:
         f"no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long {end}",
         "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell "
         "consumers where it is not 30 minutes (consumer_timeout=...): they warn before it.",
+    )
+
+
+def _new_queues() -> Finding:
+    return Finding(
+        Status.OK,
+        _BROKER,
+        "new queues",
+        "a quorum queue loses what was confirmed in it where the broker is killed up to a second after it was made; "
+        "publishers and consumers of reliable_mq allow for it where their own process has made the queue "
+        "(new_queue_grace), and cannot know of a queue that another process has made up to a second ago",
     )
 
 

@@ -10,9 +10,6 @@ from typing import Final
 
 __all__ = ["BrokerState", "Outages"]
 
-# A quorum queue that was declared within half a second before a SIGKILL comes back empty, whatever was confirmed in it:
-# RabbitMQ saves the names of its Raft servers 500 ms later. No client can help that.
-_EARLIEST: Final = 2.0
 _PATIENCE: Final = 120.0  # seconds for a command
 
 
@@ -46,19 +43,18 @@ class Outages:
         self._times = 0 if self._commands is None else times
         self._thread: threading.Thread | None = None
 
-    def advance(self, part: float, elapsed: float, *, connected: bool) -> None:
+    def advance(self, part: float, *, connected: bool) -> None:
         """The job has come this far: kill the broker if it is time. Does not wait.
 
         Args:
             part: of the job, 0 to 1.
-            elapsed: seconds since it began.
             connected: whether it is connected: the broker is back then, and may be killed again.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and connected:
             self.state = BrokerState.RUNNING
-        due = self.done < self._times and part >= (self.done + 1) / (self._times + 1) and elapsed >= _EARLIEST
+        due = self.done < self._times and part >= (self.done + 1) / (self._times + 1)
         if due and connected and self._thread is None and self.failure is None and self._commands is not None:
             self.done += 1
             self._thread = threading.Thread(target=self._outage, args=self._commands, name="outage")
