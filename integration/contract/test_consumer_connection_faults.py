@@ -341,15 +341,24 @@ def test_f10_peer_stops_reading_then_resets(
 
 
 def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost, checker: Checker) -> None:
-    """Five seconds of silence: what is handled meanwhile is acked when it thaws, or comes again."""
-    handler = Handler(account=checker)
-    with Consumer(private_vhost.url, ORDERS, handler, prefetch=50, heartbeat=5, reconnect_wait=SOON):
-        publish(private_vhost, "orders", numbered(3000), checker)
-        private_broker.pause()
-        frozen = time.monotonic()
-        wait_until(lambda: time.monotonic() - frozen > 5, timeout=10, what="the time to pass")
-        private_broker.unpause()
-        handler.wait_bodies(numbered(3000))
+    """Five seconds of silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
+
+    It freezes while a handler runs and most of the messages are its own still. What the consumer had been given is
+    handled while it is frozen; nothing more comes, and after it everything does.
+    """
+    with Gate(lambda delivery: delivery.body == b"500") as gate:
+        handler = Handler(then=gate, account=checker)
+        with Consumer(private_vhost.url, ORDERS, handler, prefetch=50, heartbeat=5, reconnect_wait=SOON) as consumer:
+            publish(private_vhost, "orders", numbered(3000), checker)
+            handler.wait_begun(501)
+            wait_until(lambda: consumer.statistics.delivered == 550, timeout=20, what="as much as the prefetch allows")
+            private_broker.pause()
+            frozen = time.monotonic()
+            gate.open()
+            wait_until(lambda: time.monotonic() - frozen > 5, timeout=10, what="the time to pass")
+            assert handler.bodies == numbered(550), "it had nothing else"
+            private_broker.unpause()
+            handler.wait_bodies(numbered(3000))
     checker.drain(private_vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 

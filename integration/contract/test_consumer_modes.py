@@ -152,11 +152,22 @@ def test_acks_do_not_wait_for_the_next_handler(vhost: VirtualHost, store: bool) 
             wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="acked")
 
 
-def test_each_may_be_acked_by_itself(vhost: VirtualHost) -> None:
-    handler = Handler()
-    with Consumer(vhost.url, ORDERS, handler, ack_every=1, ack_interval=0) as consumer:
+def test_each_may_be_acked_by_itself(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """Each ack is a frame of its own, which has left before the next handler ends."""
+    proxy = fault_proxy(vhost.url)
+
+    def acked_before(delivery: Any) -> None:
+        number = int(delivery.body)
+        wait_until(lambda: proxy.forwarded("basic.ack", "to_broker") == number, timeout=10, what=f"{number} acks")
+
+    handler = Handler(then=acked_before)
+    with Consumer(proxy.url, ORDERS, handler, ack_every=1, ack_interval=0) as consumer:
         publish(vhost, "orders", numbered(20))
-        wait_until(lambda: consumer.statistics.acked == 20, timeout=10, what="acked")
+        handler.wait_done(20)
+        wait_until(lambda: proxy.forwarded("basic.ack", "to_broker") == 20, timeout=10, what="the last ack")
+        assert (consumer.statistics.acks_sent, consumer.statistics.acks_saved) == (20, 0)
+        assert consumer.statistics.acked == 20
+        assert vhost.live_counts(["orders"])["orders"] == 0
 
 
 # Automatic acks
