@@ -81,6 +81,7 @@ demo-spark: venv image java  ## orders in, aggregated by a Spark cluster, alerts
 bench: venv image databases  ## throughput and CPU per message, ours beside others
 	$(BIN)/python -m integration.bench $(ARGS)
 	$(BIN)/python -m integration.bench.stores
+	$(BIN)/python -m integration.bench.outboxes
 	$(BIN)/python -m integration.bench.poison
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set), drawn from one that is printed; RELIABLE_MQ_SEED

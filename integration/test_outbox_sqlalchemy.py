@@ -326,6 +326,33 @@ def test_without_its_table_an_outbox_says_what_to_do(engine: Engine) -> None:
     assert description(engine, "made") == description(engine, outbox.table.name)
 
 
+@pytest.mark.parametrize("database_url", ["mariadb", "mysql"], indirect=True)
+def test_a_table_that_takes_keys_for_the_same_works_and_is_warned_of(
+    engine: Engine, outbox: SQLAlchemyOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As earlier versions made it; the statement in the log alters it, and the keys of its rows are apart then."""
+    with engine.begin() as connection:
+        loose = "CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
+        connection.execute(text(f"ALTER TABLE reliable_mq_outbox CONVERT TO {loose}"))
+    store(outbox, 2, key="a")
+    store(outbox, 2, key="A", first=2)
+    opened = SQLAlchemyOutbox(engine)
+    opened.open()
+    [said] = [record.getMessage() for record in caplog.records if "ALTER TABLE" in record.getMessage()]
+    claims = opened.claims()
+    assert [row.message.body for row in claims.take(10).rows] == [b"0", b"1", b"2", b"3"]
+    claims.close()
+    with engine.begin() as connection:
+        connection.execute(text(said[said.index("ALTER TABLE") :]))
+    caplog.clear()
+    altered = SQLAlchemyOutbox(engine)
+    altered.open()
+    assert not caplog.records
+    claims = altered.claims()
+    assert [row.message.body for row in claims.take(10).rows] == [b"0", b"1", b"2", b"3"]
+    claims.close()
+
+
 def test_any_number_of_processes_may_make_the_table_at_once(new_engine: Callable[[], Engine]) -> None:
     """As they do when a fleet starts with ``create=True``: it is there for each of them, with its index."""
     engines = [new_engine() for _ in range(8)]

@@ -50,6 +50,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     READY,
     SET_ASIDE,
     boot_name,
+    collation_of,
     database_time,
     ddl,
     exact_collation,
@@ -377,18 +378,16 @@ class SQLAlchemyOutbox:
             logger.warning("%r has no index of ordering_key and id, and is slow: make the one that is in ddl", self)
         if connection.dialect.name not in COLLATES:
             return
-        exact = exact_collation(connection.dialect)
-        for column in seen.get_columns(name, schema):
-            given = getattr(column["type"], "collation", None)
-            if column["name"] == "ordering_key" and given is not None and not given.endswith("_bin"):
-                logger.warning(
-                    "%r has the collation %s, which takes some ordering keys for the same: they wait for one another. "
-                    "To change that: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 COLLATE %s",
-                    self,
-                    given,
-                    self.table.fullname,
-                    exact,
-                )
+        given = collation_of(connection, self.table.c.ordering_key)
+        if given is not None and not given.endswith("_bin"):
+            logger.warning(
+                "%r has the collation %s, which takes some ordering keys for the same: they wait for one another. To "
+                "change that: ALTER TABLE %s MODIFY ordering_key VARCHAR(255) CHARACTER SET utf8mb4 COLLATE %s",
+                self,
+                given,
+                self.table.fullname,
+                exact_collation(connection.dialect),
+            )
 
     def _values(self, row: NewRow, now: float) -> dict[str, Any]:
         values = dict(zip(COLUMNS, values_of(row), strict=True))

@@ -23,9 +23,11 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    column,
     func,
     literal_column,
     select,
+    table,
 )
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
 from sqlalchemy.ext.compiler import compiles
@@ -46,6 +48,7 @@ __all__ = [
     "ExactString",
     "begin_taking",
     "boot_name",
+    "collation_of",
     "database_time",
     "ddl",
     "exact_collation",
@@ -86,6 +89,18 @@ def _exact(kind: ExactString, compiler: Any, **_: Any) -> str:
 def exact_collation(dialect: Dialect) -> str:
     """Name the collation of MariaDB or MySQL that tells all texts from one another, spaces at their ends, too."""
     return "utf8mb4_nopad_bin" if getattr(dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
+
+
+def collation_of(connection: Connection, at: Column[Any]) -> str | None:
+    """Ask MariaDB or MySQL how they compare a column of a table, which may have that from its table or database."""
+    names = ("collation_name", "table_schema", "table_name", "column_name")
+    columns = table("columns", *map(column, names), schema="information_schema")
+    found = select(columns.c.collation_name).where(
+        columns.c.table_schema == (func.database() if at.table.schema is None else at.table.schema),
+        columns.c.table_name == at.table.name,
+        columns.c.column_name == at.name,
+    )
+    return connection.execute(found).scalar_one_or_none()
 
 
 def outbox_table(name: str, schema: str | None) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from reliable_mq.core.outbox import Fate, Settlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims, sqlalchemy_table
@@ -50,4 +50,21 @@ def test_what_a_relay_had_before_the_machine_was_booted_is_free_at_once(
     booted("three", 5.0)
     assert [row.message.body for row in take(outbox.claims())] == [b"delayed", b"claimed"]
     assert take(outbox.claims()) == []
+    engine.dispose()
+
+
+def test_a_table_without_its_index_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a migration forgot it; ``create_table`` makes it."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    outbox.open()
+    assert not caplog.records
+    with engine.begin() as connection:
+        connection.execute(text("DROP INDEX reliable_mq_outbox_in_order"))
+    SQLAlchemyOutbox(engine).open()
+    assert "no index of ordering_key and id" in caplog.text
+    caplog.clear()
+    outbox.create_table()
+    SQLAlchemyOutbox(engine).open()
+    assert not caplog.records
     engine.dispose()
