@@ -1,7 +1,8 @@
 """How many deliveries one worker or task claims with one question to the store, and which of them may still begin.
 
 Where handlers are quick, several deliveries are claimed at once; those whose turn does not come soon are put back,
-unclaimed, so that no lease runs while another handler takes its time.
+unclaimed, so that no lease runs while another handler takes its time. Where the store fails, half as many are claimed
+next, and then slowly more: it may have no room for so many.
 
 Invariants: a group is of one epoch of what waits: once that was withdrawn, none of the group begins any more; the first
 of a group may always begin; what is put back comes first again, in its order.
@@ -51,6 +52,7 @@ class Groups:
         self._waiting = waiting
         self._share = share
         self._together = 1  # deliveries to take at once, as long as their handlers are quick
+        self._most: float = _CLAIMED_TOGETHER  # that the store seems to take
         self._calls = 0  # of the handler, since deliveries were taken
         self._epoch = 0  # in which they were
         self._end = 0.0  # until when they may begin
@@ -79,7 +81,9 @@ class Groups:
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
         """Put back what has not begun. Returns the results of what has, and what could not be put back."""
         left = [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.NOT_BEGUN]
-        self._together = 1 if left else min(2 * self._together, _CLAIMED_TOGETHER)
+        failed = any(isinstance(one, Outcome) and one.what is What.STORE_FAILED for one in results)
+        self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
+        self._together = 1 if left else min(2 * self._together, int(self._most))
         if not left:
             return results, left
         begun = [one for one in results if not (isinstance(one, Outcome) and one.what is What.NOT_BEGUN)]

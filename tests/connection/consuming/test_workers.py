@@ -435,8 +435,8 @@ def test_the_time_in_handlers_is_counted_per_call(store: MemoryStore | None) -> 
 class Watched(MemoryStore):
     """Notes how many keys are claimed at a time."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, max_entries: int = 1_000_000) -> None:
+        super().__init__(max_entries=max_entries)
         self.claimed: list[int] = []
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
@@ -451,6 +451,18 @@ def test_quick_handlers_are_claimed_for_together_more_and_more() -> None:
         sink.wait_for(400)
     assert store.claimed[:7] == [1, 2, 4, 8, 16, 32, 64]
     assert max(store.claimed) == 64
+
+
+def test_a_store_that_has_no_room_for_many_is_asked_for_fewer() -> None:
+    """And for a few more now and then; the few that it refuses come again."""
+    store = Watched(max_entries=10)
+    with running(lambda _: None, store=store) as (workers, sink):
+        workers.put(items(1000))
+        results = sink.wait_for(1000)
+    refused = [one for one in results if isinstance(one, Outcome) and one.what is What.STORE_FAILED]
+    assert 0 < len(refused) < 100
+    assert max(store.claimed) == 16
+    assert max(store.claimed[5:]) == 11
 
 
 def test_a_worker_takes_no_more_than_its_share() -> None:
