@@ -39,7 +39,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".part", dir=target.parent)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".part", dir=target.parent)
+    except OSError as error:
+        why = f"no file can be made beside it: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from error
     unfinished = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:

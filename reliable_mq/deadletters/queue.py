@@ -90,6 +90,10 @@ class DeadLetterQueue:
             raise ConfigurationError(
                 f"queue must be the name of one, or a Queue with a dead-letter queue, not {queue!r}"
             )
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError("queue is no UTF-8, as every name of a queue has to be") from error
         self._name = name
         settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from reliable_mq import cli
 from reliable_mq.cli import app
@@ -80,3 +81,58 @@ def test_logs_are_hidden_behind_a_display(capsys: pytest.CaptureFixture[str]) ->
     hide_logs()
     logging.getLogger("reliable_mq.sync").error("the connection is lost")
     assert capsys.readouterr().err == ""
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell, in which ``$CLI`` is the command."""
+    command = f"CLI='{sys.executable} -m reliable_mq.cli'; {line}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "text"),
+    [
+        ("$CLI --help >&-", 1, "standard output is closed"),
+        ("$CLI --help >/dev/full", 1, "reliable-mq: "),
+        ("$CLI doctor amqp://localhost:1 --json >/dev/full", 1, "No space left on device"),
+        ("$CLI --help 2>&- <&-", 0, ""),
+        ("$CLI dlq list http://h q 2>&-", 1, ""),
+        ("$CLI --help | head -0; exit ${PIPESTATUS[0]}", None, ""),
+        ("$CLI dlq show amqp://u:canary@h $'\\xff\\xfe'", 1, "reliable-mq: queue is no UTF-8"),
+        ("$CLI dlq list $'\\xff\\x1b[2J' q", 1, "reliable-mq: the URL"),
+        ("$CLI dlq replay amqp://h q --idempotency ..:x", 2, "--idempotency: importing '..' raised"),
+    ],
+)
+def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, status: int | None, text: str) -> None:
+    done = shell(line)
+    assert status in (None, done.returncode)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert text in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_a_flaw_is_a_line_and_with_v_the_place_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(app, "app", fail)
+    assert app.run() == 1
+    assert capsys.readouterr().err.startswith("reliable-mq: KeyError: 'x' (a flaw in reliable-mq; with -v")
+    show_logs(1)
+    assert app.run() == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(typer.Abort(), 1), (KeyboardInterrupt(), 130)])
+def test_an_end_by_the_user_has_its_status(
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app, "app", end)
+    assert app.run() == status
+    assert capsys.readouterr().err.count("\n") == 1

@@ -91,6 +91,13 @@ def test_standard_input_is_read_by_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(each.where, each.data) for each in lines([])] == [("line 1", b"a"), ("line 2", b"b")]
 
 
+def test_standard_input_that_is_closed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    for read in (lambda: list(lines([])), lambda: size_of([])):
+        with pytest.raises(OSError, match="standard input is closed"):
+            read()
+
+
 def test_a_whole_file_is_one_message(tmp_path: Path) -> None:
     path = tmp_path / "photo"
     path.write_bytes(b"a\nb\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,8 @@ def purge(
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     with DeadLetterQueue(url, queue) as dead:
         if not yes:
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "standard input is closed, so nobody can be asked: --yes asks nobody")
             meant = "those that match" if not which.everything else "all" if limit is None else "the first"
             most = "" if limit is None else f" (at most {limit:,})"
             question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant}{most} for good?"
@@ -197,6 +200,10 @@ def _store(place: str) -> ResettableStore:
         store = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise typer.BadParameter(f"--idempotency: {error}") from error
+    except Exception as error:  # the user's own code, of which nothing is known
+        raise typer.BadParameter(
+            f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(store, ResettableStore):
         raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
     return store
