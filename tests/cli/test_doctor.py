@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from reliable_mq.cli import doctor
 from reliable_mq.cli.app import app
-from reliable_mq.cli.checks import management
+from reliable_mq.cli.checks import hosts, management
 from reliable_mq.cli.checks.broker import examine_alarms
 from reliable_mq.cli.checks.finding import Finding, Status
 from reliable_mq.cli.checks.hosts import Entry
 from reliable_mq.cli.checks.management import ManagementAPI, ManagementError
 from reliable_mq.cli.checks.snapshot import Snapshot
 from reliable_mq.core.setup import ServerInfo
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
 
@@ -69,6 +69,31 @@ def test_a_port_without_tls_is_told_from_one_with_a_bad_certificate() -> None:
     tls = json.loads(result.output)["findings"][1]
     assert (tls["check"], tls["status"]) == ("TLS", "problem")
     assert tls["text"].startswith("the handshake failed")
+
+
+@pytest.mark.parametrize(
+    ("url", "check", "fix"),
+    [
+        ("amqp://u:p@localhost:15672", "login", "15672 is the management API's port: AMQP's is 5672"),
+        ("amqp://u:p@localhost:5671", "login", "write amqps://"),
+        ("amqp://u:p@localhost:5673", "login", "Is this port AMQP's"),
+        ("amqps://u:p@localhost:5672", "TLS", "5672 is the port without TLS"),
+        ("amqps://u:p@localhost:5673", "TLS", "5671 by default"),
+    ],
+)
+def test_a_port_that_is_often_taken_for_another_is_named(url: str, check: str, fix: str) -> None:
+    settings = parse_url(url)
+    (endpoint,) = settings.endpoints
+    if check == "login":
+        found = hosts._refused(settings, endpoint, BrokerUnavailable("closed before the handshake"))
+    else:
+        ours, theirs = socket.socketpair()
+        with ours:
+            theirs.close()
+            assert settings.tls is not None
+            found = hosts._tls(settings.tls, endpoint, ours)
+    assert (found.check, found.status) == (check, Status.PROBLEM)
+    assert fix in found.fix
 
 
 def test_the_report_shows_each_finding_with_its_fix_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,17 @@ from reliable_mq.tls import TLSOptions
 
 __all__ = ["Entry", "examine_host", "remaining_validity"]
 
+_PLAIN_PORT: Final = 5672
+_TLS_PORT: Final = 5671
 _SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
+# Ports that are taken for AMQP's, or for the one with TLS.
+_PORTS: Final = {
+    1883: "1883 is MQTT's port: AMQP's is 5672, and 5671 with TLS.",
+    5552: "5552 is the port of the stream protocol: AMQP's is 5672, and 5671 with TLS.",
+    15672: "15672 is the management API's port: AMQP's is 5672, and 5671 with TLS.",
+    15692: "15692 is the port of Prometheus metrics: AMQP's is 5672, and 5671 with TLS.",
+    61613: "61613 is STOMP's port: AMQP's is 5672, and 5671 with TLS.",
+}
 _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.DOTALL)
 
 
@@ -106,13 +116,10 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
         )
     except (OSError, ConfigurationError) as error:
         text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        return Finding(
-            Status.PROBLEM,
-            host,
-            "TLS",
-            f"the handshake failed: {text}",
-            "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?",
-        )
+        fix = "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?"
+        if endpoint.port == _PLAIN_PORT:
+            fix = "5672 is the port without TLS: that with it is 5671 (listeners.ssl.default = 5671 in the broker)."
+        return Finding(Status.PROBLEM, host, "TLS", f"the handshake failed: {text}", _PORTS.get(endpoint.port, fix))
     return remaining_validity(host, version or "TLS", certificate.get("notAfter"), datetime.now(UTC))
 
 
@@ -156,9 +163,10 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception)
         if "not found" in text:
             fix = f"Is its name right? rabbitmqctl add_vhost {virtual_host!r} makes it."
         return Finding(Status.PROBLEM, host, "virtual host", text, fix)
-    return Finding(
-        Status.PROBLEM, host, "login", text, "The broker's log says more. Is this port AMQP's, and not another's?"
-    )
+    fix = "The broker's log says more. Is this port AMQP's, and not another's?"
+    if settings.tls is None and endpoint.port == _TLS_PORT:
+        fix = "5671 is the port for TLS: write amqps://."
+    return Finding(Status.PROBLEM, host, "login", text, _PORTS.get(endpoint.port, fix))
 
 
 def _user(settings: ConnectionSettings) -> str:
