@@ -51,6 +51,7 @@ __all__ = ["Connector"]
 
 logger = logging.getLogger(__name__)
 
+_ASKED_AGAIN = 0.9  # of the time to connect
 _ABORT_GRACE = 1.0  # seconds for aborted sockets to be closed, which takes one turn of the loop
 
 
@@ -99,7 +100,8 @@ class Connector:
         self._on_ended = on_ended
         self._state = _State.WAITING
         self._timer: TimerHandle | None = None  # of the state
-        self._asking = Asking(settings.connect_timeout)  # for credentials, on helper threads
+        # For credentials, on helper threads; an attempt that has waited for an answer in vain is over a little earlier.
+        self._asking = Asking(_ASKED_AGAIN * settings.connect_timeout)
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted, sockets not closed yet
         self._channel: DataChannel | None = None

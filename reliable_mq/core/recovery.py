@@ -194,7 +194,7 @@ class Asking:
     """When to call something of the user's again whose earlier calls have not returned: a credentials callback.
 
     A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
-    after twice as long, and so on, up to `MOST_UNANSWERED` at a time.
+    after twice as long, and so on until one returns, with up to `MOST_UNANSWERED` at a time.
 
     Args:
         patience: seconds that a call may take before another one begins beside it.
@@ -203,24 +203,27 @@ class Asking:
         unanswered: calls that have not returned.
     """
 
-    __slots__ = ("_again_at", "_patience", "unanswered")
+    __slots__ = ("_again_at", "_begun", "_patience", "unanswered")
 
     def __init__(self, patience: float) -> None:
         self.unanswered = 0
         self._patience = patience
+        self._begun = 0  # calls since one has returned
         self._again_at = 0.0
 
     def begin(self, now: float) -> bool:
         """Return whether to call now; if so, the call is counted until `answered`."""
-        if self.unanswered and (now < self._again_at or self.unanswered >= MOST_UNANSWERED):
+        if self.unanswered >= MOST_UNANSWERED or (self._begun and now < self._again_at):
             return False
-        self._again_at = now + self._patience * 2**self.unanswered
+        self._again_at = now + self._patience * 2**self._begun
+        self._begun += 1
         self.unanswered += 1
         return True
 
     def answered(self) -> None:
         """A call has returned, or raised."""
         self.unanswered -= 1
+        self._begun = 0
 
 
 def is_permanent(error: ReliableMQError) -> bool:

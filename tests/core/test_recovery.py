@@ -252,6 +252,17 @@ def test_the_time_until_it_is_asked_again_doubles_and_the_number_of_calls_is_bou
     assert asking.unanswered == len(begun) == MOST_UNANSWERED
 
 
+def test_a_question_that_was_answered_is_asked_again_at_once_though_an_earlier_call_hangs() -> None:
+    asking = Asking(10.0)
+    assert asking.begin(0.0)
+    assert asking.begin(10.0)
+    asking.answered()
+    assert asking.begin(11.0)
+    assert not asking.begin(20.9)
+    assert asking.begin(21.0)
+    assert asking.unanswered == 3
+
+
 def test_an_answer_makes_room_for_the_next_question() -> None:
     """With none left unanswered it is asked at once."""
     asking = Asking(10.0)
