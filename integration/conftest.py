@@ -27,7 +27,7 @@ fixture              scope      what it is
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
 So it is with `consumer_face`: the sync one, or with ``@pytest.mark.both_faces`` or in `make soak` both. The other faces
 are both in every run, unless ``@pytest.mark.one_face("aio")`` says that one is enough outside of `make soak`. There,
-publishers are on uvloop, too.
+publishers are on uvloop, too. `any_broker` is both lines, with ``@pytest.mark.one_line`` in `make soak` only.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
     config.addinivalue_line("markers", "both_faces: a test of `consumer_face` that is for both in every run")
+    config.addinivalue_line("markers", "one_line: a test of `any_broker` that is for both lines in `make soak` only")
     config.addinivalue_line("markers", "one_face(face): a long one of `publisher_face`, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -111,6 +112,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             faces = ["sync", "aio"] if soaking() or alone is None else alone.args
             on_uvloop = ["uvloop"] if soaking() and name == "publisher_face" else []
             metafunc.parametrize(name, [*faces, *on_uvloop], indirect=True)
+    if "any_broker" in metafunc.fixturenames and not soaking() and metafunc.definition.get_closest_marker("one_line"):
+        metafunc.parametrize("any_broker", ["newest"], indirect=True, scope="session")
     for name in ("broker", "private_broker"):
         if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
             metafunc.parametrize(name, LINES, indirect=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
 
 SECRET = "canary-password"
+pytestmark = pytest.mark.one_line
 
 
 def declare(vhost: VirtualHost, name: str = "orders", **arguments: object) -> None:
