@@ -29,21 +29,25 @@ class CallbackThread:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopped: threading.Thread | None = None
+        self._over = False
 
     def start(self) -> None:
-        """Start the thread, where it does not run yet.
+        """Start the thread, where it does not run yet and was not stopped.
 
         The first callback would do it, too; but an interpreter that exits refuses new threads.
         """
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._over:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
     def put(self, call: Callable[[], object]) -> None:
-        """Run ``call`` soon. Does not block."""
+        """Run ``call`` soon. Does not block. After `stop`, on a thread that ends with it."""
         self.start()
         self._queue.put(call)
+        if self._over:
+            self._queue.put(None)
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     @property
     def backlog(self) -> int:
@@ -58,6 +62,7 @@ class CallbackThread:
     def stop(self) -> None:
         """End the thread when it has run what was handed over. Does not wait."""
         with self._lock:
+            self._over = True
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._stopped = thread

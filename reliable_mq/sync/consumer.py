@@ -25,7 +25,7 @@ from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.durations import Duration, seconds
-from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.metrics.consumer import consumer_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.retry import KillSwitch, RetryPolicy
@@ -299,11 +299,13 @@ class Consumer:
 
     def __enter__(self) -> Self:
         """Consume in the background. Where the broker cannot be reached now, it goes on trying; errors as for `run`."""
-        subscription = self._start(enter=True)
+        subscription = None
         try:
+            subscription = self._start(enter=True)
             self._await_verdict(subscription)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if subscription is not None or not isinstance(error, ReliableMQError):
+                self.close()
             raise
         return self
 
@@ -311,7 +313,15 @@ class Consumer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop, and wait for it. Raises the error that ended it, but never in place of an exception of the body."""
-        self.close()
+        try:
+            self.close()
+        except ReliableMQError:
+            raise
+        except BaseException:  # of a signal handler, say: nobody closes it again
+            if self._subscription is not None:
+                self._subscription.stop_now()
+            self.close()
+            raise
         error = None if self._subscription is None else self._subscription.error
         if error is not None and exc_type is None:
             raise error
@@ -401,16 +411,40 @@ class Consumer:
     def _start(self, *, enter: bool = False) -> Subscription:
         """Give the subscription, started. ``enter``: for the one `run` or ``with`` that there may be."""
         self._check_not_forked()
-        with self._lock:
-            if self._stopped:
-                raise UsageError("this consumer was stopped, and runs once: make another")
-            if enter and self._entered:
-                raise UsageError("this consumer runs already, and runs once: make another")
-            self._entered |= enter
-            if self._subscription is None:
-                self._subscription = self._new_subscription()
+        starts = False
+        try:
+            with self._lock:
+                self._check_startable(enter)
+                if self._subscription is not None:
+                    self._entered |= enter
+                    return self._subscription
+                starts = True
+                subscription = self._subscription = self._new_subscription()
                 _open_consumers.add(self)
-            return self._subscription
+                for workers in self._workers:
+                    workers.start()
+                subscription.start()
+                self._entered |= enter
+                return subscription
+        except BaseException:  # of a signal handler, say: nobody else knows what runs by now
+            if starts:
+                self._undo_start()
+            raise
+
+    def _check_startable(self, enter: bool) -> None:
+        if self._stopped:
+            raise UsageError("this consumer was stopped, and runs once: make another")
+        if enter and self._entered:
+            raise UsageError("this consumer runs already, and runs once: make another")
+
+    def _undo_start(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        workers, self._workers = self._workers, ()
+        if subscription is not None:
+            subscription.abort()
+        for one in workers:
+            one.stop(0)
+        _open_consumers.discard(self)
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._made_in:
@@ -451,12 +485,9 @@ class Consumer:
             if self._options.isolates:
                 subscription.isolation = new_workers(name=f"{self._options.name}-quarantine", count=1)
                 self._workers += (subscription.isolation,)
-            for workers in self._workers:
-                workers.start()
         if self._options.republishes:
             name = f"{self._options.name}-dead-letters-out"
             subscription.republisher = Republisher(self._new_publisher(), subscription.published, name)
-        subscription.start()
         return subscription
 
     def _await_verdict(self, subscription: Subscription, *, required: bool = False) -> None:

@@ -20,7 +20,7 @@ from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
 from reliable_mq.durations import Duration, seconds
-from reliable_mq.errors import ConfigurationError, PublishError, UsageError
+from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.metrics.outbox import outbox_readings
 from reliable_mq.metrics.publisher import publisher_readings
@@ -354,8 +354,10 @@ class Publisher:
                 self._store_lane(self._outbox, None)
             else:
                 self._lane or self._open(_FOR_EVER)
-        except (KeyboardInterrupt, SystemExit):
-            self.close(0)
+        except ReliableMQError:
+            raise
+        except BaseException:  # of a signal handler, say: nobody leaves what was not entered
+            self._give_up()
             raise
         return self
 
@@ -369,6 +371,18 @@ class Publisher:
             if exc_type is None:
                 raise
             logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
+        except ReliableMQError:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Close at once, where an exception from outside has ended an entering or a closing."""
+        try:
+            self.close(0)
+        except PublishError:
+            logger.exception("a publisher was interrupted, with messages unconfirmed")
 
     # What can be seen
 
@@ -540,10 +554,12 @@ class Publisher:
             raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
         self._starting = True
         try:
-            lane = PublishingLane(self._options)
-            lane.start()
-            self._opening = lane
+            lane = self._opening = PublishingLane(self._options)  # known before it runs: who is interrupted closes it
             _open_publishers.add(self)
+            lane.start()
+        except BaseException:
+            self._opening = None
+            raise
         finally:
             self._starting = False
         return lane

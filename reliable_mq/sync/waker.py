@@ -38,5 +38,6 @@ class Waker:
             self._reader.recv(4096)
 
     def __del__(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        with suppress(AttributeError):  # its making was interrupted
+            self._reader.close()
+            self._writer.close()

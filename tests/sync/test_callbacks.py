@@ -1,0 +1,36 @@
+"""The thread on which callbacks run."""
+
+from __future__ import annotations
+
+import threading
+
+from integration.support.waiting import wait_until
+from reliable_mq.sync.callbacks import CallbackThread
+
+NAME = "callbacks-of-a-test"
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_a_callback_after_the_end_runs_on_a_thread_that_ends() -> None:
+    """One that comes late is run all the same, and leaves nothing behind; expecting one starts nothing."""
+    callbacks = CallbackThread(NAME)
+    called: list[int] = []
+    callbacks.put(lambda: called.append(1))
+    callbacks.stop()
+    assert callbacks.join(10)
+    callbacks.start()
+    assert not threads()
+    for number in (2, 3):
+        callbacks.put(lambda number=number: called.append(number))
+    wait_until(lambda: not threads(), timeout=10, what="the end of the threads")
+    assert sorted(called) == [1, 2, 3]
+
+
+def test_one_that_was_never_started_stops_at_once() -> None:
+    callbacks = CallbackThread(NAME)
+    callbacks.stop()
+    assert callbacks.join(0)
+    assert not threads()

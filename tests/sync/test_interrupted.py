@@ -1,0 +1,138 @@
+"""What an exception of a signal handler leaves behind that comes while something is entered or left. No broker.
+
+Python runs signal handlers between any two steps of the main thread: here the exception comes at each of them in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from integration.support.waiting import wait_until
+from reliable_mq import Consumer, Publisher, Queue
+from reliable_mq.outbox import SQLiteOutbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+# A socket whose making is interrupted is closed when it is collected, with a warning.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
+EVERY = 3  # steps
+WAITS = ("_await_verdict", "_first_verdict", "wait_connected")  # for the whole of the time to connect
+
+
+class Interrupted(Exception):
+    """As Celery's soft time limit is one."""
+
+
+class Interruption:
+    """Raises at the n-th line that the sync API runs on this thread."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+        self.where = ""
+
+    def __call__(self, frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+        inside = "reliable_mq/sync/" in frame.f_code.co_filename
+        # Between the last step of entering and the block, and before the first of leaving it, nobody could do anything.
+        return self.line if inside and frame.f_code.co_name not in ("__enter__", "__exit__") else None
+
+    def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+        if event == "line":
+            self.left -= 1
+            if not self.left:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise Interrupted
+        return self.line
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that accepts and says nothing."""
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(200)
+        yield f"amqp://guest:guest@127.0.0.1:{server.getsockname()[1]}/"
+
+
+def publisher(url: str, _: Path) -> None:
+    with Publisher(url, name="interrupted"):
+        pass
+
+
+def publisher_with_outbox(url: str, path: Path) -> None:
+    with Publisher(url, outbox=SQLiteOutbox(path / "outbox"), name="interrupted"):
+        pass
+
+
+def consumer(url: str, _: Path) -> None:
+    with Consumer(url, Queue("orders"), lambda _: None, name="interrupted"):
+        pass
+
+
+def consumer_that_pulls(url: str, _: Path) -> None:
+    with Consumer(url, Queue("orders"), name="interrupted"):
+        pass
+
+
+def leftovers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("interrupted")]
+
+
+def nothing_is_left(where: str) -> None:
+    wait_until(lambda: not leftovers(), timeout=20, what=lambda: f"the end of {leftovers()}, after {where}")
+
+
+def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int) -> str:
+    """Where it was interrupted; empty where it was over before."""
+    interruption = Interruption(step)
+    tracer = sys.gettrace()
+    sys.settrace(interruption)
+    try:
+        use(url, path)
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(tracer)
+    return interruption.where
+
+
+@pytest.mark.parametrize(
+    ("use", "steps"),
+    [(publisher, 145), (publisher_with_outbox, 105), (consumer, 250), (consumer_that_pulls, 200)],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_an_interrupted_entering_leaves_no_thread(
+    silent: str, tmp_path: Path, use: Callable[[str, Path], None], steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever step of it the exception comes at: nobody is there to leave what was never entered."""
+    caplog.set_level(logging.CRITICAL)
+    for step in range(1, steps, EVERY):
+        where = interrupt(use, silent, tmp_path, step)
+        nothing_is_left(where)
+        if use in (consumer, consumer_that_pulls) and where.endswith(WAITS):
+            break
+    gc.collect()
+
+
+def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
+    caplog.set_level(logging.CRITICAL)
+    for step in range(100, 10_000, EVERY):
+        where = interrupt(publisher, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
+        nothing_is_left(where)
+        if not where:
+            break
+    else:
+        pytest.fail("it never came to its end")
+    gc.collect()
