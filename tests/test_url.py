@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from integration.support.seeds import seeds, soaking
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import Credentials, Endpoint
 from reliable_mq.tls import TLSOptions
@@ -388,3 +391,29 @@ def test_a_redacted_url_says_where_it_leads_without_secrets(url: str, shown: str
 def test_no_part_of_a_password_is_left_in_a_redacted_url(before: str, after: str, scheme: str, tail: str) -> None:
     assert CANARY not in redacted(f"{scheme}://user:{before}{CANARY}{after}@{tail}")
     assert CANARY not in redacted(f"{scheme}://host/{tail}?password={CANARY}{after}")
+
+
+INPUTS: Final = int(os.environ.get("RELIABLE_MQ_FUZZ_INPUTS", "1000000" if soaking() else "3000"))
+ALPHABET: Final = "aA01:/?#@,[]%&=+-. \t\n\u00e9\u2100"
+
+
+@pytest.mark.timeout(60 + INPUTS // 500)
+def test_of_many_broken_urls_none_is_shown_with_a_part_of_its_password() -> None:
+    """A million in a soak, from a seed of its own."""
+    seed = seeds()[0] if soaking() else 0
+    rng = random.Random(seed)
+
+    def some(most: int) -> str:
+        return "".join(rng.choices(ALPHABET, k=rng.randint(0, most)))
+
+    parsed = 0
+    for _ in range(INPUTS):
+        scheme = rng.choice(["amqp", "amqps", "http", ""])
+        tail = rng.choice(["h", "h:5672/v", "h1,h2?heartbeat=5", some(12)])
+        url = f"{scheme}://user:{some(3)}{CANARY}{some(3)}@{tail}"
+        said = said_about(url)
+        parsed += said.startswith("ConnectionSettings")
+        assert CANARY not in said, (seed, url)
+        assert CANARY not in redacted(url), (seed, url)
+    print(f"seed {seed}: {INPUTS} URLs, {parsed} of them well-formed")
+    assert INPUTS / 100 < parsed < INPUTS / 2
