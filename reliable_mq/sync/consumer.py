@@ -581,4 +581,7 @@ os.register_at_fork(after_in_child=_open_consumers.clear)
 def _close_at_exit() -> None:
     for consumer in list(_open_consumers):
         logger.warning("%r was not closed; closing it at exit", consumer)
-        consumer.close()
+        try:
+            consumer.close()
+        except Exception:
+            logger.exception("closing %r at exit", consumer)  # the others are to be closed, too
