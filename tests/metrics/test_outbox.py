@@ -106,7 +106,7 @@ def test_a_relay_counts_now_and_then_and_says_nothing_that_it_does_not_know(
     outbox.write([NewRow(Message(b""), "", "q", True, None)] * 2, [])
     relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True)
     assert relay.status is None
-    relay.start()
+    relay.start(outbox.claims())
     try:
         wait_until(lambda: relay.status is not None, timeout=20, what="a status")
         assert relay.status is not None
@@ -128,7 +128,7 @@ def test_a_relay_that_nobody_measures_counts_nothing(tmp_path: Path) -> None:
     """A process without a registry pays nothing."""
     outbox = Moody(tmp_path / "outbox")
     relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
-    relay.start()
+    relay.start(outbox.claims())
     relay.stop(0)
     assert relay.join(20)
     assert outbox.asked == 0
