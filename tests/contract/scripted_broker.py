@@ -318,7 +318,11 @@ class Connection(threading.Thread):
             case commands.Basic.Cancel():
                 channel.consumers.pop(value.consumer_tag, None)
                 channel.send(commands.Basic.CancelOk(value.consumer_tag))
+            case commands.Queue.Declare() if value.passive and value.queue in self.broker.missing:
+                channel.close(404, f"NOT_FOUND - no queue '{value.queue}' in vhost '/'")
             case commands.Queue.Declare():
+                time.sleep(self.broker.declare_seconds)
+                self.broker.missing.discard(value.queue)
                 channel.send(commands.Queue.DeclareOk(value.queue, 0, 0))
             case commands.Queue.Bind():
                 channel.send(commands.Queue.BindOk())
@@ -360,6 +364,8 @@ class ScriptedBroker:
         greeting: sent to a new client in place of what AMQP has.
         silent: whatever a client sends is read and not answered.
         gates: by consumer tag, what to wait for before a subscription is answered, or anything behind it.
+        missing: queues that do not exist before they are declared; all others do.
+        declare_seconds: how long a queue takes to declare, or to find.
         frame_max, heartbeat: as offered to the clients to come; bytes and seconds.
         seen: the names of all methods read, in order.
         published, settlements: what was read.
@@ -374,6 +380,8 @@ class ScriptedBroker:
         self.greeting: bytes | None = None
         self.silent = False
         self.gates: dict[str, threading.Event] = {}
+        self.missing: set[str] = set()
+        self.declare_seconds = 0.0
         self.frame_max = 131072
         self.heartbeat = 60
         self.seen: list[str] = []

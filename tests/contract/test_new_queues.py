@@ -1,0 +1,72 @@
+"""What a publisher makes of queues that it makes and of those that it finds, on either face."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq import Message, PublishError, Queue
+
+if TYPE_CHECKING:
+    from tests.contract.scripted_broker import Published, ScriptedBroker
+
+NewPublisher = "Callable[..., Any]"
+LONG = 60.0  # seconds of grace: longer than any test
+
+
+def topology(*names: str) -> list[Queue]:
+    return [Queue(name, dead_letter=None) for name in names]
+
+
+def submit(publisher: Any, *queues: str) -> list[Any]:
+    return [publisher.submit(Message(queue.encode()), routing_key=queue) for queue in queues]
+
+
+def acking(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+def test_a_missing_queue_costs_one_channel_and_no_connection(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """The broker says no more of a channel after the first queue that it does not have."""
+    broker.script = acking
+    broker.missing = {"costs-b", "costs-c"}
+    with new_publisher(topology=topology("costs-a", "costs-b", "costs-c"), new_queue_grace=LONG) as publisher:
+        found, *made = submit(publisher, "costs-a", "costs-b", "costs-c")
+        assert found.result(10).attempts == 1
+        broker.wait_published(3)
+        assert not any(confirmation.done() for confirmation in made)
+        assert broker.seen.count("Channel.Open") == 2
+        assert len(broker.connections) == 1
+        assert not broker.missing, "they are declared"
+        with pytest.raises(PublishError, match="new_queue_grace"):
+            publisher.close(0)
+
+
+def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    broker.missing = {"again-new"}
+    with new_publisher(topology=topology("again-new"), new_queue_grace=1.0) as publisher:
+        [confirmation] = submit(publisher, "again-new")
+        [published] = broker.wait_published(1)
+        assert not confirmation.done()
+        published.channel.connection.cut()
+        _, again = broker.wait_published(2)
+        assert again.message_id == published.message_id
+        assert again.possible_duplicate
+        assert confirmation.result(10).attempts == 2
+
+
+def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A thousand quorum queues take longer than a connection may take to answer at all."""
+    broker.script = acking
+    broker.declare_seconds = 0.5
+    queues = [Queue(f"q{number}", type="classic", dead_letter=None) for number in range(6)]
+    with new_publisher(topology=queues, connect_timeout=1.5) as publisher:
+        publisher.connect()
+        assert submit(publisher, "q1")[0].result(10).attempts == 1
+    assert len(broker.connections) == 1
