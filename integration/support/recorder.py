@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from integration.support.asyncio_thread import AsyncioThread
 from reliable_mq.core.codec import append_publish, encode_properties, publish_head
+from reliable_mq.core.codec.reader import LARGEST_BODY
 from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.setup import publisher_setup
 from reliable_mq.message import Message
@@ -31,6 +32,7 @@ class Recorder:
     """The client. A hook is called on the I/O thread, after the event of its name was recorded."""
 
     def __init__(self) -> None:
+        self.largest_body = LARGEST_BODY
         self.events: list[Event] = []
         self.hooks: dict[str, Callable[..., None]] = {}
         self._changed = threading.Condition()
