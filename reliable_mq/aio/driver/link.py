@@ -75,6 +75,7 @@ class Link:
         self._opened = False
         self._closing = False
         self._over = False
+        self._begun = False  # its task runs
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
         self._told_at = 0.0  # when aiormq was last told that the peer lives
@@ -148,7 +149,7 @@ class Link:
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
-        else:
+        elif self._begun:  # a task that is cancelled before its first step never gets to say that it is over
             self._task.cancel()
         self._end_now()
 
@@ -157,8 +158,10 @@ class Link:
     async def _live(self) -> None:
         """Connect, wait for the end, clean up after aiormq."""
         cause: BaseException | None = None
+        self._begun = True
         try:
-            await self._connection.connect()
+            if self._aborted is None:
+                await self._connection.connect()
             if self._aborted is None:
                 self._opened = True
                 self._connection.closing.add_done_callback(self._end_now)
