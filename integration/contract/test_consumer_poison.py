@@ -284,6 +284,7 @@ def test_f28_claims_of_earlier_attempts_that_are_not_ours_are_not_trusted(any_vh
         {"x-reliable-mq-attempt": -1, "x-reliable-mq-format": 1},
         {"x-reliable-mq-attempt": 10**9, "x-reliable-mq-format": 1},
         {"x-reliable-mq-attempt": "many", "x-reliable-mq-format": 1},
+        {"x-reliable-mq-retry": {"moved": [["CC"], {"CC": True}]}, "x-reliable-mq-format": 1},
     ]
     handler = Handler()
     with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(3)):

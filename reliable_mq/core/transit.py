@@ -117,7 +117,8 @@ def unpack(delivery: Delivery) -> Transit:
     if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
         return PLAIN
     moved = table.get("moved")
-    back = {_MOVED[name]: name for name in moved if name in _MOVED} if isinstance(moved, list) else {}
+    said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
+    back = {_MOVED[name]: name for name in said if name in _MOVED}
     dropped = [headers.ATTEMPT, headers.RETRY, *DEATHS]
     if headers.DEAD_LETTER_REASON not in ours:  # else the format is the dead letter's
         dropped.append(headers.FORMAT)

@@ -159,6 +159,7 @@ def test_a_newer_format_is_an_error() -> None:
         ("user-id", b"u" * 256),
         ("moved", ["tenant", "x-delivery-count", 4]),
         ("moved", "CC"),
+        ("moved", [["CC"], {"CC": True}]),
     ],
     ids=repr,
 )
@@ -213,3 +214,21 @@ def test_unpacking_anything_changes_nothing_that_is_not_ours(raw: bytes) -> None
     item = delivery(headers=struct.pack(">I", len(raw) + len(entries)) + raw + entries)
     unpack(item)
     assert item.exchange == "x"
+
+
+times = st.integers(0, 253402300799).map(lambda at: datetime.fromtimestamp(at, UTC))
+anything = st.recursive(
+    values | times | st.binary(max_size=5) | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+claims = ["exchange", "routing-key", "path", "suspect", "moved", "user-id", "expiration", "lost", "first-failure"]
+claims += ["last-failure", "exception-type", "exception-message"]
+
+
+@given(anything, st.dictionaries(st.sampled_from(claims), anything))
+def test_whatever_our_headers_hold_can_be_unpacked(attempt: object, table: dict[str, object]) -> None:
+    item = delivery(headers={headers.FORMAT: 1, headers.ATTEMPT: attempt, headers.RETRY: table, "tenant": 1})
+    unpack(item)
+    assert item.headers["tenant"] == 1
+    assert headers.RETRY not in item.headers
