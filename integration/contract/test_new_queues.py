@@ -203,3 +203,40 @@ def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_los
     assert receipt.possible_duplicate
     assert receipt.attempts == 2
     vhost.wait_for_messages("orders", 2)
+
+
+@pytest.mark.timeout(300)
+def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
+    private_vhost: VirtualHost, publisher_face: str
+) -> None:
+    """Time passes for the publisher alone: a broker that does not answer has not saved its queue."""
+    broker = private_vhost.broker
+    with Publisher(
+        private_vhost.url, topology=[ORDERS], new_queue_grace=GRACE, delivery_timeout=200, reconnect_wait=SOON
+    ) as publisher:
+        confirmation = publisher.submit(Message(b"x"), routing_key="orders")
+        private_vhost.wait_for_messages("orders", 1)
+        broker.pause()
+        with pytest.raises(TimeoutError):
+            confirmation.result(2 * GRACE)
+        kill_and_start(broker)
+        assert confirmation.result(PLENTY).possible_duplicate
+    with private_vhost.connect() as connection:
+        assert connection.channel().queue_declare("orders", passive=True).method.message_count
+
+
+def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
+    vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
+) -> None:
+    """Where nothing was published, too: it is not new again when the connection is lost later."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], new_queue_grace=GRACE, reconnect_wait=SOON) as publisher:
+        publisher.connect()
+        asked = proxy.seen("confirm.select-ok")
+        wait_until(lambda: proxy.seen("confirm.select-ok") > asked, timeout=30, what="an answer after the grace")
+        proxy.cut()
+        proxy.heal()
+        wait_until(lambda: publisher.connected, timeout=30, what="connected again")
+        began = time.monotonic()
+        publisher.publish(Message(b"x"), routing_key="orders")
+        assert time.monotonic() - began < GRACE / 2

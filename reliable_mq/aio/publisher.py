@@ -88,8 +88,9 @@ class AsyncPublisher:
         on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
             ``"raise"`` ``PublishBlocked`` at once for new messages.
         new_queue_grace: seconds after this process has made a quorum queue for which a confirm of it is not final:
-            RabbitMQ loses what is in a queue younger than a second if it is killed. Until then the message counts as
-            outstanding, and is published again where the connection is lost. 0 for confirms that are final at once.
+            RabbitMQ loses what is in a queue younger than a second if it is killed. Until then, and until the broker
+            has answered a question asked after that, the message counts as outstanding, and is published again where
+            the connection is lost. 0 for confirms that are final at once.
         outbox: where messages are made durable before they are published (`reliable_mq.outbox`). ``publish`` then
             returns once a message is stored there, whether or not the broker is there; a relay in this process
             publishes it, again and again until it is confirmed, and at the next start what this process has left.

@@ -44,13 +44,15 @@ class SharedNewQueues(NewQueues):
         with self.lock:
             super().made(names, now)
 
-    def new(self, now: float, grace: float) -> list[str]:
+    def new(self, proven: float, grace: float) -> list[str]:
         with self.lock:
-            return super().new(now, grace)
+            return super().new(proven, grace)
 
-    def final_at(self, exchange: str, routing_key: str, now: float, grace: float, *, copied: bool) -> float | None:
+    def final_at(
+        self, exchange: str, routing_key: str, now: float, proven: float, grace: float, *, copied: bool
+    ) -> float | None:
         with self.lock:
-            return super().final_at(exchange, routing_key, now, grace, copied=copied)
+            return super().final_at(exchange, routing_key, now, proven, grace, copied=copied)
 
     def forked(self, now: float) -> None:
         """This is a copy in a forked child: the parent's thread that held the lock, or was making a queue, is not."""
@@ -102,9 +104,9 @@ class QueueRecord:
         self._new_before = []
         return replaced
 
-    def lost(self) -> None:
-        """The channel is lost, and the connection may be."""
-        self._new_before = self.queues.new(time.monotonic(), self._grace)
+    def lost(self, proven: float) -> None:
+        """The channel is lost, and the connection may be. The broker is known to have lived at ``proven``."""
+        self._new_before = self.queues.new(proven, self._grace)
 
 
 def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:

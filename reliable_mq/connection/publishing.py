@@ -28,6 +28,7 @@ from reliable_mq.connection.alarm import Alarm
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.core.setup import round_trip
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher_options import PublisherOptions
     from reliable_mq.core.publishing import PublishingSession
     from reliable_mq.core.recovery import Loss
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator
+    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.errors import ReliableMQError
 
 __all__ = ["CLOSE_GRACE", "BasePublishingLane", "Connection", "WatchedPublication", "unwatched_logger"]
@@ -69,6 +70,9 @@ class Connection(Protocol):
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
+
+    def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
+        """Carry out steps on the ready channel; `done` gets the result or the exception, never inside this call."""
 
     def discard(self, reason: str, /) -> None:
         """Abort the connection: the channel is in doubt."""
@@ -262,8 +266,8 @@ class BasePublishingLane(Generic[P]):
     def lost(self, generation: int, loss: Loss) -> None:
         """The channel is gone."""
         reply = Reply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
+        self._record.lost(self.session.proven)
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection")
-        self._record.lost()
         with self._guard:
             self.connected = False
         self._connection_lost = loss.scope == "connection"
@@ -350,8 +354,16 @@ class BasePublishingLane(Generic[P]):
         else:
             while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)
+            if session.question_due(now):
+                session.asked(now)
+                io.run(round_trip(), self._answered)
         self._settle()
         self._alarm.set(session.next_wakeup(), now, self._io.call_later)
+
+    def _answered(self, outcome: object) -> None:
+        if not isinstance(outcome, Exception):  # else the channel is lost, too
+            self.session.answered(time.monotonic())
+            self._pump()
 
     def _settle(self) -> None:
         session = self.session

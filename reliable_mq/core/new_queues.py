@@ -2,11 +2,12 @@
 
 RabbitMQ saves the registration of a quorum queue half a second to a second after it made the queue (4.0 and 4.3). A
 node that is killed before that starts again with the queue empty, whatever it has confirmed. So what is confirmed
-within a grace after the queue was made counts as unconfirmed until the grace is over. Only the process that made the
-queue knows of it, so what one of its connections makes is known to all of them.
+in such a queue counts as unconfirmed until the node has answered something that was sent a grace after the queue was
+made. That the time has passed here proves nothing: the node may have frozen, or its answers may have waited in our own
+socket. Only the process that made the queue knows of it, so what one of its connections makes is known to all of them.
 
 Invariants: a queue is new from the moment before it is declared; a queue made or found again by another connection
-never becomes older; what is forgotten is older than every grace.
+never becomes older; what is forgotten is older than every grace, by more than any answer takes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["NEW_QUEUE_GRACE", "Maker", "NewQueues"]
+__all__ = ["KEPT", "NEW_QUEUE_GRACE", "Maker", "NewQueues"]
 
 #: Seconds: twice the second after which no loss was ever seen.
 NEW_QUEUE_GRACE: Final = 2.0
+
+#: Seconds beyond the grace for which a queue is remembered: a connection without an answer for so long is replaced.
+KEPT: Final = 300.0
 
 _NEVER: Final = float("-inf")
 
@@ -72,12 +76,14 @@ class NewQueues:
         names, self._being_made = list(self._being_made), {}
         self._add(names, now)
 
-    def new(self, now: float, grace: float) -> list[str]:
-        """The queues that are younger than ``grace`` seconds, or are being made."""
-        return [*self._being_made, *(name for name, at in self._made.items() if at + grace > now)]
+    def new(self, proven: float, grace: float) -> list[str]:
+        """The queues that were younger than ``grace`` seconds at ``proven``, or are being made."""
+        return [*self._being_made, *(name for name, at in self._made.items() if at + grace > proven)]
 
-    def final_at(self, exchange: str, routing_key: str, now: float, grace: float, *, copied: bool) -> float | None:
-        """When a confirm that came ``now`` is final; None where it is final now.
+    def final_at(
+        self, exchange: str, routing_key: str, now: float, proven: float, grace: float, *, copied: bool
+    ) -> float | None:
+        """When a confirm that came ``now`` is final, if the broker lives then; None where it is final now.
 
         The routing key names the queue on the default exchange; with another one, or where the message says that it is
         copied to other queues, any new queue may have it. One that is being made may exist already.
@@ -86,6 +92,7 @@ class NewQueues:
             exchange: that the message was published to.
             routing_key: with which key.
             now: when its confirm came.
+            proven: when the broker is known to have lived.
             grace: seconds.
             copied: whether the message has a header that routes it elsewhere, too.
         """
@@ -95,12 +102,12 @@ class NewQueues:
             at = now
         else:
             at = self._made.get(routing_key, _NEVER)
-        return at + grace if at + grace > now else None
+        return at + grace if at + grace > proven else None
 
     def _add(self, names: Iterable[str], now: float) -> None:
         for name in names:
             self._made[name] = max(now, self._made.get(name, now))
-        self._made = {name: at for name, at in self._made.items() if at + self.longest > now}
+        self._made = {name: at for name, at in self._made.items() if at + self.longest + KEPT > now}
         self._look()
 
     def _look(self) -> None:

@@ -11,7 +11,7 @@ The way of a publish::
     accepted ----------------------------------------------------------> ready
     ready    --written to the open channel-----------------------------> on the wire
     on the wire  --ack--> confirmed            --ack or nack, after a return--> returned
-                 --ack, and its queue was made a moment ago--> provisional --the queue's grace is over--> confirmed
+                 --ack, and its queue was made a moment ago--> provisional --an answer after the grace--> confirmed
                                                                provisional --connection lost--> as on the wire
                  --nack, attempts left--> delayed --its delay is over--> ready
                  --nack, none left--> nacked
@@ -36,9 +36,11 @@ Invariants:
 - a place in the window is given back once per accepted publish, when it is settled *and* off the wire: a late confirm
   still finds it;
 - nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
-  place in the window, and is published again, in its old order, where the connection is lost. A channel that is closed
-  costs it nothing, and blames it for nothing: the broker has it, and lives; but nothing is confirmed before there is
-  another channel, since the connection may be lost before that.
+  place in the window, and is published again, in its old order, where the connection is lost. The broker has to answer
+  on this connection what was sent after the grace: a question, or a publish. A channel that is closed costs it nothing,
+  and blames it for nothing; the question is asked on the next one;
+- an answer that took more than half of the grace may be the first of a broker that was frozen until then, and saves
+  its queues only now: it is asked once more, a grace later.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ _NEW = (
     "(new_queue_grace)"
 )
 
+_NEVER, _FOR_EVER = float("-inf"), float("inf")
+
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
 
 # Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
@@ -98,6 +102,7 @@ class PublishingSession(Generic[P]):
 
     Attributes:
         statistics: counts, written here and read by anyone.
+        proven: when the broker of this connection is known to have lived; minus infinity where that is not known.
         frame_max: bytes that a frame may have on the latest channel.
         blocked_reason: the broker's reason while it blocks publishing; else None.
         settled: publishes settled since the shell last took and cleared the list.
@@ -128,7 +133,11 @@ class PublishingSession(Generic[P]):
         self._new_queues = NewQueues()
         self._new_queue_grace = new_queue_grace
         self._provisional: dict[P, tuple[int, int]] = {}  # by generation and number: in the order of publishing
-        self._final: list[tuple[float, int, list[P]]] = []  # when which of those are confirmed
+        self._final: list[tuple[float, int, list[P]]] = []  # when the broker has to live for which of those
+        self.proven = _NEVER
+        self._asked_at: float | None = None  # where an answer is outstanding on this channel
+        self._ask_after = _NEVER
+        self._slow = False  # the last answer took long
         self._channel = 0
         self.frame_max = 131072
         self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
@@ -159,14 +168,31 @@ class PublishingSession(Generic[P]):
         self.frame_max = frame_max
         self._heads.clear()
         self._progress_at = now
+        self._ask_after, self._slow = _NEVER, False
 
     def connection_replaced(self) -> None:
         """The connection was lost, if only after its channel: what is provisional is published again."""
         self._send_first(self._lose_provisional({}))
+        self.proven = _NEVER
+
+    def asked(self, now: float) -> None:
+        """The shell asks what `question_due` wants to be asked."""
+        self._asked_at = now
+
+    def answered(self, now: float) -> None:
+        """The broker has answered that, on the channel that it was asked on."""
+        asked_at, self._asked_at = self._asked_at, None
+        if asked_at is None:
+            return
+        self._slow = not self._slow and not self._is_quick(asked_at, now)
+        if self._slow:
+            self._ask_after = now + self._new_queue_grace
+        else:
+            self._prove(asked_at, now)
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
         """``basic.ack`` from the broker."""
-        if now < self._new_queues.latest + self._new_queue_grace:
+        if self.proven < self._new_queues.latest + self._new_queue_grace:
             self._acked_early(generation, tag, multiple, now)
             return
         settled = self._tracker.settle(generation, tag, multiple)
@@ -218,6 +244,7 @@ class PublishingSession(Generic[P]):
             self.blocked_reason = None
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
+        self._asked_at = None
         blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
         unwritten = self._take_probe()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
@@ -271,13 +298,7 @@ class PublishingSession(Generic[P]):
             self._give_up(publication)
 
     def tick(self, now: float) -> None:
-        """Time passed: confirm what is final now, give up what is over its deadline, make ready what was delayed.
-
-        Call it before sending.
-        """
-        while self._tracker.open and self._final and self._final[0][0] <= now:
-            final = heapq.heappop(self._final)[2]
-            self._conclude([one for one in final if self._provisional.pop(one, None) is not None], now)
+        """Time passed: give up what is over its deadline, make ready what was delayed. Call it before sending."""
         for publication in self._roster.expire(now):
             self._give_up(publication)
         while self._delayed and self._delayed[0][0] <= now:
@@ -314,11 +335,15 @@ class PublishingSession(Generic[P]):
         at = self._doubt_at()
         return at is not None and now >= at
 
+    def question_due(self, now: float) -> bool:
+        """Whether to ask the broker now whether it lives, with anything that it answers. The shell says `asked`."""
+        at = self._question_at()
+        return at is not None and now >= at
+
     def next_wakeup(self) -> float | None:
-        """When to call :meth:`tick` and :meth:`channel_in_doubt` next, whatever else happens; None for never."""
+        """When to call :meth:`tick` and the questions after it next, whatever else happens; None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
-        final = self._final[0][0] if self._final and self._tracker.open else None
-        times = (self._roster.next_deadline, self._doubt_at(), delayed, final)
+        times = (self._roster.next_deadline, self._doubt_at(), delayed, self._question_at())
         return min((at for at in times if at is not None), default=None)
 
     # What can be seen
@@ -347,6 +372,25 @@ class PublishingSession(Generic[P]):
         if not len(self._tracker) or self.blocked_reason is not None:
             return None
         return self._progress_at + self._confirm_timeout
+
+    def _question_at(self) -> float | None:
+        """Also where nothing is provisional: queues that are known to be old are not new again after a loss."""
+        if not self._tracker.open or self.blocked_reason is not None or self._asked_at is not None:
+            return None
+        old_at = self._new_queues.latest + self._new_queue_grace
+        final_at = self._final[0][0] if self._final else _FOR_EVER
+        at = min(final_at, old_at if old_at > self.proven else _FOR_EVER)
+        return max(at, self._ask_after) if at < _FOR_EVER else None
+
+    def _is_quick(self, asked_at: float, now: float) -> bool:
+        return now - asked_at <= self._new_queue_grace / 2
+
+    def _prove(self, moment: float, now: float) -> None:
+        """The broker has answered what was sent after ``moment``."""
+        self.proven = max(self.proven, moment)
+        while self._final and self._final[0][0] <= self.proven:
+            final = heapq.heappop(self._final)[2]
+            self._conclude([one for one in final if self._provisional.pop(one, None) is not None], now)
 
     def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
         """Move publishes from ``queue`` to ``sent``, up to ``limit`` bytes, and return their frames.
@@ -421,6 +465,9 @@ class PublishingSession(Generic[P]):
         if not settled:
             return
         self._progress_at = now
+        newest = max(one.accepted_at for one in settled)
+        if self._is_quick(newest, now):
+            self._prove(newest, now)
         for_good: list[P] = []
         provisional: dict[float, list[P]] = {}
         for number, publication in zip(numbers, settled, strict=True):
@@ -431,6 +478,7 @@ class PublishingSession(Generic[P]):
                     publication.exchange,
                     publication.routing_key,
                     now,
+                    self.proven,
                     self._new_queue_grace,
                     copied=_is_copied(publication.message),
                 )

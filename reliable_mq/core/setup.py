@@ -54,6 +54,7 @@ __all__ = [
     "publisher_setup",
     "pull_setup",
     "refusal",
+    "round_trip",
 ]
 
 Arguments = Mapping[str, object]
@@ -181,7 +182,7 @@ Step = DeclareQueue | CheckQueue | DeleteQueue | DeclareExchange | Bind | Confir
 class Pipeline:
     """Declarations and checks that are sent in one piece, for one round trip; the reply is a tuple of theirs."""
 
-    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | Bind, ...]
+    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | Bind | ConfirmSelect, ...]
 
 
 Reply = QueueState | str | None
@@ -289,6 +290,11 @@ def declare(queue: Queue, version: tuple[int, ...], maker: Maker | None = None) 
         BrokerUnavailable: the broker refused it for another reason.
     """
     yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare(queue, version)))
+
+
+def round_trip() -> StepGenerator:
+    """Ask on a channel that is in use, and in confirm mode, something that changes nothing: an answer is wanted."""
+    yield Pipeline((ConfirmSelect(),))
 
 
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:

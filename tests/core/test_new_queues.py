@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.new_queues import NewQueues
+from reliable_mq.core.new_queues import KEPT, NewQueues
 
 GRACE = 2.0
 NEVER = float("-inf")
@@ -20,7 +20,7 @@ def made(**queues: float) -> NewQueues:
 
 
 def final_at(new: NewQueues, routing_key: str, now: float, exchange: str = "", *, copied: bool = False) -> float | None:
-    return new.final_at(exchange, routing_key, now, GRACE, copied=copied)
+    return new.final_at(exchange, routing_key, now, now, GRACE, copied=copied)
 
 
 def test_a_confirm_is_final_when_the_grace_of_its_queue_is_over() -> None:
@@ -71,9 +71,17 @@ def test_a_queue_never_becomes_older() -> None:
 
 
 def test_what_is_older_than_every_grace_is_forgotten() -> None:
-    new = made(old=10.0)
-    new.made(["q"], 12.0)
-    assert new.new(12.0, 100.0) == ["q"]
+    new = made(old=10.0, other=10.1)
+    new.made(["q"], 10.0 + GRACE + KEPT)
+    assert new.new(0.0, GRACE) == ["other", "q"]
+
+
+def test_a_queue_is_new_until_the_broker_is_known_to_have_lived_a_grace_later() -> None:
+    new = made(q=10.0)
+    assert new.final_at("", "q", 100.0, 11.9, GRACE, copied=False) == 12.0
+    assert new.final_at("", "q", 100.0, NEVER, GRACE, copied=False) == 12.0
+    assert new.final_at("", "q", 100.0, 12.0, GRACE, copied=False) is None
+    assert new.final_at("", "other", 100.0, NEVER, GRACE, copied=False) is None
 
 
 def test_the_new_queues_are_those_that_are_younger_than_the_grace() -> None:

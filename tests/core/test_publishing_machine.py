@@ -94,6 +94,9 @@ class Channel:
     read: int = 0
     unconfirmed: list[int] = field(default_factory=list)
     returned: set[Expected] = field(default_factory=set)
+    asked_at: float | None = None  # whether it lives
+    ask_after: float = -inf
+    slow: bool = False  # it was at the last answer
     progress_at: float = 0.0
 
     @property
@@ -109,6 +112,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.session = new_session(MAX_ATTEMPTS, GRACE)
         self.new_queues = NewQueues()
         self.new_queues.longest = GRACE
+        self.proven = -inf  # when the broker is known to have lived
         self.made_at = float("-inf")  # when the queue was made; infinite while it is being made
         self.sends = 0
         self.now = 100.0
@@ -126,9 +130,11 @@ class PublishingMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.open_channel()
 
-    @rule(kind=st.integers(0, 4), data=st.data())
+    @rule(kind=st.integers(0, 5), data=st.data())
     def meanwhile(self, kind: int, data: st.DataObject) -> None:
         match kind:
+            case 5:
+                self.answer()
             case 4:
                 self.make_queue(data.draw(st.sampled_from(["begin", "end", "made", "other"])))
             case 0:
@@ -210,6 +216,7 @@ class PublishingMachine(RuleBasedStateMachine):
         give_up=st.none() | POSITIONS,
         part_read=st.sampled_from([1.0, 1.0, 0.5]),
         confirms=st.lists(st.tuples(POSITIONS, st.booleans(), st.booleans()), max_size=4),
+        answers=st.booleans(),
         end=st.sampled_from(["", "", "", "lost", "forced", "blocked", "blocked, lost", "blocked, channel lost"]),
     )
     def work(
@@ -223,6 +230,7 @@ class PublishingMachine(RuleBasedStateMachine):
         give_up: float | None,
         part_read: float,
         confirms: list[tuple[float, bool, bool]],
+        answers: bool,
         end: str,
     ) -> None:
         """All that there is, as it mostly follows each other, so that a short run gets somewhere."""
@@ -239,6 +247,8 @@ class PublishingMachine(RuleBasedStateMachine):
         self.read(part_read)
         for position, multiple, ack in confirms:
             self.confirm(position, multiple, ack=ack)
+        if answers:
+            self.answer()
         if self.channel is not None and end.startswith("blocked"):
             self.block()
         if self.channel is not None and end.endswith(("lost", "forced")):
@@ -264,13 +274,33 @@ class PublishingMachine(RuleBasedStateMachine):
             assert len(published) <= 1
         if not published:
             self.nothing_could_be_sent()
+        if self.session.question_due(self.now):
+            assert self.channel is not None
+            assert self.channel.asked_at is None
+            self.channel.asked_at = self.now
+            self.session.asked(self.now)
+
+    def answer(self) -> None:
+        """The broker answers whether it lives, where it was asked."""
+        channel = self.channel
+        if channel is None or channel.asked_at is None:
+            return
+        self.session.answered(self.now)
+        asked_at, channel.asked_at = channel.asked_at, None
+        channel.slow = not channel.slow and self.now - asked_at > GRACE / 2
+        if channel.slow:
+            channel.ask_after = self.now + GRACE
+        else:
+            self.prove(asked_at)
+
+    def prove(self, moment: float) -> None:
+        self.proven = max(self.proven, moment)
+        for expected in self.provisional:
+            if expected.final_at is not None and expected.final_at <= self.proven:
+                expected.outcome, expected.final_at = Outcome.CONFIRMED, None
 
     def tick(self) -> None:
         self.session.tick(self.now)
-        for expected in self.provisional:
-            assert expected.final_at is not None
-            if self.channel is not None and expected.final_at <= self.now:
-                expected.outcome, expected.final_at = Outcome.CONFIRMED, None
         for expected in self.everyone:
             if expected.outcome is None and expected.deadline <= self.now:
                 self.give_up(expected)
@@ -369,6 +399,10 @@ class PublishingMachine(RuleBasedStateMachine):
             channel.progress_at = self.now
         else:
             self.stale += 1
+        if tags and ack and self.proven < self.new_queues.latest + GRACE:
+            newest = max(channel.sent[held - 1].publication.accepted_at for held in tags)
+            if self.now - newest <= GRACE / 2:
+                self.prove(newest)
         for held in tags:
             channel.unconfirmed.remove(held)
             expected = channel.sent[held - 1]
@@ -377,7 +411,7 @@ class PublishingMachine(RuleBasedStateMachine):
                 continue
             if expected in channel.returned:
                 expected.outcome = Outcome.RETURNED
-            elif ack and self.now < self.made_at + GRACE and not expected.unroutable:
+            elif ack and self.proven < min(self.made_at, self.now) + GRACE and not expected.unroutable:
                 expected.final_at = min(self.made_at, self.now) + GRACE
             elif ack:
                 expected.outcome = Outcome.CONFIRMED
@@ -440,6 +474,7 @@ class PublishingMachine(RuleBasedStateMachine):
 
     def lose_provisional(self) -> list[Expected]:
         lost = self.provisional
+        self.proven = -inf
         for expected in lost:
             expected.final_at = None
             expected.in_doubt = True
@@ -584,8 +619,9 @@ class PublishingMachine(RuleBasedStateMachine):
             for expected in self.everyone
             if expected.outcome is None and expected.due > self.now and expected not in self.again
         ]
-        if self.channel is not None:
-            moments += [expected.final_at for expected in self.provisional if expected.final_at is not None]
+        if self.channel is not None and self.channel.asked_at is None and not self.connection_blocked:
+            final = [expected.final_at for expected in self.provisional if expected.final_at is not None]
+            moments += [max(at, self.channel.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
             moments.append(self.channel.progress_at + CONFIRM_TIMEOUT)
         wakeup = self.session.next_wakeup()
@@ -601,6 +637,7 @@ class PublishingMachine(RuleBasedStateMachine):
             if self.connection_blocked:
                 self.unblock()
             self.send((1_000_000, 300)[turn % 2])
+            self.answer()
             if self.channel is not None:
                 self.read_up_to(len(self.channel.sent))
             if self.channel is None:

@@ -6,7 +6,7 @@ import pytest
 
 from reliable_mq.core.publication import Outcome, Publication
 from reliable_mq.errors import PublishUnconfirmed
-from tests.core.published import FRAME_ERROR, MAX_ATTEMPTS, NO_EXCHANGE, Shell, Unencodable
+from tests.core.published import DELIVERY_TIMEOUT, FRAME_ERROR, MAX_ATTEMPTS, NO_EXCHANGE, Shell, Unencodable
 
 GRACE = 2.0
 
@@ -17,6 +17,14 @@ def shell() -> Shell:
     shell = Shell(GRACE)
     shell.new_queues.made(["orders"], 0.0)
     return shell
+
+
+def answer(shell: Shell, at: float, took: float = 0.0) -> None:
+    """The shell asks whether the broker lives, and it does."""
+    assert shell.session.question_due(at)
+    shell.session.asked(at)
+    assert not shell.session.question_due(at), "once at a time"
+    shell.session.answered(at + took)
 
 
 def confirmed(shell: Shell) -> list[str]:
@@ -32,10 +40,9 @@ def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> Non
     assert not shell.session.on_wire
     assert shell.session.outstanding == 2
     assert shell.session.next_wakeup() == 2.0
-    shell.session.tick(1.99)
-    assert confirmed(shell) == []
+    assert not shell.session.question_due(1.99)
     assert shell.session.freed_count == 0, "it keeps its place in the window"
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a", "b"]
     assert (shell.session.freed_count, shell.session.freed_bytes) == (2, 2)
     assert shell.session.outstanding == 0
@@ -44,10 +51,92 @@ def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> Non
 
 
 def test_a_confirm_that_comes_after_the_grace_is_final_at_once(shell: Shell) -> None:
+    shell.accept("a", at=2.0)
+    shell.send(2.0)
+    shell.ack(1, now=3.0)
+    assert confirmed(shell) == ["a"]
+    assert shell.session.next_wakeup() is None, "nothing is to be asked"
+
+
+def test_a_confirm_that_comes_late_of_what_was_sent_early_is_not_final(shell: Shell) -> None:
+    """It may have waited in our own socket, and the broker is dead."""
+    shell.accept("a", at=0.1)
+    shell.send(0.1)
+    shell.ack(1, now=50.0)
+    assert confirmed(shell) == []
+    answer(shell, 50.0)
+    assert confirmed(shell) == ["a"]
+
+
+def test_the_time_alone_proves_nothing(shell: Shell) -> None:
+    """The broker may have been frozen since it confirmed, and be killed before it thaws."""
     shell.accept("a")
     shell.send()
-    shell.ack(1, now=2.0)
+    shell.ack(1)
+    shell.session.asked(2.0)
+    shell.session.tick(60.0)
+    assert confirmed(shell) == []
+    assert shell.session.next_wakeup() == DELIVERY_TIMEOUT, "it is asked once at a time"
+    shell.lose()
+    shell.session.answered(61.0)
+    assert confirmed(shell) == [], "an answer on a channel that is lost"
+    shell.reopen(61.0)
+    assert shell.sent(61.0) == ["a"]
+
+
+def test_what_was_confirmed_quickly_after_the_grace_proves_all_before(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    shell.accept("b", at=2.0)
+    shell.send(2.0)
+    shell.ack(2, now=2.1)
+    assert confirmed(shell) == ["a", "b"]
+
+
+def test_what_was_confirmed_slowly_proves_nothing(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    shell.accept("b", at=2.0)
+    shell.send(2.0)
+    shell.ack(2, now=3.1)
+    assert confirmed(shell) == []
+    answer(shell, 3.1)
+    assert confirmed(shell) == ["a", "b"]
+
+
+def test_a_slow_answer_may_be_of_a_broker_that_was_frozen_so_it_is_asked_again(shell: Shell) -> None:
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    answer(shell, 2.0, took=1.1)
+    assert confirmed(shell) == []
+    assert shell.session.next_wakeup() == 3.1 + GRACE
+    answer(shell, 3.1 + GRACE, took=5.0)
+    assert confirmed(shell) == ["a"], "a broker that is always slow confirms, too"
+
+
+def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
+    """It reads nothing."""
+    shell.accept("a")
+    shell.send()
+    shell.ack(1)
+    shell.session.blocked("low on memory")
+    assert not shell.session.question_due(2.0)
+    shell.session.unblocked(3.0)
+    answer(shell, 3.0)
     assert confirmed(shell) == ["a"]
+
+
+def test_it_is_asked_where_nothing_is_provisional_too(shell: Shell) -> None:
+    """So that a queue is known to be old when the connection is lost later."""
+    assert shell.session.next_wakeup() == 2.0
+    answer(shell, 2.0)
+    assert shell.session.proven == 2.0
+    assert shell.session.next_wakeup() is None
+    shell.lose()
+    assert shell.session.proven == float("-inf"), "of another broker nothing is known"
 
 
 def test_confirms_of_other_queues_are_final_at_once(shell: Shell) -> None:
@@ -56,7 +145,7 @@ def test_confirms_of_other_queues_are_final_at_once(shell: Shell) -> None:
     shell.send()
     shell.ack(2, multiple=True)
     assert confirmed(shell) == ["b"]
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -74,7 +163,7 @@ def test_a_message_through_an_exchange_may_be_in_any_new_queue(shell: Shell) -> 
     shell.send()
     shell.ack(1)
     assert confirmed(shell) == []
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -91,7 +180,7 @@ def test_it_is_published_again_where_the_connection_is_lost(shell: Shell) -> Non
     assert [one.body for one in again] == [b"a", b"b", b"c", b"d", b"e"]
     assert [one.possible_duplicate for one in again] == [True, True, True, True, False]
     assert shell.session.statistics.in_doubt == 4
-    shell.session.tick(50.0)
+    answer(shell, 50.0)
     assert confirmed(shell) == [], "its first confirm is void"
     shell.ack(5, multiple=True, now=50.0)
     assert confirmed(shell) == ["a", "b", "c", "d", "e"]
@@ -104,12 +193,10 @@ def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> No
     shell.send()
     shell.ack(1)
     shell.lose(connection=False)
-    assert shell.session.next_wakeup() != 2.0
-    shell.session.tick(3.0)
-    assert confirmed(shell) == [], "whether the broker lives is not known before there is another channel"
+    assert not shell.session.question_due(3.0), "whether the broker lives is not known before there is another channel"
     shell.reopen(3.0)
-    assert shell.session.next_wakeup() == 2.0
     assert shell.sent(3.0) == ["b"]
+    answer(shell, 3.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -135,7 +222,7 @@ def test_a_channel_that_the_broker_closes_blames_it_for_nothing(shell: Shell) ->
     assert [one.outcome for one in shell.take_settled()] == [Outcome.REFUSED], "the culprit is alone"
     shell.reopen()
     assert shell.sent() == []
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -184,6 +271,7 @@ def test_another_message_with_its_id_waits_until_it_is_final(shell: Shell) -> No
     assert shell.sent() == ["a"]
     shell.ack(1)
     assert shell.sent() == []
+    answer(shell, 2.0)
     assert shell.sent(2.0) == ["b"]
 
 
@@ -203,16 +291,16 @@ def test_a_deadline_within_the_grace_says_why(shell: Shell) -> None:
     assert "new_queue_grace" in str(error(publication))
     assert shell.session.freed_count == 1
     assert shell.session.statistics.unknown == 1
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert shell.take_settled() == []
     assert shell.session.statistics.confirmed == 0
 
 
-def test_a_deadline_at_the_end_of_the_grace_is_kept(shell: Shell) -> None:
-    shell.accept("a", timeout=2.0)
+def test_a_deadline_after_the_grace_is_kept(shell: Shell) -> None:
+    shell.accept("a", timeout=2.1)
     shell.send()
     shell.ack(1)
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a"]
 
 
@@ -270,5 +358,5 @@ def test_a_message_that_cannot_be_read_again_may_be_in_any_new_queue(shell: Shel
     assert shell.sent() == ["a"]
     shell.ack(1)
     assert confirmed(shell) == []
-    shell.session.tick(2.0)
+    answer(shell, 2.0)
     assert confirmed(shell) == ["a"]

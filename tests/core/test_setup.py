@@ -28,6 +28,7 @@ from reliable_mq.core.setup import (
     publisher_setup,
     pull_setup,
     refusal,
+    round_trip,
 )
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 from reliable_mq.topology import Binding, Exchange, Queue
@@ -124,6 +125,10 @@ def test_a_set_up_never_selects_transactions() -> None:
     steps = {*Step.__args__}  # type: ignore[attr-defined]
     queues, rest = {DeclareQueue, CheckQueue, DeleteQueue}, {DeclareExchange, Bind, SetPrefetch, Consume, Cancel}
     assert steps == {*queues, *rest, ConfirmSelect}
+
+
+def test_a_round_trip_asks_what_changes_nothing() -> None:
+    assert sent_by(round_trip()) == [Pipeline((ConfirmSelect(),))]
 
 
 def test_a_refusal_belongs_to_the_step_that_was_yielded_last() -> None:

@@ -318,7 +318,7 @@ class BaseSubscription:
         """The channel is gone; the broker delivers again what was not acked."""
         self.connected = self._isolated = False
         self._connection_lost |= loss.scope == "connection"
-        self._record.lost()
+        self._record.lost(time.monotonic())
         strike = strike_of(loss)
         if strike is not None:
             logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, loss.text)
