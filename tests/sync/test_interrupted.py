@@ -6,6 +6,7 @@ Python runs signal handlers between any two steps of the main thread: here the e
 from __future__ import annotations
 
 import gc
+import linecache
 import logging
 import socket
 import sys
@@ -50,7 +51,10 @@ class Interruption:
     def line(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
         if event == "line":
             self.left -= 1
-            if not self.left:
+            # No signal handler runs at the beginning of a ``try``, which is not guarded, nor between the block of a
+            # ``with`` and its exit, which is on the line of the ``with``: tracing sees both.
+            statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            if self.left <= 0 and not self.where and not statement.startswith(("try:", "with ")):
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise Interrupted
         return self.line
