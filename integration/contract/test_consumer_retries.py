@@ -341,6 +341,22 @@ def test_a_plain_name_gets_no_queues_beside_it(vhost: VirtualHost) -> None:
     assert set(vhost.live_counts()) == {"named"}
 
 
+@pytest.mark.both_faces
+def test_f28_a_way_through_delay_queues_that_a_client_made_up_makes_none(vhost: VirtualHost) -> None:
+    """And without delay queues, such messages take nobody's place for longer than a retry would."""
+    ways = [Message(b"x", headers={headers.FORMAT: 1, headers.RETRY: {"path": [301 + way]}}) for way in range(5)]
+    retry = RetryPolicy(3, delays=(0.2,))
+    with Consumer(vhost.url, ORDERS, Attempts(failures=0), retry=retry) as consumer:
+        send(vhost, "orders", ways)
+        wait_until(lambda: consumer.statistics.handled == 5, timeout=10, what="handled")
+    made = {name for name in vhost.live_counts() if ".retry." in name}
+    assert made <= {"orders.retry.100", "orders.retry.200", "orders.retry.500", "orders.retry.1000"}
+    held = [Message(b"x", headers={headers.FORMAT: 1, headers.RETRY: {"path": [10**10]}}) for _ in range(2)]
+    with Consumer(vhost.url, "orders", Attempts(failures=0), retry=retry, prefetch=2) as consumer:
+        send(vhost, "orders", [*held, Message(b"behind them")])
+        wait_until(lambda: consumer.statistics.handled == 3, timeout=10, what="handled")
+
+
 def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
     """What is given up on is dead-lettered at once, and the reason says so; a handler's own word goes first."""
 

@@ -155,6 +155,7 @@ class ConsumingSession:
             broker_counts=broker_retries,
             statistics=self.statistics,
         )
+        self._longest_delay = max(retry.schedule, default=0.0)
         self._grouped = grouped or batcher is not None
         self._ages = Ages(consumer_timeout, self._acks)
         self._timed_out: list[Delivery] | None = None  # for which the channel is given up
@@ -450,7 +451,8 @@ class ConsumingSession:
             self._ways.dead_letter(delivery, finding.refusal)
         elif finding.path:
             if not self._ways.out.forward(delivery, finding.path, suspect=finding.suspect):
-                self._ways.hold(delivery, now + sum(finding.path) / 1000)
+                # No longer than what fails: any client can send a path, and what is held takes the place of another.
+                self._ways.hold(delivery, now + min(sum(finding.path) / 1000, self._longest_delay))
         elif finding.lost:
             self._results.returned(delivery, now)
         elif self._isolate(delivery, finding):

@@ -11,7 +11,8 @@ queues, and messages that have expired and wait for their queue to take them bac
 of it on 4.0 and 4.3).
 
 Invariants: a path takes at least the delay that was asked for, and more than that by a second or a tenth of it at most;
-it has no more than a handful of steps.
+it has no more than a handful of steps; whatever a message says, there are no queues but those of the policy and of the
+series.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reliable_mq.retry import RetryPolicy
 
 __all__ = ["LONGEST_PATH", "DelayQueue", "Ladder"]
@@ -83,7 +86,8 @@ class Ladder:
             own.clear()
         self._queue = queue
         self.own: Final = tuple(sorted(own))
-        self._steps: Final = sorted({*SERIES, *own})
+        self._known: Final = frozenset({*SERIES, *own})
+        self._steps: Final = sorted(self._known)
         longest = DelayQueue(queue, self._steps[-1]).name
         if len(longest.encode()) > SHORT_STRING_BYTES:
             raise ConfigurationError(
@@ -103,6 +107,13 @@ class Ladder:
             path.append(self._steps[at])
             left -= self._steps[at]
         return tuple(path)
+
+    def through(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Return ``path`` where it goes through delay queues that are ours, else one of ours that takes as long.
+
+        It travels in a header, which any client can send: it must not make queues, which stay.
+        """
+        return tuple(path) if self._known.issuperset(path) else self.path(sum(path) / 1000)
 
     def queue(self, step: int) -> Queue:
         """The delay queue of so many milliseconds."""

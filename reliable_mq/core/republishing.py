@@ -71,6 +71,7 @@ class Republishing:
         """Have it wait in these delay queues, one after the other; False where it has to be held instead."""
         if self._ladder is None or not path:
             return False
+        path = self._ladder.through(path)
         queue = self._ladder.queue(path[0])
         if queue.name in self._refused:
             return False

@@ -22,6 +22,8 @@ from reliable_mq.core.deadletters import Purpose, Republish
 from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.failure import describe
 from reliable_mq.core.handling import Failed, Outcome, What
+from reliable_mq.core.ladder import LONGEST, LONGEST_PATH
+from reliable_mq.core.transit import unpack
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_transit import waited
@@ -87,17 +89,43 @@ def test_a_delay_that_the_handler_chose_goes_through_further_queues() -> None:
 
 
 def test_where_there_are_no_delay_queues_any_more_the_rest_of_the_way_is_held() -> None:
-    session = make(queues=True)
+    policy = RetryPolicy(3, delays=(1, 30))
+    session = make(retry=policy, queues=True)
     [item] = deliver(session, items(1))
     fail(session, item, delay=70)
     [queue] = session.take_declarations()
     session.declared(queue, None, 0.0)
-    other = make()
+    other = make(retry=policy)
     assert deliver(other, [waited_delivery(only_republish(session), 1)], 50.0) == []
     other.tick(69.9)
     assert other.take_work() == []
     other.tick(70.0)
     assert [one.attempt for one in other.take_work()] == [2]
+
+
+def on_its_way(*path: int) -> Delivery:
+    """A message that says through which delay queues it goes, as any client can."""
+    return delivery(1, headers={headers.FORMAT: 1, headers.RETRY: {"path": list(path)}})
+
+
+def test_what_says_that_it_waits_is_held_no_longer_than_a_retry() -> None:
+    """Or a few of them would take the whole prefetch, for years."""
+    session = make()
+    assert deliver(session, [on_its_way(*[LONGEST] * LONGEST_PATH)]) == []
+    session.tick(9.9)
+    assert session.take_work() == []
+    session.tick(10.0)
+    assert [one.attempt for one in session.take_work()] == [1]
+
+
+def test_a_way_through_queues_that_are_not_ours_makes_none() -> None:
+    """It takes as long, through those of the series."""
+    session = make(queues=True)
+    assert deliver(session, [on_its_way(60_007, 3)]) == []
+    [queue] = session.take_declarations()
+    assert queue.name == "orders.retry.50000"
+    session.declared(queue, None, 0.0)
+    assert unpack(waited(only_republish(session).properties)).path == (10_000, 100)
 
 
 @pytest.mark.parametrize("delay", [0, 0.0])

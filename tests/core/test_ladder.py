@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, RetryPolicy
-from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, DelayQueue, Ladder
+from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, SERIES, DelayQueue, Ladder
 
 
 def ladder(*delays: float, jitter: float = 0.0) -> Ladder:
@@ -31,6 +31,16 @@ def test_what_the_policy_asks_for_is_kept_exactly_and_in_one_step() -> None:
     made = ladder(0.25, 7, 61.5, 0)
     assert made.own == (250, 7000, 61500)
     assert [made.path(delay) for delay in (0.25, 7, 61.5, 0)] == [(250,), (7000,), (61500,), ()]
+
+
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=LONGEST_PATH))
+def test_a_path_of_somebody_else_takes_as_long_through_queues_of_ours(path: list[int]) -> None:
+    made = ladder(0.25, 7)
+    ours = made.through(path)
+    assert set(ours) <= {*SERIES, *made.own}
+    assert sum(ours) >= min(sum(path), LONGEST)
+    assert len(ours) <= LONGEST_PATH
+    assert made.through(ours) == ours
 
 
 def test_other_delays_are_put_together_from_a_fixed_series() -> None:
