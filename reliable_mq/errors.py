@@ -25,7 +25,7 @@ to cross from one process to another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,15 +81,30 @@ class BrokerUnavailable(ReliableMQError, ConnectionError):
         self.permanent = permanent
 
 
+class Difference(NamedTuple):
+    """One argument or property in which a declaration differs from what exists.
+
+    Attributes:
+        argument: its name.
+        declared: the value that was declared, as the broker printed it; None where the broker did not print it.
+        existing: the value that the broker has, likewise.
+    """
+
+    argument: str
+    declared: str | None = None
+    existing: str | None = None
+
+
 class TopologyMismatch(ReliableMQError):
     """A declaration differs from what exists on the broker.
 
     Attributes:
         kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
         name: the name of the object.
-        argument: the argument or property that differs, where the broker named it.
+        argument: the argument or property that differs, where the broker named it; the first one of several.
         declared: the value that we declared, as the broker printed it.
         existing: the value that the broker has, as the broker printed it.
+        differences: every `Difference` that the broker named; the first one is in the attributes above, too.
     """
 
     def __init__(
@@ -101,13 +116,18 @@ class TopologyMismatch(ReliableMQError):
         argument: str | None = None,
         declared: str | None = None,
         existing: str | None = None,
+        differences: Sequence[Difference] = (),
     ) -> None:
         super().__init__(message)
+        if argument is not None and not differences:
+            differences = (Difference(argument, declared, existing),)
         self.kind = kind
         self.name = name
-        self.argument = argument
-        self.declared = declared
-        self.existing = existing
+        self.differences = tuple(differences)
+        first = Difference(*self.differences[0]) if self.differences else None
+        self.argument = None if first is None else first.argument
+        self.declared = None if first is None else first.declared
+        self.existing = None if first is None else first.existing
 
 
 class PublishError(ReliableMQError):

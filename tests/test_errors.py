@@ -16,6 +16,7 @@ EXAMPLES: list[errors.ReliableMQError] = [
     errors.UsageError("m"),
     errors.BrokerUnavailable("m", permanent=True),
     errors.TopologyMismatch("m", kind="queue", name="q", argument="durable", declared="true", existing="false"),
+    errors.TopologyMismatch("m", kind="queue", name="q", differences=[errors.Difference("x-a", "1", "2")]),
     errors.PublishError("m", message_id="1", failures=[errors.PublishNacked("n", message_id="2", attempts=3)]),
     errors.PublishNacked("m", message_id="1", attempts=3),
     errors.PublishReturned("m", message_id="1", reply_code=312, reply_text="NO_ROUTE", exchange="e", routing_key="k"),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.core.setup import ServerInfo, SetupGenerator, Step
     from reliable_mq.testing import FaultProxy, FaultProxyFactory
+    from reliable_mq.topology.queue import QueueType
 
 pytestmark = pytest.mark.usefixtures("baseline", "connection_face")
 
@@ -469,6 +470,63 @@ def test_a_queue_that_differs_ends_it_with_both_values(vhost: VirtualHost) -> No
         assert isinstance(error, TopologyMismatch)
         assert not will_retry
         assert (error.declared, error.existing) == ("quorum", "classic")
+
+
+def mismatch(url: str, *topology: Queue | Exchange) -> TopologyMismatch:
+    with Recorded(url, lambda server: publisher_setup(topology, server.version_tuple)) as recorded:
+        error, will_retry = recorded.client.wait_for("failed")
+    assert isinstance(error, TopologyMismatch)
+    assert not will_retry
+    return error
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic", "stream"])
+def test_every_argument_in_which_a_queue_differs_is_named(any_vhost: VirtualHost, kind: QueueType) -> None:
+    """With both values; on one connection, and the queue is what it was."""
+    declared = Queue("q", type="classic", max_length=5, message_ttl=1, dead_letter=None)
+    arguments: dict[str, object] = {"x-queue-type": kind}
+    if kind != "stream":
+        arguments |= {"x-max-length": 7, "x-single-active-consumer": True, "x-dead-letter-exchange": "elsewhere"}
+    with any_vhost.connect() as connection:
+        connection.channel().queue_declare("q", durable=True, arguments=arguments)
+    before = any_vhost.queue("q")
+    error = mismatch(any_vhost.url, declared)
+    found = {difference.argument: difference[1:] for difference in error.differences}
+    expected = {"x-message-ttl": ("1000", "none"), "x-overflow": ("reject-publish", "none")}
+    if kind == "stream":  # which has none of these arguments: it is not compared in them
+        expected = {"x-queue-type": ("classic", "stream")}
+    else:
+        expected |= {
+            "x-max-length": ("5", "7"),
+            "x-single-active-consumer": ("none", "true"),
+            "x-dead-letter-exchange": ("none", "elsewhere"),
+        }
+        expected |= {} if kind == "classic" else {"x-queue-type": ("classic", "quorum")}
+    assert found == expected
+    assert all(part in str(error) for argument, values in found.items() for part in (argument, *values))
+    assert "more may differ" not in str(error)
+    after = any_vhost.queue("q")
+    assert before is not None
+    assert after is not None
+    assert (after["arguments"], after["type"], after["durable"]) == (arguments, kind, before["durable"])
+
+
+def test_every_property_in_which_a_queue_or_an_exchange_differs_is_named(any_vhost: VirtualHost) -> None:
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("q", auto_delete=True, durable=True)
+        channel.exchange_declare("e", "topic", durable=False, internal=True, arguments={"alternate-exchange": "a"})
+    queue = mismatch(any_vhost.url, Queue("q", type="classic", max_priority=3, dead_letter=None))
+    assert {*queue.differences} == {("auto_delete", "false", "true"), ("x-max-priority", "3", "none")}
+    exchange = mismatch(any_vhost.url, Exchange("e", alternate_exchange="b", auto_delete=True))
+    assert {*exchange.differences} == {
+        ("type", "direct", "topic"),
+        ("durable", "true", "false"),
+        ("auto_delete", "true", "false"),
+        ("internal", "false", "true"),
+        ("alternate-exchange", "b", "a"),
+    }
+    assert exchange.kind == "exchange"
 
 
 def test_a_queue_that_differs_later_is_tried_again_on_the_same_connection(

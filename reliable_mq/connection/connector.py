@@ -273,8 +273,12 @@ class Connector:
     def _set_up_ended(self, outcome: object) -> None:
         self._set_up = None
         if isinstance(outcome, Exception):
-            kept = self._channel is None and self._link is not None
-            self._attempt_failed(_as_ours(outcome, f"the set-up failed: {outcome!r}"), connected=kept)
+            if self._channel is not None:  # what failed was no step
+                channel, self._channel = self._channel, None
+                channel.silence()
+                channel.close()
+            error = _as_ours(outcome, f"the set-up failed: {outcome!r}")
+            self._attempt_failed(error, connected=self._link is not None)
         elif self._link is not None and self._channel is not None:
             self._become_ready(self._link, self._channel)
 

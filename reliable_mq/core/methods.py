@@ -193,6 +193,9 @@ def _method(step: Step) -> tuple[Index, bytes]:
             bits = step.durable << 1 | step.auto_delete << 2 | step.internal << 3
             names = encode_short_string(step.name, "exchange") + encode_short_string(step.type, "type")
             return (40, 10), _NOTHING + names + bytes([bits]) + encode_table(step.arguments)
+        case steps.CheckExchange():
+            names = encode_short_string(step.name, "exchange") + encode_short_string("direct", "type")
+            return (40, 10), _NOTHING + names + b"\1" + encode_table({})
         case steps.Bind():
             names = b"".join(
                 (

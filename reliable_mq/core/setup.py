@@ -8,6 +8,8 @@ Invariants:
 
 - One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
   to the step that was yielded last, or to the first of the pipeline that was not answered.
+- A declaration that differs from what exists is compared with it, argument by argument (`compare`), before the error
+  is raised: at a set-up only, where a step may cost the channel.
 - A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
 - A refusal leaves as one of our errors, which names the step; whether trying again can help is in its type
   (`core.recovery.is_permanent`).
@@ -22,8 +24,17 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
-from reliable_mq.topology import Declaration, Exchange, Queue, declarations, mismatch_from_reply
+from reliable_mq.core.differences import corrected
+from reliable_mq.errors import BrokerUnavailable, Difference, ReliableMQError, TopologyMismatch
+from reliable_mq.topology import (
+    Declaration,
+    Exchange,
+    Queue,
+    declarations,
+    inequivalence_from_reply,
+    mismatch_from_differences,
+    mismatch_from_reply,
+)
 
 if TYPE_CHECKING:
     from reliable_mq.core.new_queues import Maker
@@ -31,7 +42,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Bind",
     "Cancel",
+    "CheckExchange",
     "CheckQueue",
+    "Comparison",
     "ConfirmSelect",
     "Consume",
     "DeclareExchange",
@@ -46,6 +59,7 @@ __all__ = [
     "Step",
     "StepGenerator",
     "StepRefused",
+    "compare",
     "consumer_setup",
     "declare",
     "is_away",
@@ -126,6 +140,13 @@ class DeclareExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckExchange:
+    """``exchange.declare`` with ``passive``: that the exchange exists."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Bind:
     """``queue.bind`` or ``exchange.bind``, by `kind` of the destination."""
 
@@ -175,14 +196,40 @@ class QueueState:
     consumers: int
 
 
-Step = DeclareQueue | CheckQueue | DeleteQueue | DeclareExchange | Bind | ConfirmSelect | SetPrefetch | Consume | Cancel
+Step = (
+    DeclareQueue
+    | CheckQueue
+    | DeleteQueue
+    | DeclareExchange
+    | CheckExchange
+    | Bind
+    | ConfirmSelect
+    | SetPrefetch
+    | Consume
+    | Cancel
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Declarations and checks that are sent in one piece, for one round trip; the reply is a tuple of theirs."""
 
-    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | Bind | ConfirmSelect, ...]
+    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | CheckExchange | Bind | ConfirmSelect, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a declaration compares with what exists.
+
+    Attributes:
+        existing: the declaration that the broker agrees to; None where it is not known.
+        differences: the arguments in which the declaration differs, in the order in which the broker named them.
+        ended_by: the code and text of the refusal that ended the search; empty where `existing` is known.
+    """
+
+    existing: DeclareQueue | DeclareExchange | None
+    differences: tuple[Difference, ...]
+    ended_by: str = ""
 
 
 Reply = QueueState | str | None
@@ -297,6 +344,44 @@ def round_trip() -> StepGenerator:
     yield Pipeline((ConfirmSelect(),))
 
 
+def compare(
+    declared: DeclareQueue | DeclareExchange, refused: StepRefused | None = None
+) -> Generator[Pipeline, Any, Comparison]:
+    """Find every argument in which something that exists differs from a declaration. The broker is not changed.
+
+    Each round declares with one more argument corrected (`core.differences`), on a channel of its own. The broker
+    checks in the same round trip that it still exists, so that a declaration does not create what was deleted.
+
+    Args:
+        declared: the declaration.
+        refused: the broker's refusal of it; None where it was not declared yet.
+    """
+    kind, name = _subject(declared)
+    check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)
+    assumed: DeclareQueue | DeclareExchange = declared
+    found: dict[str, Difference] = {}
+    while True:
+        if refused is None:
+            try:
+                yield Pipeline((check, assumed))
+            except StepRefused as again:
+                refused = again
+                if not again.answered:  # it is gone, or nothing is said of it
+                    break
+            else:
+                return Comparison(assumed, tuple(found.values()))
+        different = refused.code == _PRECONDITION_FAILED and not refused.connection
+        inequivalence = inequivalence_from_reply(kind, name, refused.text) if different else None
+        if inequivalence is None or inequivalence.argument in found or len(found) == _MOST_DIFFERENCES:
+            break
+        found[inequivalence.argument] = inequivalence.difference
+        correction = corrected(assumed, inequivalence)
+        if correction is None:
+            break
+        assumed, refused = correction, None
+    return Comparison(None, tuple(found.values()), f"{refused.code} {refused.text}")
+
+
 def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     """Return the error for a step that the broker refused."""
     code, text = refused.code, refused.text
@@ -333,7 +418,9 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 _NOT_FOUND = 404
-_AWAY_CODES = frozenset({_NOT_FOUND, 406})
+_PRECONDITION_FAILED = 406
+_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
+_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
 # RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
 _AWAY = (
     "is down or inaccessible",
@@ -342,7 +429,8 @@ _AWAY = (
     "does not have a running replica on the local node",
 )
 _DELAYED_RETRY = (4, 3)
-_DIFFERENT = frozenset({406, 503})  # precondition-failed; command-invalid for an exchange type that does not exist
+# The second one is command-invalid: an exchange type that does not exist.
+_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
 # others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
 _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
@@ -447,7 +535,19 @@ def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> 
     try:
         yield Pipeline(steps)
     except StepRefused as refused:
-        raise refusal(steps[len(refused.answered)], refused) from refused
+        raise (yield from _explained(steps[len(refused.answered)], refused)) from refused
+
+
+def _explained(
+    step: DeclareQueue | DeclareExchange | Bind, refused: StepRefused
+) -> Generator[Pipeline, Any, ReliableMQError]:
+    """Return the error for a declaration that the broker refused, with every difference from what exists."""
+    if not isinstance(step, Bind):
+        comparison = yield from compare(step, refused)
+        if comparison.differences:
+            kind, name = _subject(step)
+            return mismatch_from_differences(kind, name, comparison.differences, more=comparison.ended_by)
+    return refusal(step, refused)
 
 
 def _subject(step: Step) -> tuple[str, str]:
@@ -455,7 +555,7 @@ def _subject(step: Step) -> tuple[str, str]:
     match step:
         case DeclareQueue(name=name) | CheckQueue(name=name) | DeleteQueue(name=name) | Consume(queue=name):
             return "queue", name
-        case DeclareExchange(name=name):
+        case DeclareExchange(name=name) | CheckExchange(name=name):
             return "exchange", name
         case Bind(destination=name):
             return "binding", name
@@ -473,6 +573,8 @@ def _describe(step: Step) -> str:
             return f"delete queue {name!r}"
         case DeclareExchange(name=name):
             return f"declare exchange {name!r}"
+        case CheckExchange(name=name):
+            return f"find exchange {name!r}"
         case Bind(kind=kind, destination=name, source=source, routing_key=key):
             return f"bind {kind} {name!r} to exchange {source!r} with routing key {key!r}"
         case ConfirmSelect():

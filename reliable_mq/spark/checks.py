@@ -1,8 +1,7 @@
 """What is wrong with a queue for a Spark query, found at its start: every error and warning names its fix.
 
-AMQP does not tell a queue's arguments, but it says of a declaration that differs in which argument it does, and what is
-there. So the queue, which is known to exist, is declared as our own default is; each refusal corrects one argument,
-until the broker agrees. Policies cannot be seen that way, and the texts say so.
+AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
+(`core.setup.compare`). Policies cannot be seen that way, and the texts say so.
 
 Invariant: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed.
 """
@@ -10,32 +9,27 @@ Invariant: a queue that drops messages, or would be deleted by our reading it, i
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
-from reliable_mq.core.setup import CheckQueue, DeclareQueue, StepRefused, refusal
+from reliable_mq.core.setup import CheckQueue, Comparison, DeclareQueue, Pipeline, StepRefused, compare, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.sync.channel import StepChannel
-from reliable_mq.topology import Queue, mismatch_from_reply
+from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["Arguments", "Verdict", "check_queues", "corrected", "delivery_limit", "judge"]
+__all__ = ["Arguments", "Verdict", "check_queues", "delivery_limit", "judge"]
 
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in the log
-_ROUNDS: Final = 24  # arguments that a queue may differ in
-_NUMBER: Final = re.compile(r"current is the value '-?[0-9]+' of type '(?!longstr)")
-_BARE_NUMBER: Final = re.compile(r"current is '-?[0-9]+'")  # of the type that was declared
 _DEFAULT_LIMIT: Final = 20  # deliveries, of a quorum queue that says nothing, since RabbitMQ 4.0
 _LIMITED_SINCE: Final = (4, 0)
-_WITH_DEAD_LETTERS: Final = ("x-dead-letter-routing-key", "x-dead-letter-strategy", "x-overflow")
 _SHORT_TIMEOUT: Final = 600_000  # milliseconds
 
 
@@ -159,40 +153,6 @@ def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
     )
 
 
-def corrected(name: str, assumed: Arguments, text: str) -> Arguments | None:
-    """Take over from the broker's refusal what the queue really has; None where the text does not tell.
-
-    Args:
-        name: of the queue.
-        assumed: what was declared.
-        text: of the refusal, code 406.
-    """
-    mismatch = mismatch_from_reply("queue", name, 406, text)
-    argument, existing = mismatch.argument, mismatch.existing
-    if argument is None or existing is None:
-        return None
-    if argument == "durable":
-        return replace(assumed, durable=existing == "true")
-    if argument == "auto_delete":
-        return replace(assumed, auto_delete=existing == "true")
-    values = dict(assumed.values)
-    if existing == "none":
-        if argument not in values:
-            return None
-        del values[argument]
-        if argument == "x-dead-letter-exchange":  # what goes with it is not there either; if it is, that will be said
-            values = {name: value for name, value in values.items() if name not in _WITH_DEAD_LETTERS}
-    else:
-        declared = values.get(argument)
-        value: object = existing
-        if "of type 'bool'" in text or isinstance(declared, bool):
-            value = existing == "true"
-        elif _NUMBER.search(text) or (isinstance(declared, int) and _BARE_NUMBER.search(text)):
-            value = int(existing)
-        values[argument] = value
-    return replace(assumed, values=values)
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keep the refusals that are asked for out of the log."""
@@ -210,21 +170,14 @@ def _quietly() -> Iterator[None]:
 
 def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arguments | None:
     """Find out what an existing queue was declared with; None where that cannot be known."""
-    assumed: Arguments | None = Arguments(values=Queue(name).arguments_for(version))
-    text = "it differs in too much"
-    for _ in range(_ROUNDS):
-        if assumed is None:
-            break
-        step = DeclareQueue(name, assumed.durable, False, assumed.auto_delete, assumed.values)
-        try:
-            channel.perform(step)
-        except StepRefused as refused:
-            text = f"{refused.code} {refused.text}"
-            assumed = corrected(name, assumed, refused.text) if refused.code == 406 else None
-        except BrokerUnavailable as error:
-            text, assumed = str(error), None
-        else:
-            return assumed
+    try:
+        comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
+    except BrokerUnavailable as error:
+        text = str(error)
+    else:
+        existing, text = comparison.existing, comparison.ended_by
+        if isinstance(existing, DeclareQueue):
+            return Arguments(existing.durable, existing.auto_delete, existing.arguments)
     logger.warning(
         "the arguments of queue %r cannot be looked at (%s): make sure that it has x-delivery-limit=-1 or a "
         "dead-letter exchange, where it is a quorum queue",
@@ -232,3 +185,19 @@ def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arg
         text,
     )
     return None
+
+
+def _carry_out(channel: StepChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
+    """Carry out steps that go on after a refusal, on a channel that is opened anew."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                reply = channel.perform(step)
+            except StepRefused as refused:
+                step = steps.throw(refused)
+            else:
+                step = steps.send(reply)
+    except StopIteration as stop:
+        comparison: Comparison = stop.value
+        return comparison

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Generator
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from tenacity import RetryCallState
 from tenacity.stop import stop_base
 
 from reliable_mq.connection.client import QuietClient
 from reliable_mq.core.recovery import Loss, Recovery
-from reliable_mq.core.setup import Reply, ServerInfo, Step, StepRefused
+from reliable_mq.core.setup import Pipeline, Reply, ServerInfo, Step, StepRefused
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
@@ -76,8 +76,14 @@ class StepChannel(QuietClient):
     ) -> None:
         self._io.close(_GRACE)
 
-    def perform(self, step: Step) -> Reply:
-        """Carry out one step and return the broker's reply. Blocks for a round trip.
+    @overload
+    def perform(self, step: Step) -> Reply: ...
+
+    @overload
+    def perform(self, step: Pipeline) -> tuple[Reply, ...]: ...
+
+    def perform(self, step: Step | Pipeline) -> Reply | tuple[Reply, ...]:
+        """Carry out one step, or one pipeline of steps, and return the broker's reply. Blocks for a round trip.
 
         Raises:
             StepRefused: the broker closed the channel over it. The next step gets a new one.
@@ -91,7 +97,7 @@ class StepChannel(QuietClient):
                 raise BrokerUnavailable(f"the broker did not answer {type(step).__name__} within {self._timeout:g} s")
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        reply: Reply = outcome[0]
+        reply: Reply | tuple[Reply, ...] = outcome[0]
         return reply
 
     def _wait_ready(self) -> None:
@@ -140,6 +146,5 @@ def _no_steps(_server: ServerInfo) -> Generator[Step, Any, None]:
     yield from ()
 
 
-def _one(step: Step) -> Generator[Step, Any, Reply]:
-    reply: Reply = yield step
-    return reply
+def _one(step: Step | Pipeline) -> Generator[Step | Pipeline, Any, Any]:
+    return (yield step)

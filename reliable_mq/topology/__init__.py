@@ -13,7 +13,12 @@ Invariants:
 from reliable_mq.topology.declaring import Declaration, declarations
 from reliable_mq.topology.exchange import Binding, Exchange
 from reliable_mq.topology.linting import TopologyWarning
-from reliable_mq.topology.mismatch import mismatch_from_reply
+from reliable_mq.topology.mismatch import (
+    Inequivalence,
+    inequivalence_from_reply,
+    mismatch_from_differences,
+    mismatch_from_reply,
+)
 from reliable_mq.topology.queue import DEAD_SUFFIX, OWN, OwnDeadLetter, Queue, QueueType
 
 __all__ = [
@@ -22,10 +27,13 @@ __all__ = [
     "Binding",
     "Declaration",
     "Exchange",
+    "Inequivalence",
     "OwnDeadLetter",
     "Queue",
     "QueueType",
     "TopologyWarning",
     "declarations",
+    "inequivalence_from_reply",
+    "mismatch_from_differences",
     "mismatch_from_reply",
 ]

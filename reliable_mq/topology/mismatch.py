@@ -7,15 +7,17 @@ The texts are those of RabbitMQ 4.0 and 4.3; one that is not understood is hande
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-from reliable_mq.errors import TopologyMismatch
+from reliable_mq.errors import Difference, TopologyMismatch
 
-__all__ = ["mismatch_from_reply"]
+__all__ = ["Inequivalence", "inequivalence_from_reply", "mismatch_from_differences", "mismatch_from_reply"]
 
 _ARGUMENT: Final = re.compile(r"inequivalent arg '(?P<argument>[^']+)' for ")
 _VALUES: Final = re.compile(r" in vhost '.*?': received (?P<declared>.*) but current is (?P<existing>.*)$", re.DOTALL)
-_TYPED_VALUE: Final = re.compile(r"the value '(?P<value>.*)' of type '[^']*'", re.DOTALL)
+_TYPED_VALUE: Final = re.compile(r"the value '(?P<value>.*)' of type '(?P<type>[^']*)'", re.DOTALL)
+_NUMBER: Final = re.compile(r"-?[0-9]+")
 _INVALID: Final = re.compile(r"invalid (?:arg|property) '(?P<argument>[^']+)' for ")
 _UNKNOWN_TYPE: Final = re.compile(r"(?:unknown|invalid) exchange type '(?P<type>.*)'", re.DOTALL)
 
@@ -40,9 +42,11 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
         text: the reply text.
     """
     what = f"{kind} {name!r}"
-    argument = _ARGUMENT.search(text)
-    if argument is not None:
-        return _inequivalent(kind, name, text, argument["argument"])
+    inequivalence = inequivalence_from_reply(kind, name, text)
+    if inequivalence is not None:
+        return mismatch_from_differences(
+            kind, name, [inequivalence.difference], more="" if inequivalence.is_known else text
+        )
     invalid = _INVALID.search(text)
     if invalid is not None:
         message = f"{what} cannot have {invalid['argument']!r} on this broker: {text} ({code})"
@@ -55,28 +59,86 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
     return TopologyMismatch(f"the broker refused to declare {what}: {text} ({code})", kind=kind, name=name)
 
 
-def _inequivalent(kind: str, name: str, text: str, argument: str) -> TopologyMismatch:
-    # Names may hold quotes or what looks like the rest of the text, so ours is stepped over as a whole.
+class Inequivalence(NamedTuple):
+    """The argument that differs, and its values as the broker wrote them; None where the text was cut."""
+
+    argument: str
+    declared: str | None
+    existing: str | None
+
+    @property
+    def difference(self) -> Difference:
+        """The same for a user: without types and quotes."""
+        return Difference(self.argument, _value(self.declared), _value(self.existing))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the text says which value exists, or that none does."""
+        return self.existing is not None
+
+    def existing_value(self, declared: object) -> object:
+        """Return the value that exists, in its type; None where the argument does not exist.
+
+        Args:
+            declared: the value that was declared, which has the type of a value that is written without one.
+        """
+        if self.existing is None or self.existing == "none":
+            return None
+        typed = _TYPED_VALUE.fullmatch(self.existing)
+        value = str(_value(self.existing))
+        if isinstance(declared, bool) if typed is None else typed["type"] == "bool":
+            return value == "true"
+        numeric = isinstance(declared, int) if typed is None else typed["type"] != "longstr"
+        return int(value) if numeric and _NUMBER.fullmatch(value) else value
+
+
+def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence | None:
+    """Return the argument that the broker named in a refusal; None where the refusal has another reason.
+
+    Args:
+        kind: ``"queue"`` or ``"exchange"``.
+        name: the name in the declaration.
+        text: the reply text.
+    """
+    argument = _ARGUMENT.search(text)
+    if argument is None:
+        return None
+    # Names may hold quotes or text like the rest of the reply, so ours is skipped as a whole.
     values = _VALUES.match(text.partition(f" for {kind} '{name}'")[2])
-    declared = existing = None
     if values is None:
-        difference = f"its {argument} differs from what exists: {text}"
-    else:
-        declared, existing = _value(values["declared"]), _value(values["existing"])
-        difference = f"{argument} is declared as {_shown(declared)}, but exists as {_shown(existing)}"
+        return Inequivalence(argument["argument"], None, None)
+    return Inequivalence(argument["argument"], values["declared"], values["existing"])
+
+
+def mismatch_from_differences(
+    kind: str, name: str, differences: Sequence[Difference], *, more: str = ""
+) -> TopologyMismatch:
+    """Return the error for a declaration that differs from what exists.
+
+    Args:
+        kind: ``"queue"`` or ``"exchange"``.
+        name: the name in the declaration.
+        differences: at least one.
+        more: the reply of the broker that ended the search; empty where there are no more differences.
+    """
+    shown = "; ".join(map(_described, differences))
+    if more:
+        shown += f" (more may differ, the broker answered: {more})"
     to_do = _TO_DO.get(kind, "declare it as it is")
-    return TopologyMismatch(
-        f"{kind} {name!r}: {difference}. {to_do}",
-        kind=kind,
-        name=name,
-        argument=argument,
-        declared=declared,
-        existing=existing,
-    )
+    return TopologyMismatch(f"{kind} {name!r}: {shown}. {to_do}", kind=kind, name=name, differences=differences)
 
 
-def _value(text: str) -> str:
+def _described(difference: Difference) -> str:
+    argument, declared, existing = difference
+    if declared is None or existing is None:
+        return f"its {argument} differs from what exists"
+    return f"{argument} is declared as {_shown(declared)}, but exists as {_shown(existing)}"
+
+
+def _value(text: str | None) -> str | None:
     """The value alone: RabbitMQ writes ``'20'``, ``the value '20' of type 'signedint'`` or ``none``."""
+    if text is None:
+        return None
     typed = _TYPED_VALUE.fullmatch(text)
     if typed is not None:
         return typed["value"]

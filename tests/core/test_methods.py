@@ -38,6 +38,7 @@ def encoded(method: Any) -> bytes:
             setup.DeclareQueue("q", durable=False, exclusive=True, auto_delete=True),
             spec.Queue.Declare(queue="q", exclusive=True, auto_delete=True, arguments={}),
         ),
+        (setup.CheckExchange("e"), spec.Exchange.Declare(exchange="e", passive=True, arguments={})),
         (setup.CheckQueue("q"), spec.Queue.Declare(queue="q", passive=True, arguments={})),
         (setup.DeleteQueue("q"), spec.Queue.Delete(queue="q")),
         (

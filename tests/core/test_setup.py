@@ -10,6 +10,7 @@ from reliable_mq.core.recovery import is_permanent
 from reliable_mq.core.setup import (
     Bind,
     Cancel,
+    CheckExchange,
     CheckQueue,
     ConfirmSelect,
     Consume,
@@ -123,8 +124,8 @@ def test_getting_from_a_queue_needs_the_queue_and_no_more() -> None:
 def test_a_set_up_never_selects_transactions() -> None:
     """A channel is never both transactional and confirming: there is no step that could make it so."""
     steps = {*Step.__args__}  # type: ignore[attr-defined]
-    queues, rest = {DeclareQueue, CheckQueue, DeleteQueue}, {DeclareExchange, Bind, SetPrefetch, Consume, Cancel}
-    assert steps == {*queues, *rest, ConfirmSelect}
+    queues, exchanges = {DeclareQueue, CheckQueue, DeleteQueue}, {DeclareExchange, CheckExchange, Bind}
+    assert steps == {*queues, *exchanges, SetPrefetch, Consume, Cancel, ConfirmSelect}
 
 
 def test_a_round_trip_asks_what_changes_nothing() -> None:
@@ -286,6 +287,7 @@ NO_REPLICA = "queue 'q' in vhost '/' does not have a running replica on the loca
         (CheckQueue("q"), 403, "ACCESS_REFUSED"),
         (DeleteQueue("q"), 403, "ACCESS_REFUSED"),
         (DeclareExchange("e"), 403, "ACCESS_REFUSED"),
+        (CheckExchange("e"), 403, "ACCESS_REFUSED"),
         (DeclareQueue("amq.q"), 530, "NOT_ALLOWED"),
         (SetPrefetch(1), 540, "NOT_IMPLEMENTED - prefetch_size!=0"),
         (Consume("q", "t"), 406, "PRECONDITION_FAILED - consumer prefetch count is not set for stream 'q'"),

@@ -1,10 +1,10 @@
-"""What is said of a queue at the start of a query, and how its arguments are found out."""
+"""What is said of a queue at the start of a query."""
 
 from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.checks import Arguments, Verdict, corrected, delivery_limit, judge
+from reliable_mq.spark.checks import Arguments, Verdict, delivery_limit, judge
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}
@@ -60,81 +60,6 @@ def test_what_had_better_be_known_is_a_warning() -> None:
         "x-consumer-timeout=5000 ms"
         in verdict({**QUORUM, "x-delivery-limit": -1, "x-consumer-timeout": 5000}).warnings[0]
     )
-
-
-@pytest.mark.parametrize(
-    ("assumed", "text", "found"),
-    [
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received none but "
-                "current is the value 'quorum' of type 'longstr'"
-            ),
-            Arguments(values=QUORUM),
-        ),
-        (
-            Arguments(values={**QUORUM, "x-delivery-limit": -1}),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received the "
-                "value '-1' of type 'signedint' but current is none"
-            ),
-            Arguments(values=QUORUM),
-        ),
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received none "
-                "but current is the value '7' of type 'signedint'"
-            ),
-            Arguments(values={"x-delivery-limit": 7}),
-        ),
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-single-active-consumer' for queue 'q' in vhost '/': "
-                "received none but current is the value 'true' of type 'bool'"
-            ),
-            Arguments(values={"x-single-active-consumer": True}),
-        ),
-        (
-            Arguments(values={**QUORUM, "x-delivery-limit": -1}),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received '-1' "
-                "but current is '3'"
-            ),
-            Arguments(values={**QUORUM, "x-delivery-limit": 3}),
-        ),
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'durable' for queue 'q' in vhost '/': received 'true' but "
-                "current is 'false'"
-            ),
-            Arguments(durable=False),
-        ),
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'auto_delete' for queue 'q' in vhost '/': received 'false' but "
-                "current is 'true'"
-            ),
-            Arguments(auto_delete=True),
-        ),
-        (Arguments(), "PRECONDITION_FAILED - something else", None),
-        (
-            Arguments(),
-            (
-                "PRECONDITION_FAILED - inequivalent arg 'x-expires' for queue 'q' in vhost '/': received none but "
-                "current is none"
-            ),
-            None,
-        ),
-    ],
-)
-def test_a_refusal_tells_one_argument(assumed: Arguments, text: str, found: Arguments | None) -> None:
-    """In the type that it has; nothing is guessed."""
-    assert corrected("q", assumed, text) == found
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,8 @@ class DataChannel:
                     arguments=dict(step.arguments),
                     callback=plain,
                 )
+            case steps.CheckExchange():
+                channel.exchange_declare(step.name, passive=True, callback=plain)
             case steps.Bind():
                 bind = channel.queue_bind if step.kind == "queue" else channel.exchange_bind
                 bind(step.destination, step.source, step.routing_key, arguments=dict(step.arguments), callback=plain)
