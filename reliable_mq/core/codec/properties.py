@@ -188,11 +188,11 @@ def _encode_expiration(value: object, name: str) -> bytes:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < inf:
         raise ConfigurationError(f"{name} must be seconds (a number >= 0) or a timedelta, not {value!r}")
-    milliseconds = round(seconds * 1000)
-    if milliseconds > MAX_EXPIRATION_MS:
+    if seconds * 1000 > MAX_EXPIRATION_MS + 0.5:  # which may be infinite, and cannot be rounded then
         raise ConfigurationError(
             f"{name} is {value!r}, and RabbitMQ takes at most {MAX_EXPIRATION_MS // 1000} seconds (ten years)"
         )
+    milliseconds = round(seconds * 1000)
     if milliseconds == 0 and seconds:  # 0 asks for something else: to be dropped unless it can be delivered at once
         milliseconds = 1
     return encode_short_string(str(milliseconds), name)
