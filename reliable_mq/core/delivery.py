@@ -180,7 +180,12 @@ class Delivery(RawDelivery):
 
     @property
     def user_id(self) -> str | None:
-        """The user that published it; RabbitMQ has checked that."""
+        """The user that published it.
+
+        RabbitMQ checks the property of a message as it is published. A message that has waited for a retry has it in a
+        header meanwhile, which RabbitMQ does not check, and which any client that may publish to the queue can make up.
+        So it is no proof of who sent a message.
+        """
         return self._text("user_id")
 
     @property
