@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.room import Room
-from reliable_mq.aio.threads import Threads
+from reliable_mq.aio.threads import Threads, call_on_thread
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.errors import OutboxError, UsageError
 from reliable_mq.outbox.storing import (
@@ -107,6 +107,7 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
         self._threads = Threads(f"{options.name}-outbox-question", QUESTIONS)
+        self._end_name = f"{options.name}-outbox-end"
 
     # For callers
 
@@ -188,10 +189,10 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
             logger.exception("closing the publisher of %r", self.outbox)
         # What is on its way to a broker that is not there stays where it is.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
-        await asyncio.to_thread(self.relay.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        await self._join(self.relay.join, deadline)
         self._carrier.cancel()
         self._writer.stop()
-        await asyncio.to_thread(self._writer.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        await self._join(self._writer.join, deadline)
         self._say_left(left)
         try:
             await self._ask(self.outbox.close, deadline)
@@ -275,6 +276,11 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
                 return await self._threads.call(question)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
+
+    async def _join(self, join: Callable[[float], bool], deadline: float) -> None:
+        """Wait for the end of a thread, which may hang, until the deadline, and a moment longer."""
+        limit = max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
+        await call_on_thread(self._end_name, partial(join, limit))
 
     async def _wait_stored(self, limit: float) -> bool:
         """Wait until everything submitted before has its answer."""

@@ -14,9 +14,24 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Threads"]
+__all__ = ["Threads", "call_on_thread"]
 
 T = TypeVar("T")
+
+
+async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
+    """Call ``fn`` on a daemon thread of its own and wait for its result.
+
+    Use this in place of ``asyncio.to_thread``, whose threads the program shares and the interpreter waits for at exit.
+
+    Args:
+        name: of the thread.
+        fn: the call.
+    """
+    threads = Threads(name, 1)
+    result = threads.call(fn)
+    threads.stop()  # once the call has returned
+    return await result
 
 
 class Threads:

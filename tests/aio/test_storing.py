@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -195,6 +196,70 @@ def test_deadlines_hold_beside_an_opening_that_hangs(tmp_path: Path, which: str)
     claims.close()
     other.close()
     hanging.close()
+
+
+class HangingClaims(SQLiteOutbox):
+    """Its relay hangs when it ends, until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_go_on = threading.Event()
+
+    def claims(self) -> Claims:
+        claims = super().claims()
+        close = claims.close
+
+        def hang() -> None:
+            assert self.may_go_on.wait(60)
+            close()
+
+        claims.close = hang  # type: ignore[method-assign]
+        return claims
+
+
+def test_a_relay_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:
+    """Its end is waited for on a daemon thread: asyncio ends its own executor's threads with the loop, and at exit."""
+    hanging = HangingClaims(tmp_path / "outbox")
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=hanging, name="hanging")
+        await publisher.publish(message(1), routing_key="q")
+        closing = asyncio.create_task(publisher.close(25))
+        await until(lambda: any(thread.name.startswith("hanging-outbox-end") for thread in threading.enumerate()))
+        closing.cancel()
+        await asyncio.wait([closing])
+        await publisher.close(0)
+
+    began = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - began < 15
+    hanging.may_go_on.set()
+    wait_until(
+        lambda: not any(thread.name.startswith("hanging") for thread in threading.enumerate()),
+        timeout=20,
+        what="the end of its threads",
+    )
+    hanging.close()
+
+
+def test_closing_does_not_wait_for_the_calls_of_the_program(tmp_path: Path) -> None:
+    """Every thread of the loop's executor may be taken by calls that hang."""
+    go_on = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
+        await publisher.publish(message(1), routing_key="q")
+        taken = loop.run_in_executor(None, go_on.wait, 60)
+        try:
+            async with asyncio.timeout(15):
+                await publisher.close(1)
+        finally:
+            go_on.set()
+            await taken
+
+    asyncio.run(main())
 
 
 def test_connecting_starts_the_relay(tmp_path: Path) -> None:
