@@ -354,6 +354,23 @@ def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHo
 # Dead letters
 
 
+@pytest.mark.both_faces
+def test_a_handler_cannot_change_what_is_tried_again_and_dead_lettered(vhost: VirtualHost) -> None:
+    """A handler that unpacks the body in place, and then fails: the message stays as it came."""
+    bodies: list[bytes] = []
+
+    def unpack(delivery: Delivery) -> None:
+        bodies.append(delivery.body)
+        delivery.body = delivery.body.decode()  # type: ignore[misc, assignment]  # what must not be
+
+    with Consumer(vhost.url, ORDERS, unpack, retry=QUICK) as consumer:
+        send(vhost, "orders", [Message(b"as it came")])
+        wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=20, what="dead-lettered")
+    [letter] = dead_letters(vhost, "orders.dead", 1)
+    assert letter["payload"] == "as it came"
+    assert bodies == [b"as it came"] * 3
+
+
 def test_a_dead_letter_is_the_message_byte_for_byte(any_vhost: VirtualHost) -> None:
     """Every property and foreign header as it came; what RabbitMQ would act upon moves to headers of ours."""
     message = Message(

@@ -83,10 +83,10 @@ class Delivery(RawDelivery):
         self.consumer_tag = consumer_tag
         self.delivery_tag = delivery_tag
         self.redelivered = redelivered
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.properties = properties
-        self.body = body
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._properties = properties
+        self._body = body
         self.failures: Failures | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None
@@ -160,7 +160,7 @@ class Delivery(RawDelivery):
     @property
     def message_id(self) -> str | None:
         """The id that its publisher gave it."""
-        found = plain_message_id(self.properties) if self._decoded is None else None
+        found = plain_message_id(self._properties) if self._decoded is None else None
         return self._text("message_id") if found is None else found
 
     @property
@@ -235,9 +235,9 @@ class Delivery(RawDelivery):
 
     def restore(self, exchange: str, routing_key: str, properties: bytes) -> None:
         """Make it what it was before it waited for this attempt; before anybody sees it."""
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.properties = properties
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._properties = properties
         self._decoded = None
 
     def _text(self, name: str) -> str | None:

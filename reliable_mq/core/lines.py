@@ -44,11 +44,23 @@ class Line(NamedTuple):
 class Written(Protocol):
     """What is written: a delivery."""
 
-    body: bytes
-    properties: bytes
-    exchange: str
-    routing_key: str
     redelivered: bool
+
+    @property
+    def body(self) -> bytes:
+        """The bytes of the message."""
+
+    @property
+    def properties(self) -> bytes:
+        """Its properties, undecoded."""
+
+    @property
+    def exchange(self) -> str:
+        """Where it was published to."""
+
+    @property
+    def routing_key(self) -> str:
+        """With which key."""
 
 
 def write_line(delivery: Written) -> bytes:

@@ -16,18 +16,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 from reliable_mq.connection.publishing import WatchedPublication
 from reliable_mq.core.publication import Outcome
+from reliable_mq.durations import Duration, seconds
 from reliable_mq.sync.condition import Condition
 
 if TYPE_CHECKING:
     from reliable_mq.core.publication import Receipt
     from reliable_mq.errors import PublishError, ReliableMQError
 
-__all__ = ["PATIENCE", "Confirmation"]
+__all__ = ["PATIENCE", "Confirmation", "time_to_wait"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,20 @@ PATIENCE = 0.2
 _WELL = (Outcome.CONFIRMED, Outcome.STORED)
 
 _TOLD: list[Callable[[], object]] = []  # stands for the watchers of a confirmation whose watchers have been told
+
+
+def time_to_wait(timeout: Duration | None) -> float | None:
+    """Return ``timeout`` in seconds: 0 where it is over already, as the rest of a deadline may be; any length.
+
+    Raises:
+        ConfigurationError: it is no duration.
+    """
+    if timeout is None:
+        return None
+    number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(number, (int, float)) and (number < 0 or number > threading.TIMEOUT_MAX):
+        return 0.0 if number < 0 else threading.TIMEOUT_MAX
+    return seconds("timeout", number)
 
 
 class Home(Protocol):
@@ -80,15 +96,17 @@ class Confirmation(WatchedPublication):
         """Whether the outcome is known. Does not block."""
         return self.outcome is not None
 
-    def result(self, timeout: float | None = None) -> Receipt:
+    def result(self, timeout: Duration | None = None) -> Receipt:
         """Wait for the outcome.
 
         Args:
-            timeout: seconds to wait; None for as long as it takes, which the publish's own deadline bounds.
+            timeout: seconds to wait, or a timedelta; None for as long as it takes, which the publish's own deadline
+                bounds.
 
         Raises:
             PublishError: it was not confirmed.
             TimeoutError: the outcome is not known yet. Nothing is given up.
+            ConfigurationError: ``timeout`` is no duration.
             UsageError: in a forked child, where it will never be known.
         """
         error = self.exception(timeout)
@@ -96,10 +114,10 @@ class Confirmation(WatchedPublication):
             raise error
         return self.receipt()
 
-    def exception(self, timeout: float | None = None) -> PublishError | None:
+    def exception(self, timeout: Duration | None = None) -> PublishError | None:
         """Wait for the outcome as :meth:`result` does; returns the error, or None where the message was confirmed."""
         if self.outcome is None:
-            self._wait(timeout)
+            self._wait(time_to_wait(timeout))
         error = self.failure()
         if error is not None:
             self._see()

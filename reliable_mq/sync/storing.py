@@ -27,7 +27,7 @@ from reliable_mq.outbox.storing import (
 from reliable_mq.stores.deadline import Calls
 from reliable_mq.sync.callbacks import CallbackThread
 from reliable_mq.sync.condition import Condition
-from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.confirmation import Confirmation, time_to_wait
 from reliable_mq.sync.room import Room
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.outbox import NewRow, Settlement
     from reliable_mq.core.publisher_options import PublisherOptions
+    from reliable_mq.durations import Duration
     from reliable_mq.errors import PublishError
     from reliable_mq.outbox.protocol import Claims, Outbox
     from reliable_mq.outbox.relay import Carrier
@@ -55,14 +56,15 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
     home: StoringLane
 
-    def exception(self, timeout: float | None = None) -> PublishError | None:
+    def exception(self, timeout: Duration | None = None) -> PublishError | None:
         """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
         if self.outcome is None:
+            wait = time_to_wait(timeout)
             limit = self.accepted_at + self.home.timeout_of(self) - time.monotonic()
             try:
-                self._wait(limit if timeout is None else min(timeout, limit))
+                self._wait(limit if wait is None else min(wait, limit))
             except TimeoutError:
-                if timeout is not None and timeout < limit:
+                if wait is not None and wait < limit:
                     raise
                 self.home.give_up(self)
         error = self.failure()

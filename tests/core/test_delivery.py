@@ -39,6 +39,15 @@ def test_every_property_can_be_read() -> None:
     assert item.queue == "orders"
 
 
+@pytest.mark.parametrize("name", ["body", "exchange", "routing_key", "properties", "headers", "message_id"])
+def test_what_arrived_cannot_be_replaced(name: str) -> None:
+    """A handler that did so would change the next attempt and the dead letter."""
+    item = delivery(body=b"as it came")
+    with pytest.raises(AttributeError):
+        setattr(item, name, "changed")
+    assert item.body == b"as it came"
+
+
 def test_what_is_not_there_is_none() -> None:
     item = delivery(message_id=None)
     assert item.headers == {}

@@ -388,7 +388,7 @@ def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
     """Its headers would not come back as they are; or it is too large with ours."""
     session = make(quarantine=True)
     broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
-    broken.properties = b"\x00"
+    broken.complete(properties=b"\x00")
     assert deliver(session, [broken]) == [broken]
     republish = suspect(session, 2)
     session.published(republish, PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR"), 0.0)

@@ -63,9 +63,11 @@ class RawDelivery:
         routing_key: with which key; likewise.
         properties: undecoded; see `Properties`.
         body: the bytes of the message.
+
+    The last four are read-only: what is published again, for another attempt or as a dead letter, is what arrived.
     """
 
-    __slots__ = ("body", "consumer_tag", "delivery_tag", "exchange", "properties", "redelivered", "routing_key")
+    __slots__ = ("_body", "_exchange", "_properties", "_routing_key", "consumer_tag", "delivery_tag", "redelivered")
 
     def __init__(
         self,
@@ -80,10 +82,37 @@ class RawDelivery:
         self.consumer_tag = consumer_tag
         self.delivery_tag = delivery_tag
         self.redelivered = redelivered
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.properties = properties
-        self.body = body
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._properties = properties
+        self._body = body
+
+    @property
+    def exchange(self) -> str:
+        """Where it was published to."""
+        return self._exchange
+
+    @property
+    def routing_key(self) -> str:
+        """With which key it was published."""
+        return self._routing_key
+
+    @property
+    def properties(self) -> bytes:
+        """Its properties, undecoded."""
+        return self._properties
+
+    @property
+    def body(self) -> bytes:
+        """The bytes of the message."""
+        return self._body
+
+    def complete(self, *, properties: bytes | None = None, body: bytes | None = None) -> None:
+        """Take in what came in a later frame; before anybody sees the delivery."""
+        if properties is not None:
+            self._properties = properties
+        if body is not None:
+            self._body = body
 
     def __repr__(self) -> str:
         return f"<RawDelivery {self.delivery_tag}: {len(self.body)} bytes>"
@@ -388,7 +417,7 @@ class InboundReader:
         state.missing = size
         if size > state.limit:
             state.dropped = size
-        state.delivery.properties = data[payload + 12 : end]
+        state.delivery.complete(properties=data[payload + 12 : end])
 
     def _content_body(self, state: _Channel, data: bytes, payload: int, end: int) -> None:
         if state.missing < 0:
@@ -402,7 +431,7 @@ class InboundReader:
     def _content_complete(self, state: _Channel, number: int) -> None:
         method, state.method = state.method, 0
         dropped, state.dropped = state.dropped, 0
-        state.delivery.body = bytes(state.body)
+        state.delivery.complete(body=bytes(state.body))
         state.body = bytearray()
         state.missing = -1
         if state.sink is None:
