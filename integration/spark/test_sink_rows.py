@@ -139,6 +139,8 @@ def test_a_refused_row_is_an_error_and_the_others_are_published(vhost: VirtualHo
         ("priority", pa.array([1, 256]), r"priority must be an int from 0 to 255, not 256"),
         ("message_id", pa.array(["a", "x" * 256]), r"message_id .*AMQP allows 255"),
         ("expiration", pa.array([1.0, -1.0]), r"expiration must be seconds"),
+        ("timestamp", pa.array([0, 2**62], pa.timestamp("us", "UTC")), r"timestamp lies outside"),
+        ("exchange", pa.array(["", "x" * 256]), r"exchange is 256 bytes long"),
     ],
 )
 def test_a_row_that_cannot_be_a_message_is_named_and_not_sent(

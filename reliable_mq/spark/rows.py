@@ -87,6 +87,15 @@ class RowPlan:
         Raises:
             UnsendableRow: a row cannot be a message.
         """
+        try:
+            yield from self._messages(batch, ids, first)
+        except UnicodeDecodeError as error:  # of a whole column, before the first message
+            unfit, name, message_id = self._first_without_text(batch)
+            yield from self._messages(batch.slice(0, unfit), ids, first)
+            reason = f"column {name} holds bytes that are not UTF-8: decode them, or put them into body"
+            raise UnsendableRow(first + unfit, message_id, reason) from error
+
+    def _messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
         names = self._properties
         columns = [self._values(batch, name) for name in names]
         rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True) if columns else repeat(())
@@ -111,6 +120,21 @@ class RowPlan:
                 raise UnsendableRow(number, message_id, str(error)) from error
             yield Outgoing(message, exchange or "", routing_key or "")
 
+    def _first_without_text(self, batch: pa.RecordBatch) -> tuple[int, str, str | None]:
+        """Find the first row with a text that is not UTF-8, its column, and its ``message_id``."""
+        names = sorted(self._positions, key=lambda name: name != "message_id")
+        for number in range(batch.num_rows):
+            row = batch.slice(number, 1)
+            message_id = None
+            for name in names:
+                try:
+                    (value,) = self._values(row, name)
+                except UnicodeDecodeError:
+                    return number, name, message_id
+                if name == "message_id":
+                    message_id = value
+        raise AssertionError("every row can be decoded, and all of them together cannot")
+
     def _values(self, batch: pa.RecordBatch, name: str, otherwise: object = None) -> Iterable[Any]:
         position = self._positions.get(name)
         return repeat(otherwise) if position is None else _CONVERTERS.get(name, _plain)(batch.column(position))
@@ -121,8 +145,15 @@ def _properties(names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, An
     if "headers" in properties:
         properties["headers"] = dict(properties["headers"])
     if "timestamp" in properties:
-        properties["timestamp"] = _EPOCH + timedelta(seconds=properties["timestamp"] // 1_000_000)
+        properties["timestamp"] = _moment(properties["timestamp"])
     return properties
+
+
+def _moment(microseconds: int) -> datetime:
+    try:
+        return _EPOCH + timedelta(seconds=microseconds // 1_000_000)
+    except OverflowError as error:  # Spark's timestamps end in the year 294247
+        raise ConfigurationError("timestamp lies outside of the years 1 to 9999: correct it, or null it") from error
 
 
 def _plain(column: pa.Array) -> list[Any]:

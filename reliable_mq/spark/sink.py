@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from reliable_mq.errors import PublishError
+from reliable_mq.errors import ConfigurationError, PublishError
 from reliable_mq.spark.message_ids import MessageIds
 from reliable_mq.spark.publishers import borrowed_publisher
 from reliable_mq.spark.rows import RowPlan, UnsendableRow
@@ -153,9 +153,10 @@ class _Partition:
                 self.rows += 1
                 try:
                     confirmations.append(submit(message, exchange=exchange, routing_key=routing_key))
-                except PublishError as error:
+                except (PublishError, ConfigurationError) as error:  # the latter of its exchange or routing key
+                    failure = error if isinstance(error, PublishError) else PublishError(str(error))
                     self._settle(0)
-                    self._failed(self.rows - 1, message.message_id, error)
+                    self._failed(self.rows - 1, message.message_id, failure)
                     self._check()
                 self.bytes += len(message.body)
                 if confirmations[0].outcome is not None:

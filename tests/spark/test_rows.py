@@ -86,6 +86,36 @@ def test_a_row_that_cannot_be_a_message_says_which_one_it_is() -> None:
     assert refused.value.message_id is not None
 
 
+@pytest.mark.parametrize("years", [10_000, -3_000])
+def test_a_time_that_python_has_not_is_an_error_of_its_row(years: int) -> None:
+    """Spark's timestamps begin in the year 1 and end in the year 294247, and bad data is not the year 1970."""
+    far = pa.array([0, years * 366 * 86_400 * 1_000_000], pa.timestamp("us", "UTC"))
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "timestamp": far})
+    rows = plan("body", "timestamp", routing_key="q").messages(batch, MessageIds("q"), 0)
+    assert next(rows).message.body == b"a"
+    with pytest.raises(UnsendableRow, match="timestamp lies outside of the years 1 to 9999") as refused:
+        next(rows)
+    assert (refused.value.number, refused.value.message_id is not None) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["message_id", "type", "routing_key", "headers"])
+def test_text_that_is_not_utf_8_is_an_error_of_its_row(name: str) -> None:
+    """Spark makes a string of any bytes; those before it are given. A body may be any bytes."""
+    text = pa.array([b"fine", b"\xff", None], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 3, text.buffers())
+    body = column
+    if name == "headers":
+        keys = pa.array(["a", "b", "c"])
+        column = pa.MapArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), keys, column)
+    columns = {"message_id": pa.array(["1", "2", "3"]), "body": body, name: column}
+    batch = pa.RecordBatch.from_pydict(columns)
+    rows = plan(*columns).messages(batch, MessageIds("q"), 1000)
+    assert next(rows).message.body == b"fine"
+    with pytest.raises(UnsendableRow, match=f"column {name} holds bytes that are not UTF-8") as refused:
+        next(rows)
+    assert (refused.value.number, refused.value.message_id) == (1001, None if name == "message_id" else "2")
+
+
 def test_carbon_copies_of_text_are_refused() -> None:
     """RabbitMQ closes the channel over a ``CC`` header that is no list, and a map of strings cannot hold one."""
     headers = pa.array([[("CC", "other")]], pa.map_(pa.string(), pa.string()))
