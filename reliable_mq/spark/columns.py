@@ -136,8 +136,16 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
     """Check the schema that a query gave with ``.schema(...)``, or ours; gives the names of its columns in order.
 
     Raises:
-        ConfigurationError: it has a column that is not read, has it in another type, or says that it is never null.
+        ConfigurationError: it has no column, one twice, one that is not read or is of another type, or says that it is
+            never null.
     """
+    names = tuple(schema.fieldNames())
+    if not names:
+        raise ConfigurationError(
+            "the schema has no columns, and rows without one are lost on the way to Spark: name one, 'queue string' say"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"the schema has a column twice: {', '.join(names)}")
     for field in schema:
         if field.name not in READ_SCHEMA.fieldNames():
             raise ConfigurationError(
@@ -154,7 +162,7 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
                 f"column {field.name!r} of the schema, or a value in it, is NOT NULL, and Spark takes the columns of a "
                 "source in Python as they are, which may be null: leave NOT NULL out"
             )
-    return tuple(schema.fieldNames())
+    return names
 
 
 def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:

@@ -176,12 +176,19 @@ def test_only_what_is_asked_for_is_decoded() -> None:
     [
         ("value binary", "column 'value', and RabbitMQ has body"),
         ("body string", "'body' of the schema is string"),
+        ("body binary, body binary", "a column twice: body, body"),
     ],
 )
 def test_a_schema_that_cannot_be_read_is_refused(given: str, says: str) -> None:
     """With the column's name, and what there is."""
     with pytest.raises(ConfigurationError, match=says):
         check_read_schema(schema(given))
+
+
+def test_a_schema_without_columns_is_refused() -> None:
+    """Arrow does not count rows that have none: a batch would be committed, and none of its messages seen."""
+    with pytest.raises(ConfigurationError, match="the schema has no columns"):
+        check_read_schema(StructType([]))
 
 
 @pytest.mark.parametrize(
