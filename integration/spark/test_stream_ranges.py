@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark import stream_ranges
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.offsets import StreamRange
@@ -162,6 +162,16 @@ def test_a_range_that_cannot_be_filled_is_an_error(vhost: VirtualHost) -> None:
         read(reader)
     lenient = options(vhost.url, failOnDataLoss="false")
     assert read(RangeReader(lenient, StreamRange("events", 5, 20), COLUMNS, patience=1.5)) == numbered(5, 10)
+
+
+def test_a_range_of_a_stream_that_was_deleted_ends_where_data_may_be_lost(vhost: VirtualHost) -> None:
+    """A batch in the checkpoint has it still, when the option stream names it no more."""
+    publish(vhost, 10)
+    vhost.delete_queue("events")
+    deleted = StreamRange("events", 5, 10)
+    with pytest.raises(TopologyMismatch, match="no queue 'events'"):
+        read(RangeReader(options(vhost.url), deleted, COLUMNS))
+    assert read(RangeReader(options(vhost.url, failOnDataLoss="false"), deleted, COLUMNS)) == []
 
 
 @pytest.mark.parametrize(("end", "said"), [(10, "has them"), (20, "has those up to 9")])

@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.appetite import Appetite
 from reliable_mq.spark.batches import size_of
 from reliable_mq.spark.columns import record_batch
@@ -86,6 +86,11 @@ class RangeReader:
             try:
                 with self._connected("range") as channel:
                     yield from self._read(channel)
+            except TopologyMismatch as error:  # it was deleted
+                if self._options.fail_on_data_loss:
+                    raise
+                logger.warning("%s: %s; going on, since failOnDataLoss is false", self._range, error)
+                return
             except BrokerUnavailable as error:
                 if error.permanent:
                     raise
