@@ -40,6 +40,7 @@ _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
 _DEFAULT_BYTES: Final = 32 * 2**20
 _DEFAULT_PREFETCH: Final = 2000
+_LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, Python's last
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 
 #: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
@@ -154,7 +155,7 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             metrics_directory=options.text("metricsDirectory"),
         )
     options.check_known((*_COMMON, *_STREAM))
-    starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0)
+    starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0, _LATEST)
     if starting is not None and timestamp is not None:
         _refuse("startingOffsets and startingTimestamp are both given: leave one of them out")
     ending = options.positions("endingOffsets")

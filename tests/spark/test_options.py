@@ -81,6 +81,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsets": '{"s": -1}'}, "for 's' it is -1"),
         ({"stream": "s", "startingOffsets": '{"s": true}'}, "for 's' it is True"),
         ({"stream": "s", "startingOffsets": "latest", "startingTimestamp": "1"}, "are both given"),
+        ({"stream": "s", "startingTimestamp": "1700000000000000"}, "startingTimestamp must be .* to 253402300799999"),
         ({"stream": "s", "endingOffsets": "latest"}, "endingOffsets is for batch reads"),
         ({"stream": "s", "exchange": "x"}, "unknown option 'exchange'"),
     ],
