@@ -225,6 +225,29 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
         assert connection.channel().queue_declare("orders", passive=True).method.message_count
 
 
+@pytest.mark.timeout(300)
+def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_grace(
+    private_vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
+) -> None:
+    """Its host sends no reset, so the connection stands."""
+    broker = private_vhost.broker
+    old = Queue("old", dead_letter=None)
+    made_before(private_vhost, old)
+    proxy = fault_proxy(private_vhost.url)
+    with Publisher(
+        proxy.url, topology=[old, ORDERS], new_queue_grace=GRACE, connect_timeout=4, reconnect_wait=SOON
+    ) as publisher:
+        confirmation = publisher.submit(Message(b"x"), routing_key="orders")
+        private_vhost.wait_for_messages("orders", 1)
+        publisher.publish(Message(b"confirmed after it, by the same channel"), routing_key="old")
+        proxy.black_hole(new_connections=False)
+        kill_and_start(broker)
+        receipt = confirmation.result(PLENTY)
+    assert receipt.attempts == 2
+    assert receipt.possible_duplicate
+    private_vhost.wait_for_messages("orders", 1)
+
+
 def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
     vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
 ) -> None:

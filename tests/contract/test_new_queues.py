@@ -61,6 +61,22 @@ def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
         assert confirmation.result(10).attempts == 2
 
 
+def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """Its host may have vanished: it is asked when the grace is over, and the connection is given up."""
+    broker.script = acking
+    broker.missing = {"silent-new"}
+    with new_publisher(topology=topology("silent-new"), new_queue_grace=2.0, connect_timeout=1) as publisher:
+        [confirmation] = submit(publisher, "silent-new")
+        broker.wait_published(1)
+        broker.silent = True
+        broker.wait(lambda: len(broker.connections) > 1, "another connection")
+        assert not confirmation.done()
+        broker.silent = False
+        assert confirmation.result(10).attempts == 2
+
+
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """A thousand quorum queues take longer than a connection may take to answer at all."""
     broker.script = acking
