@@ -230,6 +230,8 @@ class Connection(threading.Thread):
                 head = self._read(_HEAD.size)
                 kind, number, size = _HEAD.unpack(head)
                 raw = head + self._read(size + 1)
+                if not self.live:
+                    break
                 if not self.broker.silent:
                     self._take(number, content_header(raw) if kind == 2 else frame.unmarshal(raw)[2], len(raw))
         except OSError:
