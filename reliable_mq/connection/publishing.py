@@ -350,7 +350,7 @@ class BasePublishingLane(Generic[P]):
         now = time.monotonic()
         session.tick(now)
         if session.channel_in_doubt(now):
-            io.discard(f"no confirm for any of {session.on_wire} outstanding publishes in time")
+            io.discard(session.doubt)
         else:
             while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)

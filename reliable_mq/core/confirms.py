@@ -53,6 +53,11 @@ class ConfirmTracker(Generic[T]):
         """Whether a channel is open."""
         return self.generation is not None
 
+    @property
+    def none_settled(self) -> bool:
+        """Whether everything that was published on this channel is outstanding."""
+        return len(self._ledger) == self._ledger.next_number - 1
+
     def channel_opened(self, generation: int) -> None:
         """A new channel is in confirm mode; its sequence numbers start at 1.
 

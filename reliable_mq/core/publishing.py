@@ -83,6 +83,8 @@ _NEW = (
 
 _NEVER, _FOR_EVER = float("-inf"), float("inf")
 
+_NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
+
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
 
 # Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
@@ -334,6 +336,12 @@ class PublishingSession(Generic[P]):
         """Whether the broker owes confirms and has settled nothing for the confirm timeout: discard the channel."""
         at = self._doubt_at()
         return at is not None and now >= at
+
+    @property
+    def doubt(self) -> str:
+        """Why the channel is discarded where it is in doubt."""
+        text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
+        return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
     def question_due(self, now: float) -> bool:
         """Whether to ask the broker now whether it lives, with anything that it answers. The shell says `asked`."""

@@ -528,6 +528,17 @@ def test_a_confirm_that_settles_nothing_is_no_progress(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(30.0)
 
 
+def test_the_doubt_says_whether_anything_was_confirmed_on_the_channel(shell: Shell) -> None:
+    """A queue without a leader confirms nothing, on whichever channel."""
+    shell.accept("a", "b")
+    shell.send()
+    assert "2 outstanding publishes" in shell.session.doubt
+    assert "no leader" in shell.session.doubt
+    shell.ack(1)
+    assert "1 outstanding publishes" in shell.session.doubt
+    assert "no leader" not in shell.session.doubt
+
+
 def test_a_write_is_of_about_the_size_asked_for_and_of_whole_messages(shell: Shell) -> None:
     """At least one message, however small the limit; a large body goes in frames that the connection takes."""
     large = "x" * 10_000
