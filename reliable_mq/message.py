@@ -26,6 +26,7 @@ from reliable_mq.core.codec import (
     split_properties,
 )
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.hooks import ForkStage, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -395,4 +396,4 @@ def _refill() -> str:
     return tail
 
 
-os.register_at_fork(after_in_child=_random_digits.clear)
+in_child(ForkStage.RENEW, _random_digits.clear)

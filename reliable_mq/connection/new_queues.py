@@ -5,12 +5,12 @@ Thread-safe, and safe in a forked child, which keeps what its parent knew.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from reliable_mq.core.new_queues import NewQueues
+from reliable_mq.hooks import ForkStage, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -131,4 +131,4 @@ def _after_fork() -> None:
         queues.forked(time.monotonic())
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(ForkStage.RENEW, _after_fork)

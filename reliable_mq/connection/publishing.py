@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from reliable_mq.core.codec import CodecError, Properties
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.core.setup import round_trip
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
+from reliable_mq.hooks import ForkStage, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -417,4 +417,4 @@ def _forget_in_child() -> None:
         lane.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(ForkStage.MARK, _forget_in_child)

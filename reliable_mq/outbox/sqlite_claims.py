@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 from reliable_mq.clock import since_boot
 from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
+from reliable_mq.hooks import ForkStage, in_child
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Taken
 from reliable_mq.outbox.sqlite_errors import outbox_error
@@ -366,4 +367,4 @@ def _forget_in_child() -> None:
         claims.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(ForkStage.RELEASE, _forget_in_child)

@@ -12,7 +12,6 @@ does not answer.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -22,6 +21,7 @@ from reliable_mq.core.outbox_statistics import OutboxStatistics
 from reliable_mq.core.stored import StoredPublication
 from reliable_mq.core.window import PublishWindow
 from reliable_mq.errors import OutboxError, UsageError
+from reliable_mq.hooks import ForkStage, in_child
 from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.outbox.writer import OutboxWriter
 
@@ -282,4 +282,4 @@ def _forget_in_child() -> None:
         lane.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(ForkStage.MARK, _forget_in_child)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, write_to_textfile
 
+from reliable_mq.hooks import ForkStage, in_child
 from reliable_mq.metrics.registry import Family, Reading, register
 
 if TYPE_CHECKING:
@@ -230,4 +230,4 @@ def _locked(directory: Path, worker: int) -> TextIOWrapper | None:
 
 _lock = threading.Lock()
 _exporters: dict[str, Exporter | None] = {}
-os.register_at_fork(after_in_child=_exporters.clear)
+in_child(ForkStage.FORGET, _exporters.clear)

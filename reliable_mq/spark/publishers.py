@@ -11,7 +11,6 @@ worker that will not be used again keeps none.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import ReliableMQError
+from reliable_mq.hooks import ExitStage, ForkStage, at_exit, in_child
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.sync.publisher import Publisher
 
@@ -112,5 +112,5 @@ def close_all() -> None:
         _close(publisher, _CLOSE_SECONDS)
 
 
-atexit.register(close_all)
-os.register_at_fork(after_in_child=_idle.clear)
+at_exit(ExitStage.KEPT, close_all)
+in_child(ForkStage.FORGET, _idle.clear)

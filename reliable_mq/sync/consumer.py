@@ -6,7 +6,6 @@ Everything it promises about deliveries is decided in :mod:`reliable_mq.core.con
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import logging
 import os
@@ -26,6 +25,7 @@ from reliable_mq.core.recovery import Recovery
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
+from reliable_mq.hooks import ExitStage, ForkStage, at_exit, in_child
 from reliable_mq.metrics.consumer import consumer_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.retry import KillSwitch, RetryPolicy
@@ -574,10 +574,9 @@ class Consumer:
 # Consumers that run in the background are closed at the latest when the interpreter exits, so that what is done is
 # acked and the rest goes back. In a forked child they are the parent's.
 _open_consumers: set[Consumer] = set()
-os.register_at_fork(after_in_child=_open_consumers.clear)
+in_child(ForkStage.FORGET, _open_consumers.clear)
 
 
-@atexit.register
 def _close_at_exit() -> None:
     for consumer in list(_open_consumers):
         logger.warning("%r was not closed; closing it at exit", consumer)
@@ -585,3 +584,6 @@ def _close_at_exit() -> None:
             consumer.close()
         except Exception:
             logger.exception("closing %r at exit", consumer)  # the others are to be closed, too
+
+
+at_exit(ExitStage.CONSUMERS, _close_at_exit)

@@ -7,7 +7,6 @@ turns outcomes into receipts and errors. Everything it promises about delivery i
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.core.report import PublishReport, summary
 from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError, UsageError
+from reliable_mq.hooks import ExitStage, ForkStage, at_exit, in_child
 from reliable_mq.message import Message
 from reliable_mq.metrics.outbox import outbox_readings
 from reliable_mq.metrics.publisher import publisher_readings
@@ -587,10 +587,9 @@ class Publisher:
 # Open publishers are kept alive until they are closed: what is outstanding in one that was forgotten is still
 # published, at the latest when the interpreter exits. In a forked child they are the parent's.
 _open_publishers: set[Publisher] = set()
-os.register_at_fork(after_in_child=_open_publishers.clear)
+in_child(ForkStage.FORGET, _open_publishers.clear)
 
 
-@atexit.register
 def _close_at_exit() -> None:
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for publisher in list(_open_publishers):
@@ -599,3 +598,6 @@ def _close_at_exit() -> None:
             publisher.close(max(deadline - time.monotonic(), 0.0))
         except PublishError:
             logger.exception("messages were lost at exit")
+
+
+at_exit(ExitStage.PUBLISHERS, _close_at_exit)

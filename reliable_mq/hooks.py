@@ -1,0 +1,95 @@
+"""What the package does in a forked child and when the interpreter exits, in one defined order.
+
+Python runs hooks of ``os.register_at_fork`` in the order of imports and those of ``atexit`` in the opposite one, and a
+program may import modules of this package in any order. So the package registers with Python once, here.
+
+Invariants:
+
+- Hooks run by stage, in the order in which `ForkStage` and `ExitStage` list them, and within a stage in the order in
+  which they were added.
+- A hook that raises keeps no other from running.
+- The hooks at exit run before those of everything that was imported before the last of them was added, so that logging,
+  say, still works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import logging
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ExitStage", "ForkStage", "at_exit", "in_child"]
+
+logger = logging.getLogger(__name__)
+
+
+class ForkStage(enum.IntEnum):
+    """The stages in a forked child."""
+
+    RENEW = enum.auto()
+    """State of the process becomes the child's own: locks that a thread of the parent may hold, random digits."""
+
+    MARK = enum.auto()
+    """Copies of the parent's publishers and consumers learn that they are copies, before anything uses or ends them."""
+
+    RELEASE = enum.auto()
+    """Descriptors are closed that would keep a lock of the parent beyond its end."""
+
+    FORGET = enum.auto()
+    """The last references to copies go, and with them the copies, which were marked."""
+
+
+class ExitStage(enum.IntEnum):
+    """The stages when the interpreter exits."""
+
+    CONSUMERS = enum.auto()
+    """Consumers are closed first: their handlers may publish until they return."""
+
+    KEPT = enum.auto()
+    """Publishers that the package keeps for a next use are closed in good order."""
+
+    PUBLISHERS = enum.auto()
+    """Publishers are closed last: what is outstanding is published."""
+
+
+Stage = TypeVar("Stage", bound=enum.IntEnum)
+
+_in_child: list[tuple[ForkStage, Callable[[], object]]] = []
+_at_exit: list[tuple[ExitStage, Callable[[], object]]] = []
+
+
+def in_child(stage: ForkStage, hook: Callable[[], object]) -> None:
+    """Call ``hook`` in every forked child, before the child goes on."""
+    _in_child.append((stage, hook))
+
+
+def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:
+    """Call ``hook`` when the interpreter exits."""
+    _at_exit.append((stage, hook))
+    atexit.unregister(_exit)
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    _run(_at_exit)
+
+
+def _run(hooks: list[tuple[Stage, Callable[[], object]]]) -> None:
+    interruption: BaseException | None = None
+    for stage, hook in sorted(hooks, key=lambda entry: entry[0]):  # stable
+        try:
+            hook()
+        except Exception:
+            logger.exception("%s failed in stage %s", hook, stage.name)
+        except BaseException as error:  # noqa: BLE001  # raised when the others have run
+            interruption = error
+    if interruption is not None:
+        raise interruption
+
+
+os.register_at_fork(after_in_child=lambda: _run(_in_child))

@@ -1,0 +1,122 @@
+"""In which order the package's hooks run in a forked child and at exit, whatever was imported first."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reliable_mq
+
+MODULES = ["reliable_mq.sync.consumer", "reliable_mq.sync.publisher"]
+
+PROBES = """
+import importlib, os, sys
+
+sys.path.insert(0, {path!r})
+for name in {modules!r}:
+    importlib.import_module(name)
+
+from reliable_mq import hooks
+from reliable_mq.connection import publishing
+from reliable_mq.sync import consumer, publisher
+
+
+def say(what):
+    os.write(1, f"{{what}}\\n".encode())
+"""
+
+FORK = """
+class Lane:
+    def forget(self):
+        say("marked")
+
+    def __del__(self):
+        say("gone")
+
+for stage in reversed(hooks.ForkStage):
+    for number in (1, 2):
+        hooks.in_child(stage, lambda stage=stage, number=number: say(f"{stage.name} {number}"))
+lane = Lane()
+publishing._lanes.add(lane)
+publisher._open_publishers.add(lane)
+del lane
+child = os.fork()
+if not child:
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+say(f"status {status}")
+os._exit(0)
+"""
+
+EXIT = """
+class Open:
+    def __init__(self, what):
+        self.what = what
+
+    def close(self, timeout=None):
+        say(self.what)
+
+for stage in reversed(hooks.ExitStage):
+    hooks.at_exit(stage, lambda stage=stage: say(stage.name))
+publisher._open_publishers.add(Open("publisher"))
+consumer._open_consumers.add(Open("consumer"))
+"""
+
+FAILURES = """
+def fail(error):
+    raise error
+
+import logging
+logging.basicConfig(level=logging.ERROR)
+hooks.in_child(hooks.ForkStage.RENEW, lambda: fail(ValueError("of a fork")))
+hooks.in_child(hooks.ForkStage.FORGET, lambda: say("forked"))
+hooks.at_exit(hooks.ExitStage.CONSUMERS, lambda: fail(ValueError("of an exit")))
+hooks.at_exit(hooks.ExitStage.KEPT, lambda: fail(KeyboardInterrupt("of a user")))
+hooks.at_exit(hooks.ExitStage.PUBLISHERS, lambda: say("exited"))
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def run(program: str, modules: list[str]) -> subprocess.CompletedProcess[str]:
+    path = str(Path(reliable_mq.__file__).parent.parent)
+    whole = PROBES.format(path=path, modules=modules) + program
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
+def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
+    """Copies are marked before the last references to them go; within a stage, hooks run as they were added."""
+    done = run(FORK, modules)
+    said = done.stdout.split("\n")
+    expected = ["RENEW 1", "RENEW 2", "marked", "MARK 1", "MARK 2", "RELEASE 1", "RELEASE 2", "gone", "FORGET 1"]
+    assert said == [*expected, "FORGET 2", "status 0", ""], done.stderr
+
+
+@pytest.mark.parametrize("modules", [MODULES, MODULES[::-1]], ids=["consumer-first", "publisher-first"])
+def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> None:
+    """Handlers that run may publish until they return."""
+    done = run(EXIT, modules)
+    said = done.stdout.split("\n")
+    assert said == ["consumer", "CONSUMERS", "KEPT", "publisher", "PUBLISHERS", ""], done.stderr
+
+
+def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
+    """What it raised is logged; an interruption is raised when the others have run."""
+    done = run(FAILURES, MODULES)
+    assert done.stdout == "forked\nexited\n"
+    for part in ("failed in stage RENEW", "of a fork", "failed in stage CONSUMERS", "of an exit", "KeyboardInterrupt"):
+        assert part in done.stderr
+
+
+def test_every_hook_of_the_package_is_in_the_registry() -> None:
+    """Python's own registers give no order across modules."""
+    package = Path(reliable_mq.__file__).parent
+    own = re.compile(r"register_at_fork|\batexit\b")
+    assert [path.name for path in package.rglob("*.py") if own.search(path.read_text())] == ["hooks.py"]
