@@ -51,7 +51,19 @@ __all__ = [
 
 
 class ReliableMQError(Exception):
-    """The base of every error that this package raises."""
+    """The base of every error that this package raises.
+
+    Its text may hold words of the broker's, or names that somebody else chose: what does not print in it is escaped.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(
+            char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii")
+            for char in text
+        )
 
     def __reduce__(self) -> tuple[Callable[..., ReliableMQError], tuple[object, ...]]:
         return _rebuilt, (type(self), self.args, self.__dict__)

@@ -56,3 +56,10 @@ def test_every_error_is_drawn_in_the_tree() -> None:
     """The module's docstring names each of them."""
     drawn = inspect.getdoc(errors) or ""
     assert [name for name in errors.__all__ if name not in drawn] == []
+
+
+def test_the_text_of_an_error_has_nothing_that_does_not_print() -> None:
+    """It may hold words of a broker, and ends in logs and on terminals."""
+    error = errors.BrokerUnavailable("refused: é\n\x1b[2J\udcff")
+    assert str(error) == "refused: é\\n\\x1b[2J\\udcff"
+    assert str(errors.BrokerUnavailable("refused: é")) == "refused: é"

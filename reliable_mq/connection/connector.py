@@ -35,6 +35,7 @@ from reliable_mq.connection.background import in_background
 from reliable_mq.connection.events import Secrets
 from reliable_mq.connection.gate import Gate
 from reliable_mq.connection.steps import StepRun
+from reliable_mq.core.failure import printable
 from reliable_mq.core.recovery import Asking, Loss
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
@@ -383,7 +384,7 @@ class Connector:
             self._name,
             loss.scope,
             "" if loss.code is None else f"{loss.code} ",
-            loss.text,
+            printable(loss.text),
             wait,
         )
         self._report_loss(loss)

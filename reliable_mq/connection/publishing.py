@@ -26,6 +26,7 @@ from weakref import WeakSet
 from reliable_mq.connection.alarm import Alarm
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.codec import CodecError, Properties
+from reliable_mq.core.failure import printable
 from reliable_mq.core.publication import Outcome, Publication, Reply
 from reliable_mq.core.setup import round_trip
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
@@ -286,7 +287,7 @@ class BasePublishingLane(Generic[P]):
 
     def blocked(self, reason: str) -> None:
         """``connection.blocked``."""
-        logger.warning("the broker blocks publishing: %s", reason)
+        logger.warning("the broker blocks publishing: %s", printable(reason))
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from reliable_mq.core.differences import corrected
+from reliable_mq.core.failure import printable
 from reliable_mq.errors import BrokerUnavailable, Difference, ReliableMQError, TopologyMismatch
 from reliable_mq.topology import (
     Declaration,
@@ -98,8 +99,8 @@ class ServerInfo:
     @classmethod
     def of(cls, properties: Mapping[str, object]) -> ServerInfo:
         """Read ``server-properties``."""
-        version = str(properties.get("version", ""))
-        return cls(str(properties.get("product", "")), version, parse_version(version), dict(properties))
+        version = printable(str(properties.get("version", "")))
+        return cls(printable(str(properties.get("product", ""))), version, parse_version(version), dict(properties))
 
 
 @dataclass(frozen=True, slots=True)

@@ -667,6 +667,32 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     assert "1 publishes failed that nobody waits for" in caplog.text
 
 
+def test_the_words_of_a_broker_make_no_lines_of_their_own_in_logs_and_errors(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do they do anything to a terminal."""
+    caplog.set_level("INFO")
+    words = "so\nbe it\x1b[2J\u202e"
+
+    def script(published: Published) -> None:
+        connection = published.channel.connection
+        if connection is not broker.connections[0]:
+            published.channel.return_(published, text=words)
+            published.channel.ack(published.number)
+            return
+        connection.block(words)
+        connection.close(320, words)
+
+    broker.script = script
+    with new_publisher() as publisher, pytest.raises(PublishReturned) as raised:
+        publisher.publish(Message(b"x"), routing_key=KEY)
+    assert str(raised.value).isprintable()
+    assert raised.value.reply_text == words
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("reliable_mq.")]
+    assert all(map(str.isprintable, said))
+    assert any("connection lost: 320 so\\nbe it" in line for line in said)
+
+
 def test_what_no_report_will_tell_is_raised_at_the_end(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """Something that is no message ends the call; what it had submitted goes on."""
 

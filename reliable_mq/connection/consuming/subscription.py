@@ -36,6 +36,7 @@ from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.ages import Strike, strike_of
 from reliable_mq.core.claims import namespace_of
 from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.failure import printable
 from reliable_mq.core.notices import NoticeKind
 from reliable_mq.core.setup import Cancel, SetPrefetch, declare, is_missing
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
@@ -321,7 +322,7 @@ class BaseSubscription:
         self._record.lost(time.monotonic())
         strike = strike_of(loss)
         if strike is not None:
-            logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, loss.text)
+            logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, printable(loss.text))
             self._time_out(strike)
         self.session.lost(generation)
         self._withdraw()
