@@ -79,6 +79,28 @@ def test_when_the_active_one_loses_its_connection_the_next_goes_on_in_order(
     assert other.bodies == numbered(20, first=5)
 
 
+def test_when_the_active_one_stops_the_next_goes_on_in_order(any_vhost: VirtualHost, orders: Queue) -> None:
+    """What it holds and has not begun comes before what it was never given; also what came in while it stopped."""
+    with Gate(lambda delivery: delivery.body == b"5") as gate:
+        one, other = Handler(then=gate), Handler()
+        with (
+            Consumer(any_vhost.url, orders, one, name="one", prefetch=10) as first,
+            Consumer(any_vhost.url, orders, other, name="other", prefetch=10) as second,
+        ):
+            wait_until(lambda: [tag for tag, _ in active(any_vhost)] == ["one"], timeout=20, what="one has the role")
+            publish(any_vhost, "orders", numbered(40))
+            one.wait_begun(6)
+            first.stop()
+            publish(any_vhost, "orders", numbered(10, first=40))
+            assert second.statistics.delivered == 0
+            gate.open()
+            first.close()
+            other.wait_done(44)
+            wait_until(lambda: second.statistics.acked == 44, timeout=10, what="all acked")
+    assert one.bodies == numbered(6)
+    assert other.bodies == numbered(44, first=6)
+
+
 def test_another_prefetch_does_not_give_the_role_away_while_a_handler_runs(
     any_vhost: VirtualHost, orders: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -315,9 +315,15 @@ class ConsumingSession:
             self._ways.state = State.DRAINING
         self._end_subscription()
 
-    def stop(self) -> None:
-        """As `drain`, for good."""
+    def stop(self, *, keep: bool = False) -> None:
+        """As `drain`, for good.
+
+        Args:
+            keep: send nothing back: the channel is closed when `drained`. Of several consumers, of which one is active,
+                the next one would else be given newer messages before those that come back.
+        """
         self._ways.state = State.STOPPING
+        self._ways.keeps |= keep
         self._end_subscription()
 
     def set_prefetch(self, prefetch: int) -> None:

@@ -64,6 +64,7 @@ class Ways:
         statistics: counts.
         source: the open channel; None while there is none.
         state: what is done with deliveries.
+        keeps: whether what goes back waits unacked for the end of the channel, which returns all of it at once.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Ways:
         self.statistics: ConsumerStatistics = self.acks.statistics
         self.source: Source | None = None
         self.state = State.CONSUMING
+        self.keeps = False
         self._held: list[tuple[float, int, Delivery | Republish]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
@@ -150,7 +152,7 @@ class Ways:
 
     def hand_back(self, deliveries: Iterable[Delivery]) -> None:
         """Return these with the next output: the later that is, the fewer frames it takes."""
-        if self.source is not None and not self.automatic and self.position is None:
+        if self.source is not None and not self.automatic and self.position is None and not self.keeps:
             self._back += [delivery.delivery_tag for delivery in deliveries]
 
     def in_hand(self, deliveries: Iterable[Delivery]) -> list[Delivery]:

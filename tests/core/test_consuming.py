@@ -372,6 +372,18 @@ def test_a_failed_batch_is_tried_item_by_item_at_once_and_counts_for_none() -> N
     assert kinds(session).count(NoticeKind.BATCH_FAILED) == 1
 
 
+def test_a_stop_that_keeps_sends_acks_and_leaves_the_rest_to_the_end_of_the_channel() -> None:
+    session = make()
+    first, _ = deliver(session, items(2))
+    session.stop(keep=True)
+    session.withdrawn([_])
+    session.delivered(items(1, 3), 0.0)
+    assert not session.drained
+    session.finished([first], 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 1, False)
+    assert session.drained
+
+
 def test_a_failed_batch_goes_back_while_stopping() -> None:
     session = make(batch=(2, 3.0))
     session.delivered(items(2), 0.0)

@@ -7,7 +7,7 @@ that came in meanwhile. A face adds its connection and how its callers wait. The
     RUNNING --the broker cancels--> RESUBSCRIBING --what runs has ended, or the channel is lost--> RUNNING
     RUNNING --stop--> CANCELLING --cancel-ok, or the channel is lost--> SETTLING
     SETTLING --what runs has ended, or the pause is over--> STOPPING
-    RESUBSCRIBING, or RUNNING without a channel --stop--> STOPPING
+    RESUBSCRIBING, or RUNNING without a channel or as the single active consumer --stop--> STOPPING
     STOPPING --what runs has ended--> ENDED, or after many frames at once: LINGERING --the pause is over--> ENDED
     any --an error that trying again cannot heal, stop_timeout, a second signal--> ENDED
 
@@ -17,7 +17,9 @@ Invariants:
 - deliveries that wait in the outlet are withdrawn when their channel is lost, or is about to be given up;
 - what a stop hands back leaves after the subscription has ended, or the broker would deliver it here again; and, for a
   moment, not before what runs has ended: then one frame returns it all, instead of one each;
-- the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost;
+- the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost; a stop
+  does not cancel, and hands nothing back: when what runs has ended, closing the connection returns the rest and passes
+  the role on in one step, so that the next consumer begins with the oldest;
 - a finished delivery is looked at within ``ack_interval``, however long the handler of the next one takes;
 - the subscription ends once, and what was finished until then has been acked; after that it has no timer.
 """
@@ -573,13 +575,14 @@ class BaseSubscription:
     def _begin_to_stop(self) -> None:
         if self._phase in _STOPPING:
             return
-        if self._subscribed:
+        keep = self._subscribed and self._options.single_active
+        if self._subscribed and not keep:
             self._phase = _Phase.CANCELLING
             self._io.run(self._unsubscribe(), self._unsubscribed)
         else:
             self._phase = _Phase.STOPPING
         self.connected = False
-        self.session.stop()
+        self.session.stop(keep=keep)
         self._withdraw()
         logger.info("consumer %r stops; %d deliveries are being handled", self._options.name, self.session.running)
         self._be_patient_no_more()
