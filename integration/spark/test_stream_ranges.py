@@ -359,6 +359,18 @@ def test_trigger_once_is_refused(vhost: VirtualHost) -> None:
         reader.latestOffset({"events": 0}, ReadAllAvailable())
 
 
+def test_a_query_cannot_begin_at_an_offset_that_is_not_there_yet(vhost: VirtualHost) -> None:
+    """It would pass for data loss at the next batch. The end itself is where "latest" is."""
+    publish(vhost, 5)
+    reader = source(vhost.url, startingOffsets='{"events": 6}')
+    with pytest.raises(ConfigurationError, match=r"startingOffsets of stream 'events' is 6, .* offset 5"):
+        reader.initialOffset()
+    reader.stop()
+    at_the_end = source(vhost.url, startingOffsets='{"events": 5}')
+    assert at_the_end.initialOffset() == {"initial": {"events": 5}}
+    at_the_end.stop()
+
+
 def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost) -> None:
     """Its offsets begin again at 0; with failOnDataLoss=false it is read from there."""
     publish(vhost, 5)

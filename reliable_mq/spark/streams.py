@@ -69,8 +69,16 @@ class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._away_until: float | None = None  # where the broker is away: not to be asked before
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Give where a new query begins, marked as such."""
-        return marked_initial(self._planner.positions("startingOffsets", self._options.starting_offsets))
+        """Give where a new query begins, marked as such.
+
+        Raises:
+            ConfigurationError: an offset to begin at lies behind the end of its stream.
+        """
+        given = self._options.starting_offsets
+        positions = self._planner.positions("startingOffsets", given)
+        if not isinstance(given, str):
+            self._planner.check_begun(positions)
+        return marked_initial(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Give the limit of the options. There is always one: no limit at all is how Spark says trigger(once)."""
@@ -259,6 +267,15 @@ class _Planner:
                     "is nothing between"
                 )
         return begin
+
+    def check_begun(self, begin: Mapping[str, int]) -> None:
+        """Refuse offsets that a query is to begin at and that are not there yet: they would pass for data loss."""
+        for name, end in self.ends(sure=True).items():
+            if begin[name] > end.position:
+                raise ConfigurationError(
+                    f"startingOffsets of stream {name!r} is {begin[name]}, and its next message will have offset "
+                    f"{end.position}: begin there, or at 'latest'"
+                )
 
     def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
         """Give the beginning of the next batch for the streams that there are now.
