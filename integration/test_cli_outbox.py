@@ -7,6 +7,8 @@ import signal
 import sqlite3
 import time
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import pytest
@@ -21,8 +23,8 @@ from reliable_mq.core.outbox import Fate, NewRow, Settlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from integration.support.databases import Database
     from integration.support.management import VirtualHost
@@ -53,6 +55,21 @@ def outbox(where: str) -> Iterator[Outbox]:
         box = SQLiteOutbox(where)
         yield box
         box.close()
+
+
+# A signal, the exit status, and options of the relay that gets it.
+ENDS: list[tuple[int, int, list[str]]] = [
+    (signal.SIGTERM, 0, []),
+    (signal.SIGINT, 130, []),
+    (signal.SIGTERM, 130, ["--until-empty"]),
+]
+
+
+def handles_sigterm(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has come so far that it has a handler of its own."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 class Relay:
@@ -155,6 +172,49 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
         relay.send_signal(signal.SIGTERM)
         relay.communicate(timeout=30)
     assert relay.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_a_database_that_hangs_is_told_in_time_and_a_relay_can_be_stopped(
+    database: Callable[[str], Database], kind: str
+) -> None:
+    """It accepts connections and answers nothing: no command waits for ever, and signals are heeded meanwhile."""
+    server = database(kind)
+    where = server.fresh()
+    server.pause()
+    status = start_cli("outbox", "status", where)
+    relays = [start_cli("outbox", "relay", "amqp://localhost:1", where, *more) for _, _, more in ENDS]
+    try:
+        for (number, code, _), relay in zip(ENDS, relays, strict=True):
+            wait_until(partial(handles_sigterm, relay), timeout=30, what="a relay that opens its outbox")
+            relay.send_signal(number)
+            _, said = relay.communicate(timeout=25)
+            assert relay.returncode == code, said
+        _, said = status.communicate(timeout=60)
+        assert (status.returncode, b"did not answer within 30 s" in said) == (1, True), said
+    finally:
+        for process in (status, *relays):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("where", ["file"], indirect=True)
+def test_a_relay_that_is_told_to_stop_while_it_connects_does_so(
+    outbox: Outbox, where: str, vhost: VirtualHost, fault_proxy: FaultProxyFactory
+) -> None:
+    """The broker accepts connections and answers nothing."""
+    store(outbox, "orders", "a")
+    proxy = fault_proxy(vhost.url)
+    proxy.black_hole()
+    relay = start_cli("outbox", "relay", f"{proxy.url}?connection_timeout=100000", where)
+    try:
+        proxy.wait_for(lambda: proxy.connections, timeout=30)
+        relay.send_signal(signal.SIGTERM)
+        _, said = relay.communicate(timeout=30)
+        assert (relay.returncode, said.count(b"1 messages stay")) == (0, 1), said
+    finally:
+        relay.kill()
+        relay.communicate()
 
 
 @pytest.mark.parametrize("where", ["file"], indirect=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,15 +22,19 @@ from rich.text import Text
 from reliable_mq.cli.terminal import escaped, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
+from reliable_mq.stores.deadline import Calls
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.signals import next_signal
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
     from reliable_mq.outbox import SQLAlchemyOutbox
 
 __all__ = ["outbox"]
 
 _INTERRUPTED: Final = 130
+_ANSWERS: Final = 30.0  # seconds for a database to answer whoever connects
 _LEAVE: Final = 5.0  # seconds for a relay that is told to stop; what it leaves behind is for others, or its next start
 _TABLE: Final = "reliable_mq_outbox"
 
@@ -114,34 +118,39 @@ def relay(
     It stops within seconds: what it has not got confirmed by then is for another one, or for its next start.
     """
     received: SimpleQueue[int] = SimpleQueue()
+    looks_for_signals = False
 
     def stop(number: int, _frame: FrameType | None) -> None:
         received.put(number)
-        if until_empty:
-            raise KeyboardInterrupt  # out of the wait
+        if not looks_for_signals:
+            raise KeyboardInterrupt  # out of a wait for the database, the broker, or an empty outbox
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    with (
-        _outbox(where, table, schema, create=create, lease=lease) as box,
-        _metrics(metrics_address, metrics_port) as registry,
-    ):
-        publisher = Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry)
-        try:
-            with publisher:
+    try:
+        with (
+            _outbox(where, table, schema, create=create, lease=lease) as box,
+            _metrics(metrics_address, metrics_port) as registry,
+            Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry) as publisher,
+        ):
+            try:
                 _connect(publisher, patient=not until_empty)
                 if until_empty:
                     _flush(publisher, timeout)
                 else:
+                    looks_for_signals = True
                     say(f"relaying {box!r}")
-                    first = next_signal(received)
+                    ended_by = next_signal(received)
                     publisher.close(_LEAVE)
-                    if first == signal.SIGINT:
-                        raise typer.Exit(_INTERRUPTED)
-        except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
-        except TimeoutError as error:
-            raise OutboxError(str(error)) from error
+                    raise typer.Exit(_INTERRUPTED if ended_by == signal.SIGINT else 0)
+            except KeyboardInterrupt:
+                publisher.close(_LEAVE)
+                raise
+    except KeyboardInterrupt:
+        in_order = not until_empty and received.get() == signal.SIGTERM
+        raise typer.Exit(0 if in_order else _INTERRUPTED) from None
+    except TimeoutError as error:
+        raise OutboxError(str(error)) from error
 
 
 def _connect(publisher: Publisher, *, patient: bool) -> None:
@@ -189,7 +198,7 @@ def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> No
     """Print the statements that make the table in this database, for a migration. Nothing is asked or changed."""
     if "://" not in where:
         raise typer.BadParameter("a SQLite outbox makes its own tables: give a database URL")
-    with _in_database(where, table=table, schema=schema) as box:
+    with _in_database(where, table=table, schema=schema) as (box, _engine):
         print(box.ddl)
 
 
@@ -198,7 +207,8 @@ def _outbox(
     where: str, table: str, schema: str | None, *, create: bool = False, lease: float = 30.0
 ) -> Iterator[Outbox]:
     if "://" in where:
-        with _in_database(where, table=table, schema=schema, create=create, lease=lease) as box:
+        with _in_database(where, table=table, schema=schema, create=create, lease=lease) as (box, engine):
+            _wait_for_answer(box, engine)
             box.open()
             yield box
         return
@@ -240,7 +250,7 @@ def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | Non
 
 
 @contextmanager
-def _in_database(url: str, **options: Any) -> Iterator[SQLAlchemyOutbox]:
+def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, Engine]]:
     try:  # of the extra `sql`, which nothing else here needs
         from sqlalchemy import create_engine  # noqa: PLC0415
         from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
@@ -257,10 +267,26 @@ def _in_database(url: str, **options: Any) -> Iterator[SQLAlchemyOutbox]:
         raise ConfigurationError(f"OUTBOX is no database URL that can be used: {type(error).__name__}") from None
     box = SQLAlchemyOutbox(engine, **options)
     try:
-        yield box
+        yield box, engine
     finally:
         box.close()
         engine.dispose()
+
+
+def _wait_for_answer(box: Outbox, engine: Engine) -> None:
+    """Wait until the database has answered whoever connects, be it with an error, which is for its next user to tell.
+
+    A frozen server accepts connections and never answers, and drivers wait for ever.
+    """
+
+    def connect(_lifeline: object) -> None:
+        with suppress(Exception), engine.connect():
+            pass
+
+    try:
+        Calls("reliable_mq outbox database").call(connect, _ANSWERS)
+    except TimeoutError:
+        raise OutboxError(f"opening failed in {box!r}: the database did not answer within {_ANSWERS:g} s") from None
 
 
 def _which(message_ids: list[str] | None, *, every: bool) -> list[str] | None:

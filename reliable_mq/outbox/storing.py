@@ -115,6 +115,7 @@ class BaseStoringLane(Generic[C]):
         self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
         self._unseen = 0
         self._said_at = float("-inf")
+        self._left_said = False  # by one of those who close it
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -264,7 +265,8 @@ class BaseStoringLane(Generic[C]):
             logger.error("%d messages were not stored: %s", count, error)
 
     def _say_left(self, left: int) -> None:
-        if left:
+        if left and not self._left_said:
+            self._left_said = True
             logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
 
 
