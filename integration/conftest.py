@@ -112,8 +112,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             faces = ["sync", "aio"] if soaking() or alone is None else alone.args
             on_uvloop = ["uvloop"] if soaking() and name == "publisher_face" else []
             metafunc.parametrize(name, [*faces, *on_uvloop], indirect=True)
-    if "any_broker" in metafunc.fixturenames and not soaking() and metafunc.definition.get_closest_marker("one_line"):
-        metafunc.parametrize("any_broker", ["newest"], indirect=True, scope="session")
+    if "any_broker" in metafunc.fixturenames and not _chosen(metafunc, "any_broker"):
+        one = not soaking() and metafunc.definition.get_closest_marker("one_line") is not None
+        metafunc.parametrize("any_broker", ["newest"] if one else LINES, indirect=True, scope="session")
     for name in ("broker", "private_broker"):
         if soaking() and name in metafunc.fixturenames and not _chosen(metafunc, name):
             metafunc.parametrize(name, LINES, indirect=True)
@@ -213,7 +214,7 @@ def broker_40(_shared_brokers: Callable[[str], Broker]) -> Broker:
     return _shared_brokers("4.0")
 
 
-@pytest.fixture(scope="session", params=LINES)
+@pytest.fixture(scope="session")
 def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Broker]) -> Broker:
     """The shared brokers, one after the other."""
     return _shared_brokers(request.param)

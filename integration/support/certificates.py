@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -41,14 +42,18 @@ _SIGNING = x509.KeyUsage(
 
 
 class Authority:
-    """A certificate authority, whose files lie in one directory; `file` is its own certificate."""
+    """A certificate authority, whose files lie in one directory; `file` is its own certificate.
+
+    Another authority of the same name claims the same key, as a forger would.
+    """
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
+        self._key_identifier = hashlib.sha256(name.encode()).digest()[:20]
         own = (
-            self._builder(self._name, self._key, DAY)
+            self._builder(self._name, self._key, DAY, self._key_identifier)
             .add_extension(x509.BasicConstraints(True, None), True)
             .add_extension(_SIGNING, True)
         )
@@ -58,7 +63,8 @@ class Authority:
     def issue(self, name: str, *hosts: str, ends_in: timedelta = DAY) -> Certificate:
         """Make a certificate for `name` (a common name) and `hosts` (host names or addresses), and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._builder(_name(name), key, ends_in)
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest
+        builder = self._builder(_name(name), key, ends_in, identifier)
         if hosts:
             builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), False)
         issued = Certificate(self._directory / f"{name}.crt", self._directory / f"{name}.key")
@@ -71,7 +77,7 @@ class Authority:
         return issued
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ends_in: timedelta
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ends_in: timedelta, key_identifier: bytes
     ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (
@@ -83,8 +89,8 @@ class Authority:
             .not_valid_before(now - 30 * DAY)
             .not_valid_after(now + ends_in)
             # A context that is strict, as Python's own are from 3.13 on, asks for both.
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), False)
+            .add_extension(x509.SubjectKeyIdentifier(key_identifier), False)
+            .add_extension(x509.AuthorityKeyIdentifier(self._key_identifier, None, None), False)
         )
 
 
