@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from integration.support.certificates import SIGNING
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -31,20 +32,6 @@ DAY = timedelta(days=1)
 DEADLINE = 10.0
 
 
-# What an authority must say of its key, or a strict context refuses what it has signed.
-_SIGNING = x509.KeyUsage(
-    digital_signature=False,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    key_cert_sign=True,
-    crl_sign=True,
-    encipher_only=False,
-    decipher_only=False,
-)
-
-
 class Authority:
     """A certificate authority whose files lie in one directory."""
 
@@ -55,7 +42,7 @@ class Authority:
         certificate = (
             self._builder(self.name, self.key, DAY)
             .add_extension(x509.BasicConstraints(True, None), True)
-            .add_extension(_SIGNING, True)
+            .add_extension(SIGNING, True)
         )
         self.pem = certificate.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         self.file = directory / f"{name}.pem"

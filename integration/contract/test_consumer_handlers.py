@@ -16,6 +16,7 @@ from integration.support.waiting import wait_until
 from reliable_mq import Ack, Consumer, DeadLetter, Message, Publisher, Queue, RetryLater, RetryPolicy
 from reliable_mq.core.codec import split_properties
 from reliable_mq.stores import MemoryStore
+from tests.hostile_exceptions import NotYet, Textless
 
 if TYPE_CHECKING:
     from integration.support.checker import Checker
@@ -193,18 +194,6 @@ def test_verdicts_and_exceptions_in_a_group_are_seen(vhost: VirtualHost) -> None
     reasons = {body: headers[PREFIX + "dead-letter-reason"] for body, headers in dead.items()}
     inside = "tasks (2 sub-exceptions): RetryLater: in 0.05 s; ValueError: given up on"
     assert reasons == {"0": "bad", "1": f"the retry policy gives up on ExceptionGroup: {inside}"}
-
-
-class NotYet(RetryLater):
-    """Without the constructor of `RetryLater`."""
-
-    def __init__(self) -> None:
-        pass
-
-
-class Textless(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
 
 
 class NeverAsked(type):

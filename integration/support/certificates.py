@@ -28,7 +28,7 @@ class Certificate:
 
 
 # What an authority must say of its key, or a strict context refuses what it has signed.
-_SIGNING = x509.KeyUsage(
+SIGNING = x509.KeyUsage(
     digital_signature=False,
     content_commitment=False,
     key_encipherment=False,
@@ -55,7 +55,7 @@ class Authority:
         own = (
             self._builder(self._name, self._key, DAY, self._key_identifier)
             .add_extension(x509.BasicConstraints(True, None), True)
-            .add_extension(_SIGNING, True)
+            .add_extension(SIGNING, True)
         )
         self.file = directory / f"{name}.pem"
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))

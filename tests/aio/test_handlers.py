@@ -17,6 +17,7 @@ from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
+from tests.hostile_exceptions import NotYet, Textless
 
 DEADLINE = 10.0
 
@@ -263,18 +264,6 @@ def test_a_verdict_is_that_of_its_delivery_wherever_the_handler_has_put_it(store
             assert [(one.delivery.delivery_tag, one.failure.verdict) for one in failed] == [(2, "bad")]
 
     asyncio.run(main())
-
-
-class NotYet(RetryLater):
-    """Without the constructor of `RetryLater`."""
-
-    def __init__(self) -> None:
-        pass
-
-
-class Textless(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
 
 
 @pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from reliable_mq.core.delivery import Delivery
 from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
 from reliable_mq.stores import IdempotencyStore, MemoryStore
 from tests.core.deliveries import delivery
+from tests.hostile_exceptions import NotYet, Textless
 
 DEADLINE = 10.0
 
@@ -234,18 +235,6 @@ def test_verdicts_on_deliveries_that_were_taken_out_of_the_list_are_asked_for_ag
         results = sink.wait_for(3)
     assert failures(results) == ["reliable_mq.errors.UsageError"] * 3
     assert not any(result.alone for result in results if isinstance(result, Failed))
-
-
-class NotYet(RetryLater):
-    """Without the constructor of `RetryLater`."""
-
-    def __init__(self) -> None:
-        pass
-
-
-class Textless(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
 
 
 @pytest.mark.parametrize("error", [NotYet(), DeadLetter(Textless()), Textless()])  # type: ignore[arg-type]
