@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.connection.consuming import groups
 from reliable_mq.connection.consuming.workers import Workers
@@ -335,6 +336,7 @@ def test_a_worker_whose_recovery_is_interrupted_goes_on_on_another_thread(
         sink.wait_for(1)
         workers.put(work[1:])
         assert sink.wait_for(5) == work
+    wait_until(lambda: told, timeout=20, what="the end of the first thread")  # the other one has begun before
     assert [one.exc_value.code for one in told] == [4]
 
 
