@@ -30,8 +30,8 @@ from reliable_mq import (
     Receipt,
     TLSOptions,
 )
-from reliable_mq.aio.driver import DataChannel
-from reliable_mq.core import recovery
+from reliable_mq.connection.aiormq_driver import DataChannel
+from reliable_mq.core import reconnect
 
 if TYPE_CHECKING:
     from integration.support.broker import Broker
@@ -185,7 +185,7 @@ def test_aio_09_channels_that_are_closed_leave_nothing_behind(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, run_async: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """aio-pika: 500 channels opened and closed on a connection left 1004 callbacks in it."""
-    monkeypatch.setattr(recovery, "CHANNEL_BURST", 1000)  # else it would wait between so many
+    monkeypatch.setattr(reconnect, "CHANNEL_BURST", 1000)  # else it would wait between so many
     proxy = fault_proxy(vhost.url)
 
     async def main() -> None:

@@ -15,7 +15,7 @@ import pytest
 from integration.support.consuming import numbered, publish, send
 from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncConsumer, AsyncPublisher, Message, Queue, TopologyMismatch
-from reliable_mq.core.codec import join_properties
+from reliable_mq.codec import join_properties
 
 if TYPE_CHECKING:
     from integration.support.management import VirtualHost

@@ -18,7 +18,7 @@ from integration.support.programs import environment
 from integration.support.spark import bodies_of, drain
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
-from reliable_mq.core.codec import encode_properties, join_properties
+from reliable_mq.codec import encode_properties, join_properties
 
 if TYPE_CHECKING:
     from pathlib import Path

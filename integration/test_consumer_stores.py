@@ -28,7 +28,7 @@ from integration.support.waiting import wait_until
 from integration.test_stores import make
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, RedisStore, SQLAlchemyStore, SQLiteStore
-from reliable_mq.stores.redis_script import CLAIM, COMPLETE, RELEASE
+from reliable_mq.stores.redis import CLAIM, COMPLETE, RELEASE
 from tests.stores.subjects import LEASE, RETENTION, Bridged
 
 if TYPE_CHECKING:

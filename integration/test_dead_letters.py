@@ -24,8 +24,8 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
+from reliable_mq.codec import encode_properties, join_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_properties, join_properties
 from reliable_mq.deadletters import DeadLetterQueue, Filter, Target
 from reliable_mq.stores import MemoryStore
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.core.delivery import Source
+    from reliable_mq.core.consumer.delivery import Source
     from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders")

@@ -22,7 +22,7 @@ from integration.support.databases import with_driver
 from integration.support.lossy import LossyProxy
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, IdempotencyStoreError, Queue, RetryPolicy
-from reliable_mq.core.claims import Commit, Hold
+from reliable_mq.core.idempotency import Commit, Hold
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
 from tests.core.deliveries import delivery
 

@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tree = {str(path.relative_to(ROOT)) for path in (ROOT / "reliable_mq").rglob("*.py")}
-    tree.remove("reliable_mq/spark/discovered.py")
+    tree.remove("reliable_mq/spark/autoregister.py")
     tree.add("pyspark_reliable_mq.py")  # where Spark looks for it
     own = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert own == tree | {"reliable_mq/py.typed"}
@@ -77,7 +77,7 @@ def test_the_metadata_says_what_it_is(wheel: Path) -> None:
 
 def test_the_installed_package_knows_its_version(site: Path) -> None:
     """Broker and dead letters are told it."""
-    code = "import reliable_mq.identity as identity; print(identity.__file__, identity.OWN_VERSION)"
+    code = "import reliable_mq._util.version as identity; print(identity.__file__, identity.OWN_VERSION)"
     file, version = run(site, sys.executable, "-c", code).split()
     assert Path(file).is_relative_to(site)
     assert version == "0.1.0"

@@ -8,9 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.publication import Outcome, Receipt
-from reliable_mq.core.report import PublishReport
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.publisher.publication import Outcome, PublishReport, Receipt
 from reliable_mq.errors import (
     BrokerUnavailable,
     ConfigurationError,

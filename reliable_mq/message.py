@@ -16,7 +16,8 @@ from secrets import randbits
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, TypeVar, Unpack
 
-from reliable_mq.core.codec import (
+from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq.codec import (
     CodecError,
     Properties,
     encode_properties,
@@ -26,13 +27,12 @@ from reliable_mq.core.codec import (
     split_properties,
 )
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.hooks import ForkStage, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime, timedelta
 
-    from reliable_mq.core.codec import FieldValue
+    from reliable_mq.codec import FieldValue
 
 __all__ = ["Message", "MessageProperties", "new_message_id"]
 

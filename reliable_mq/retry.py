@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import tenacity
 
-from reliable_mq.durations import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from reliable_mq.durations import seconds
+from reliable_mq._util.validation import seconds
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 

@@ -26,7 +26,7 @@ from itertools import chain
 from typing import Any, Final, get_args
 from urllib.parse import unquote_to_bytes
 
-from reliable_mq.durations import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions

@@ -8,8 +8,8 @@ each suite and by every program that a test runs as a process of its own (`integ
 from __future__ import annotations
 
 from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Publisher
-from reliable_mq.core.consumer_options import ConsumerOptions
-from reliable_mq.core.publisher_options import PublisherOptions
+from reliable_mq.engine.consumer_options import ConsumerOptions
+from reliable_mq.engine.publisher_options import PublisherOptions
 
 __all__ = ["treat_new_queues_as_old"]
 

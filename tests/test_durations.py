@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from reliable_mq.durations import seconds
+from reliable_mq._util.validation import seconds
 from reliable_mq.errors import ConfigurationError
 
 

@@ -11,7 +11,7 @@ from reliable_mq import Consumer, Publisher
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.consumer import AsyncConsumer
 from reliable_mq.aio.publisher import AsyncPublisher
-from reliable_mq.core.publisher_options import PublisherOptions
+from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.sync.confirmation import Confirmation
 
 COROUTINES = ("publish", "submit", "publish_many", "flush", "connect", "close")

@@ -6,11 +6,11 @@ from importlib import metadata
 
 import pytest
 
-from reliable_mq import identity
+from reliable_mq._util import version
 
 
 def test_a_connection_says_whose_it_is_and_on_what() -> None:
-    assert identity.client_properties("orders", "pika 1.4.4") == {
+    assert version.client_properties("orders", "pika 1.4.4") == {
         "product": "reliable_mq",
         "version": metadata.version("reliable-mq"),
         "information": "on pika 1.4.4",
@@ -22,5 +22,5 @@ def test_it_works_without_having_been_installed(monkeypatch: pytest.MonkeyPatch)
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(identity, "version", missing)
-    assert identity.own_version() == "unknown"
+    monkeypatch.setattr(version, "version", missing)
+    assert version.own_version() == "unknown"

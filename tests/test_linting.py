@@ -8,7 +8,7 @@ import pytest
 
 from reliable_mq import ConfigurationError, Queue
 from reliable_mq.topology import TopologyWarning
-from reliable_mq.topology.linting import Flaw, lint_arguments
+from reliable_mq.topology.arguments import Flaw, lint_arguments
 
 DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import message as module
-from reliable_mq.core.codec import Properties, decode_table, encode_properties, join_properties
+from reliable_mq.codec import Properties, decode_table, encode_properties, join_properties
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.message import Message, MessageProperties, new_message_id
 

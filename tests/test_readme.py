@@ -19,7 +19,7 @@ import pytest
 import reliable_mq
 from reliable_mq import Consumer, Publisher
 from reliable_mq.core import headers
-from reliable_mq.metrics import consumer, outbox, publisher
+from reliable_mq.metrics import families as metric_families
 from reliable_mq.metrics.registry import Family
 from reliable_mq.testing import FaultProxy
 
@@ -180,8 +180,7 @@ def test_every_metric_is_listed_and_no_other() -> None:
     listed = {name for name in inline(REFERENCE) if name.startswith("reliable_mq_")}
     families = {
         found.full_name
-        for module in (publisher, outbox, consumer)
-        for value in vars(module).values()
+        for value in vars(metric_families).values()
         for found in (value.values() if isinstance(value, dict) else [value])
         if isinstance(found, Family)
     }

@@ -14,16 +14,8 @@ import tenacity
 
 from integration.support.recorder import Recorded
 from integration.support.waiting import wait_until
-from reliable_mq.core.setup import (
-    Cancel,
-    CheckQueue,
-    Consume,
-    DeclareQueue,
-    QueueState,
-    SetPrefetch,
-    consumer_setup,
-    publisher_setup,
-)
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch
+from reliable_mq.core.channel_setup import consumer_setup, publisher_setup
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch, UsageError
 from reliable_mq.settings import Credentials
 from reliable_mq.testing import Frame, basic_ack, connection_blocked, connection_unblocked
@@ -35,7 +27,8 @@ if TYPE_CHECKING:
 
     from integration.support.broker import Broker
     from integration.support.management import VirtualHost
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator, Step
+    from reliable_mq.codec.methods import Step
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.testing import FaultProxy, FaultProxyFactory
     from reliable_mq.topology.queue import QueueType
 

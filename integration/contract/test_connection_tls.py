@@ -11,7 +11,7 @@ from integration.support.broker import Broker
 from integration.support.certificates import DAY, Authority, Certificate
 from integration.support.recorder import Recorded
 from integration.support.waiting import wait_until
-from reliable_mq.core.setup import consumer_setup, publisher_setup
+from reliable_mq.core.channel_setup import consumer_setup, publisher_setup
 from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from integration.support.consuming import Gate, Handler, dead_letters, numbered, publish, running, send
 from integration.support.waiting import wait_until
 from reliable_mq import Ack, Consumer, DeadLetter, Message, Publisher, Queue, RetryLater, RetryPolicy
-from reliable_mq.core.codec import split_properties
+from reliable_mq.codec import split_properties
 from reliable_mq.stores import MemoryStore
 from tests.hostile_exceptions import NotYet, Textless
 

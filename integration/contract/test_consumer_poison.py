@@ -11,7 +11,7 @@ import pytest
 from integration.support.consuming import Handler, dead_letters, numbered, publish, send
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Exchange, Message, Publisher, Queue, RetryPolicy
-from reliable_mq.core.codec import join_properties
+from reliable_mq.codec import join_properties
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing import Frame
 from reliable_mq.topology import Binding

@@ -25,9 +25,9 @@ from reliable_mq import (
     RetryPolicy,
     TopologyMismatch,
 )
+from reliable_mq.codec import join_properties, split_properties
+from reliable_mq.codec.tables import walk_table
 from reliable_mq.core import headers
-from reliable_mq.core.codec import join_properties, split_properties
-from reliable_mq.core.codec.tables import walk_table
 from reliable_mq.topology import Binding
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typing import Any
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.spark.options import QueueOptions, read_options
-from reliable_mq.spark.queues import QueueSource
+from reliable_mq.spark.queue_source import QueueSource
 
 PHASES = ("planned", "offsets written", "reading", "sink written", "commits written")
 

@@ -29,7 +29,7 @@ from integration.support.spark import handed_back_counts
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.spark.options import QueueOptions, read_options
-from reliable_mq.spark.queues import QueueSource
+from reliable_mq.spark.queue_source import QueueSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ import pytest
 
 from integration.support.spark import bodies_of, drain
 from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, RetryPolicy
-from reliable_mq.spark import publishers
+from reliable_mq.spark import sink
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.sink import BatchSink, Written
 
@@ -35,7 +35,7 @@ def declare(vhost: VirtualHost, *topology: Declaration) -> None:
 def _orders(vhost: VirtualHost, baseline: None) -> Iterator[None]:
     declare(vhost, ORDERS)
     yield
-    publishers.close_all()
+    sink.close_all()
 
 
 def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: str) -> Written:
@@ -113,7 +113,7 @@ def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
 ) -> None:
     """A queue that is full refuses, and goes on refusing for as long as the publisher tries again."""
     impatient = partial(Publisher, retry=RetryPolicy(max_attempts=3, delays=(0.1,)))  # by default it takes ten seconds
-    monkeypatch.setattr(publishers, "Publisher", impatient)
+    monkeypatch.setattr(sink, "Publisher", impatient)
     declare(
         vhost, Queue("full", type="classic", dead_letter=None, max_length=2, arguments={"x-overflow": "reject-publish"})
     )
@@ -206,11 +206,11 @@ def test_a_worker_that_is_used_again_keeps_its_publisher(vhost: VirtualHost, mon
     used = []
     for _ in range(3):
         write(vhost, batch, routing_key="orders")
-        with publishers.borrowed_publisher(options) as publisher:
+        with sink.borrowed_publisher(options) as publisher:
             used.append(publisher)
     assert used[0] is used[1] is used[2]
     assert used[0].statistics.confirmed == 6
     with pytest.raises(PublishError):
         write(vhost, batch, routing_key="nowhere")
-    with publishers.borrowed_publisher(options) as publisher:
+    with sink.borrowed_publisher(options) as publisher:
         assert publisher is not used[0]

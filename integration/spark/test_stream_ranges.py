@@ -13,20 +13,19 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
-from reliable_mq.spark import stream_ranges
+from reliable_mq.spark import stream_reader
 from reliable_mq.spark.datasource import RabbitMQDataSource
-from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_channel import StreamChannel
-from reliable_mq.spark.stream_ends import End
-from reliable_mq.spark.stream_ranges import RangeReader
+from reliable_mq.spark.stream_broker import End, StreamChannel
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_reader import RangeReader
 
 if TYPE_CHECKING:
     from random import Random
 
     from integration.support.management import VirtualHost
     from reliable_mq.spark.options import StreamOptions
-    from reliable_mq.spark.streams import StreamBatch, StreamSource
+    from reliable_mq.spark.stream_source import StreamBatch, StreamSource
     from reliable_mq.testing import FaultProxyFactory
 
 pytestmark = pytest.mark.usefixtures("baseline")
@@ -181,7 +180,7 @@ def test_what_the_stream_has_is_not_passed_over_where_it_comes_too_late(
     """A broker that is slow is no data loss, whatever is allowed; nor where more was asked for than there is."""
     publish(vhost, 10)
     monkeypatch.setattr(StreamChannel, "take", lambda *_: [])
-    monkeypatch.setattr(stream_ranges, "end_of", lambda *_: End(10, 0.0))
+    monkeypatch.setattr(stream_reader, "end_of", lambda *_: End(10, 0.0))
     lenient = options(vhost.url, failOnDataLoss="false")
     with pytest.raises(ConsumeError, match=f"did not come within 0 s, and the stream {said}"):
         read(RangeReader(lenient, StreamRange("events", 5, end), COLUMNS, patience=0.0))

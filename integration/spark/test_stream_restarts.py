@@ -11,10 +11,10 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
-from reliable_mq.spark.offsets import StreamRange
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_ranges import RangeReader
-from reliable_mq.spark.streams import StreamSource
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.spark.stream_source import StreamSource
 
 if TYPE_CHECKING:
     from integration.support.broker import Broker

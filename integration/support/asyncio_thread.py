@@ -7,13 +7,13 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.aio.connector import AsyncConnector
+from reliable_mq.aio.connection import AsyncConnector
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.core.setup import StepGenerator
+    from reliable_mq.core.channel_setup import StepGenerator
 
 
 class AsyncioThread:

@@ -25,7 +25,7 @@ from reliable_mq.aio.consumer import AsyncConsumer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reliable_mq.connection.consuming.pull import PulledDelivery
+    from reliable_mq.engine.pull import PulledDelivery
 
 _FOR_EVER = 100_000.0  # seconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq.testing.account import Account
+from reliable_mq.testing.audit import Account
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pika.spec import BasicProperties
 
     from integration.support.management import VirtualHost
-    from reliable_mq.testing.account import Balance
+    from reliable_mq.testing.audit import Balance
 
 
 class Checker(Account):

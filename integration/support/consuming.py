@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Consumer, Delivery, ReliableMQError
-    from reliable_mq.testing.account import Account
+    from reliable_mq.testing.audit import Account
 
 
 _CONSUMERS = """

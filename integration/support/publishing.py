@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from reliable_mq import Confirmation, Publisher
-    from reliable_mq.testing.account import Account
+    from reliable_mq.testing.audit import Account
 
 
 def book(account: Account, confirmation: Confirmation, timeout: float = 60) -> PublishError | None:

@@ -6,10 +6,10 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from integration.support.asyncio_thread import AsyncioThread
-from reliable_mq.core.codec import append_publish, encode_properties, publish_head
-from reliable_mq.core.codec.reader import LARGEST_BODY
-from reliable_mq.core.recovery import Recovery
-from reliable_mq.core.setup import publisher_setup
+from reliable_mq.codec import append_publish, encode_properties, publish_head
+from reliable_mq.codec.reader import LARGEST_BODY
+from reliable_mq.core.channel_setup import publisher_setup
+from reliable_mq.core.reconnect import Recovery
 from reliable_mq.message import Message
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
@@ -17,9 +17,9 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reliable_mq.core.codec import RawDelivery
-    from reliable_mq.core.recovery import Loss
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.reconnect import Loss
     from reliable_mq.errors import ReliableMQError
 
 

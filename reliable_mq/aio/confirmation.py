@@ -13,14 +13,14 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from reliable_mq.connection.publishing import WatchedPublication
-from reliable_mq.core.publication import Outcome
+from reliable_mq.core.publisher.publication import Outcome
+from reliable_mq.engine.publisher_channel import WatchedPublication
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from reliable_mq.core.publication import Receipt
+    from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError, ReliableMQError
 
 __all__ = ["AsyncConfirmation"]

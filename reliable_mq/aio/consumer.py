@@ -1,7 +1,13 @@
 """The idempotent consumer for asyncio: what a user calls.
 
 It puts the parts together (options, a subscription, tasks or threads for the handler, a publisher for dead letters) and
-runs them. Everything it promises about deliveries is decided in :mod:`reliable_mq.core.consuming`, as on the sync face.
+runs them. Everything it promises about deliveries is decided in :mod:`reliable_mq.core.consumer.session`, as on the
+sync face.
+
+SIGTERM and SIGINT stop the consumers that run on an event loop, all of them, and are given back afterwards.
+
+Invariants: a signal that somebody else handles (a server, the program itself) is left to them; what was there before
+the first ``run()`` is there again after the last.
 """
 
 from __future__ import annotations
@@ -9,29 +15,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
 import warnings
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
-from reliable_mq.aio.handlers import HandlerTasks
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.aio.handlers import HandlerTasks, WorkerThreads
 from reliable_mq.aio.publisher import AsyncPublisher
-from reliable_mq.aio.pull import AsyncPullSubscription
-from reliable_mq.aio.republisher import AsyncRepublisher
-from reliable_mq.aio.signals import on_signals
-from reliable_mq.aio.subscription import AsyncSubscription
-from reliable_mq.aio.worker_threads import WorkerThreads
-from reliable_mq.connection.consuming.workers import OWED
-from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
-from reliable_mq.core.consumer_statistics import ConsumerStatistics
-from reliable_mq.core.handlers import is_coroutine_function
+from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
+from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.recovery import Recovery
-from reliable_mq.core.statistics import Histogram
-from reliable_mq.durations import Duration, seconds
+from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.statistics import ConsumerStatistics, Histogram
+from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
+from reliable_mq.engine.workers import OWED
 from reliable_mq.errors import ConfigurationError, UsageError
-from reliable_mq.metrics.consumer import consumer_readings
+from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
@@ -46,14 +50,75 @@ if TYPE_CHECKING:
     from tenacity.stop import stop_base
     from tenacity.wait import wait_base
 
-    from reliable_mq.aio.pull import PulledDelivery
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.aio.subscription import PulledDelivery
+    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
     from reliable_mq.topology import Declaration
 
-__all__ = ["AsyncConsumer"]
+__all__ = ["AsyncConsumer", "on_signals"]
+
+
+@contextmanager
+def on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call ``stop`` for each signal in the block, where the running loop can be told of signals and nobody else is."""
+    loop = asyncio.get_running_loop()
+    watch = _watches.setdefault(loop, _Watch(loop))
+    watch.add(stop)
+    try:
+        yield
+    finally:
+        watch.remove(stop)
+
+
+class _Watch:
+    """The consumers of one loop, and the handlers that were there before them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._stops: list[Callable[[], None]] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def add(self, stop: Callable[[], None]) -> None:
+        if not self._stops and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._take(number)
+        self._stops.append(stop)
+
+    def remove(self, stop: Callable[[], None]) -> None:
+        self._stops.remove(stop)
+        if not self._stops:
+            for number, before in self._before.items():
+                if not self._loop.is_closed():
+                    self._loop.remove_signal_handler(number)
+                signal.signal(number, before)
+            self._before.clear()
+
+    def _take(self, number: signal.Signals) -> None:
+        before = signal.getsignal(number)
+        if not _is_default(before):
+            return
+        try:
+            self._loop.add_signal_handler(number, self._on_signal)
+        except (NotImplementedError, RuntimeError):  # not on this platform, or not with this loop
+            return
+        self._before[number] = before
+
+    def _on_signal(self) -> None:
+        for stop in list(self._stops):
+            stop()
+
+
+def _is_default(handler: object) -> bool:
+    """Whether a handler is Python's own, or that of `asyncio.run`, which cancels the main task."""
+    if isinstance(handler, partial):
+        return isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
+    return handler in (signal.SIG_DFL, signal.default_int_handler)
+
+
+_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = WeakKeyDictionary()
+
 
 logger = logging.getLogger(__name__)
 

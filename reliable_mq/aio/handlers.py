@@ -8,36 +8,148 @@ with can be withdrawn; an exception, whatever it is, ends no other delivery; del
 they were put; a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a
 message that always makes it do so would come again for ever); handlers that never wait for anything leave the loop to
 others after `_SLICE` seconds; after `stop` no task is left, unless a handler does not let itself be cancelled.
+
+How a store is asked on the event loop: one that awaits is awaited, one in memory is called, any other has a thread.
+
+Invariant: a question that was asked is waited for, though the task that asked is cancelled meanwhile: a claim that
+nobody knows of would keep its message until the lease ends. Only `abandon` ends that, for a store that hangs.
+
+The threads that run plain handlers, on the asyncio face: those of the sync face, waited for by a task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import inspect
 import itertools
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from reliable_mq.aio.store_calls import StoreCalls
-from reliable_mq.connection.consuming.groups import Groups
-from reliable_mq.connection.consuming.workers import LOOK_AT_OWED, all_failed, all_lost, judged, pauses
-from reliable_mq.core.ages import names
-from reliable_mq.core.batching import verdicts
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import shown
-from reliable_mq.core.handlers import check_answer
-from reliable_mq.core.handling import Call, NotBegun, Outcome, What, handling, settling
+from reliable_mq._util.threads import Threads
+from reliable_mq.core.consumer.attempts import shown
+from reliable_mq.core.consumer.consumer_timeout import names
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import verdicts
+from reliable_mq.core.consumer.handler import (
+    Call,
+    ClaimKeys,
+    Complete,
+    NotBegun,
+    Outcome,
+    Release,
+    What,
+    check_answer,
+    handling,
+    settling,
+)
 from reliable_mq.core.statistics import Histogram
+from reliable_mq.engine.workers import LOOK_AT_OWED, Groups, Workers, all_failed, all_lost, judged, pauses
+from reliable_mq.errors import IdempotencyStoreError
+from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-    from reliable_mq.connection.consuming.groups import Work
-    from reliable_mq.connection.consuming.workers import ResultSink
-    from reliable_mq.core.handling import Claiming, Handling, Result
+    from reliable_mq.core.consumer.handler import Claiming, Handling, Result, Step
+    from reliable_mq.core.idempotency import Claim
+    from reliable_mq.engine.workers import ResultSink, Work
 
-__all__ = ["HandlerTasks"]
+__all__ = ["BlockingStore", "HandlerTasks", "StoreCalls", "WorkerThreads", "awaits"]
+
+T = TypeVar("T")
+
+
+class StoreCalls:
+    """The questions to one store. Made on the loop that it is for.
+
+    Args:
+        store: an `IdempotencyStore` or an `AsyncIdempotencyStore`.
+        name: of threads.
+        most: threads at a time.
+    """
+
+    def __init__(self, store: Any, name: str, most: int) -> None:
+        self._store = store
+        self._threads: Threads | None = None
+        self._begin: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None = None
+        if awaits(store):
+            self._begin = _as_task
+        elif type(store) is not MemoryStore:  # one that is made of it may well block
+            self._threads = Threads(name, most)
+            self._begin = self._threads.call
+        self._asked: set[asyncio.Future[Any]] = set()
+
+    async def ask(self, step: Step) -> Any:
+        """Ask, and wait for the answer. What the store raises is raised here."""
+        if isinstance(step, ClaimKeys):
+            question = partial(self._store.claim_many, step.keys, step.lease)
+        elif isinstance(step, Complete):
+            question = partial(self._store.complete_many, step.claims)
+        else:
+            assert isinstance(step, Release)  # noqa: S101  # there is no other
+            question = partial(self._store.release_many, step.claims, failed=step.failed)
+        if self._begin is None:
+            return question()
+        answer = self._begin(question)
+        self._asked.add(answer)
+        try:
+            while not answer.done():
+                try:
+                    await asyncio.wait([answer])
+                except asyncio.CancelledError:  # it is looked at when there is an answer
+                    continue
+        finally:
+            self._asked.discard(answer)
+        return answer.result()
+
+    def abandon(self) -> None:
+        """Wait for no answer any more."""
+        for answer in self._asked:
+            answer.cancel()
+        if self._threads is not None:
+            self._threads.stop()
+
+
+def awaits(store: Any) -> bool:
+    """Whether the methods of a store are coroutine functions."""
+    return inspect.iscoroutinefunction(store.claim_many)
+
+
+def _as_task(question: Callable[[], Any]) -> asyncio.Future[Any]:
+    answer: asyncio.Future[Any] = asyncio.ensure_future(question())
+    return answer
+
+
+class BlockingStore:
+    """An `AsyncIdempotencyStore` asked by threads, which wait for the event loop that this is made on."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+
+    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+        """See `IdempotencyStore.claim_many`."""
+        return self._wait(self._store.claim_many(keys, lease))
+
+    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
+        """See `IdempotencyStore.complete_many`."""
+        return self._wait(self._store.complete_many(claims))
+
+    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
+        """See `IdempotencyStore.release_many`."""
+        return self._wait(self._store.release_many(claims, failed=failed))
+
+    def _wait(self, question: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(question, self._loop).result()
+        except (concurrent.futures.CancelledError, RuntimeError) as error:  # the loop ends, or is closed
+            question.close()
+            raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error
+
 
 logger = logging.getLogger(__name__)
 
@@ -382,3 +494,80 @@ def _wake(idle: asyncio.Future[None]) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+class WorkerThreads:
+    """See `Workers`, whose arguments these are; the threads are started at once."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        count: int,
+        handler: Callable[[Any], object],
+        batch: bool,
+        store: Any,
+        claiming: Claiming | None,
+        sink: ResultSink,
+    ) -> None:
+        self._name = name
+        self._workers = Workers(
+            name=name,
+            count=count,
+            handler=handler,
+            batch=batch,
+            store=BlockingStore(store) if store is not None and awaits(store) else store,
+            claiming=claiming,
+            sink=sink,
+        )
+        self._workers.start()
+
+    def put(self, work: Iterable[Work]) -> None:
+        """Hand out deliveries, or batches."""
+        self._workers.put(work)
+
+    def hold(self) -> None:
+        """Begin with nothing more. Any thread."""
+        self._workers.hold()
+
+    def withdraw(self) -> list[Delivery]:
+        """Take back what no handler has begun with."""
+        return self._workers.withdraw()
+
+    async def stop(self, patience: float) -> bool:
+        """End the threads, each after what it runs. Waits up to ``patience`` seconds; returns whether all have ended.
+
+        A thread cannot be cancelled: what still runs then is left to itself.
+        """
+        if self._workers.stop(0.0):
+            return True
+        thread = Threads(f"{self._name}-end", 1)
+        try:
+            return await thread.call(partial(self._workers.stop, max(patience, 0.1)))
+        finally:
+            thread.stop()
+
+    async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Tell the store again what it did not answer to; see `Workers.tell_owed`."""
+        thread = Threads(f"{self._name}-owed", 1)
+        try:
+            return await thread.call(partial(self._workers.tell_owed, timeout, worth_waiting))
+        finally:
+            thread.stop()
+
+    def cancel(self) -> None:
+        """Nothing: a thread cannot be cancelled."""
+
+    def abort(self) -> None:
+        """End the threads, each after what it runs. Does not wait."""
+        self._workers.stop(0.0)
+
+    @property
+    def is_current(self) -> bool:
+        """No: a plain handler has no task to await anything in."""
+        return False
+
+    @property
+    def handler_seconds(self) -> Histogram:
+        """The time that handlers took, per call."""
+        return self._workers.handler_seconds

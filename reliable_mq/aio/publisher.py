@@ -1,8 +1,8 @@
 """The confirming publisher for asyncio: what a user calls.
 
-It validates before anything is sent, hands each publish to its :class:`~reliable_mq.aio.lane.AsyncPublishingLane`, and
-turns outcomes into receipts and errors. Everything it promises about delivery is decided in
-:mod:`reliable_mq.core.publishing`, as on the sync face.
+It validates before anything is sent, hands each publish to its
+:class:`~reliable_mq.aio.publisher_channel.AsyncPublishingLane`, and turns outcomes into receipts and errors. Everything
+it promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`, as on the sync face.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
-from reliable_mq.aio.carrier import AsyncRowCarrier
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.aio.confirmation import AsyncConfirmation
-from reliable_mq.aio.lane import AsyncPublishingLane
-from reliable_mq.aio.storing import AsyncStoredConfirmation, AsyncStoringLane
+from reliable_mq.aio.outbox_channel import AsyncRowCarrier, AsyncStoredConfirmation, AsyncStoringLane
+from reliable_mq.aio.publisher_channel import AsyncPublishingLane
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
-from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
-from reliable_mq.core.report import PublishReport, summary
+from reliable_mq.core.publisher.publication import PublishReport, summary
 from reliable_mq.core.statistics import PublisherStatistics
-from reliable_mq.durations import Duration, seconds
+from reliable_mq.engine.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishError, UsageError
-from reliable_mq.metrics.outbox import outbox_readings
-from reliable_mq.metrics.publisher import publisher_readings
+from reliable_mq.metrics.families import outbox_readings, publisher_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.url import parse_url
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from tenacity.wait import wait_base
 
     from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.core.publication import Receipt
+    from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.message import Message
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.retry import RetryPolicy

@@ -1,25 +1,116 @@
-"""A consumer's connection on the event loop, and how tasks wait for it."""
+"""Publishes dead letters on a connection of their own, confirmed, and says of each whether it was.
+
+On a connection of their own, since the broker blocks publishing connections under an alarm, and a consumer's must go on
+acking.
+
+Invariants: each dead letter that is put is answered exactly once, unless the loop ends before; nothing blocks the
+caller; the connection is opened with the first dead letter; there is a task only while some wait to be published.
+
+A consumer's connection on the event loop, and how tasks wait for it.
+
+Deliveries on request, for tasks, which take turns.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reliable_mq.aio.connector import AsyncConnector
-from reliable_mq.connection.consuming.subscription import CLOSE_GRACE, BaseSubscription
+from reliable_mq.aio.connection import AsyncConnector
+from reliable_mq.core.consumer.consumer_timeout import names
+from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
+from reliable_mq.errors import PublishError, ReliableMQError
+from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
-    from reliable_mq.aio.republisher import AsyncRepublisher
-    from reliable_mq.connection.client import Client
-    from reliable_mq.core.recovery import Recovery
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator
-    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.aio.confirmation import AsyncConfirmation
+    from reliable_mq.aio.publisher import AsyncPublisher
+    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
+    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.core.retry.dead_letters import Republish
+    from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["AsyncSubscription"]
+__all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "PulledDelivery"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncRepublisher:
+    """See the module. On one event loop.
+
+    Args:
+        publisher: not opened yet; closed by `close`.
+        answer: told of each dead letter: None where it is confirmed, else why not.
+        name: of the task.
+    """
+
+    def __init__(
+        self, publisher: AsyncPublisher, answer: Callable[[Republish, ReliableMQError | None], None], name: str
+    ) -> None:
+        self._publisher = publisher
+        self._answer = answer
+        self._name = name
+        self._waiting: deque[Republish] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def put(self, republish: Republish) -> None:
+        """Publish one. Does not wait."""
+        self._waiting.append(republish)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
+
+    async def close(self, timeout: float) -> None:
+        """Give up what is not confirmed within ``timeout`` seconds; its originals stay unacked."""
+        try:
+            await self._publisher.close(timeout)
+        except PublishError:
+            logger.exception("dead letters were given up; their originals stay in the queue")
+        self.abort()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def abort(self) -> None:
+        """Publish nothing more. Does not wait."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+        self._publisher._abort()  # noqa: SLF001  # no user has this publisher, or this way out
+
+    async def _run(self) -> None:
+        while self._waiting:
+            republish = self._waiting.popleft()
+            try:
+                await self._publish(republish)
+            except asyncio.CancelledError:  # the consumer ends, or the program does
+                return
+
+    async def _publish(self, republish: Republish) -> None:
+        try:
+            message = Message.from_wire(republish.body, republish.properties)
+            confirmation = await self._publisher.submit(
+                message, exchange=republish.exchange, routing_key=republish.routing_key
+            )
+        except ReliableMQError as error:
+            self._answer(republish, error)
+        except Exception as error:
+            logger.exception("the copy of %s cannot be published", names([republish.delivery]))
+            self._answer(republish, PublishError(f"it cannot be published: {error!r}"))
+        else:
+            confirmation.add_done_callback(partial(self._settled, republish))
+
+    def _settled(self, republish: Republish, confirmation: AsyncConfirmation) -> None:
+        self._answer(republish, confirmation.exception())
 
 
 class AsyncSubscription(BaseSubscription):
@@ -69,3 +160,79 @@ class AsyncSubscription(BaseSubscription):
         recovery: Recovery,
     ) -> AsyncConnector:
         return AsyncConnector(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
+
+
+_LONGEST = 1e8  # seconds that a timer is set for
+
+
+class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
+    """See `BasePullSubscription`."""
+
+    _changed: _Changes
+
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+        super().__init__(options, settings, recovery)
+        self._turn = asyncio.Lock()
+
+    async def take(self, most: int, timeout: float) -> list[PulledDelivery]:
+        """Take up to ``most`` deliveries: all that are there, or what comes first within ``timeout`` seconds.
+
+        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most. Where the
+        task is cancelled, nothing is taken.
+
+        Raises:
+            UsageError: that would exceed the prefetch.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            async with asyncio.timeout(min(timeout, _LONGEST)):
+                await self._turn.acquire()
+        except TimeoutError:
+            return []
+        try:
+            return await self._take(most, max(deadline, time.monotonic()))
+        finally:
+            self._turn.release()
+
+    async def _take(self, most: int, deadline: float) -> list[PulledDelivery]:
+        taken: list[PulledDelivery] = []
+        self._begin_round(most)
+        try:
+            while (wait := self._take_arrived(taken, deadline)) is not None:
+                await self._changed.wait(min(wait, _LONGEST))
+        except BaseException:
+            self._give_back(taken)
+            raise
+        finally:
+            self._end_round()
+        return taken
+
+    def _new_changes(self) -> _Changes:
+        return _Changes()
+
+
+class _Changes:
+    """Wakes the one who waits. On one loop, so there is nothing to guard."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
+    def notify_all(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, timeout: float) -> None:
+        """Wait for a change, for up to ``timeout`` seconds."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait([self._waiter], timeout=timeout)
+        finally:
+            self._waiter = None

@@ -10,8 +10,8 @@ from typing import Annotated, BinaryIO, Final
 import typer
 
 from reliable_mq.cli.terminal import hide_logs, product
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.lines import write_line
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.deadletters.jsonl import write_line
 from reliable_mq.retry import RetryLater
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.consumer import logger as consumer_logger

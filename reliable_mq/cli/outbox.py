@@ -19,12 +19,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from rich.table import Table
 from rich.text import Text
 
+from reliable_mq._util.threads import Calls
 from reliable_mq.cli.terminal import escaped, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
-from reliable_mq.stores.deadline import Calls
+from reliable_mq.sync.consumer import next_signal
 from reliable_mq.sync.publisher import Publisher
-from reliable_mq.sync.signals import next_signal
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -19,10 +19,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.inputs import Input, lines, size_of, whole_files
+from reliable_mq.cli.files import Input, lines, size_of, whole_files
 from reliable_mq.cli.terminal import errors, escaped, hide_logs, say
-from reliable_mq.connection.publishing import unwatched_logger
-from reliable_mq.core.lines import read_line
+from reliable_mq.deadletters.jsonl import read_line
+from reliable_mq.engine.publisher_channel import unwatched_logger
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 from reliable_mq.message import Message
 from reliable_mq.sync.confirmation import Confirmation

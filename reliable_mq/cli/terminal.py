@@ -20,7 +20,7 @@ from typing import BinaryIO, Final, cast
 from rich.console import Console
 from rich.text import Text
 
-from reliable_mq.core.failure import printable
+from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.url import redacted
 
 __all__ = [

@@ -9,13 +9,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.hooks import ForkStage, in_child
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.hooks import ForkStage, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from reliable_mq.core.setup import ServerInfo
+    from reliable_mq.core.channel_setup import ServerInfo
 
 __all__ = ["QueueRecord", "SharedNewQueues"]
 

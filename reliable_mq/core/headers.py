@@ -10,7 +10,7 @@ POSSIBLE_DUPLICATE     bool       published again after an unknown outcome: the 
 FORMAT                 int        version of the headers below, now `FORMAT_VERSION`
 ATTEMPT                int        which attempt the next delivery of this message is, from 1
 RETRY                  table      of a message that waits for its next attempt: how to make it what it was, see
-                                  :mod:`reliable_mq.core.transit`
+                                  :mod:`reliable_mq.core.retry.retry_headers`
 ATTEMPTS               int        of a dead letter: how many attempts were made at it
 DEAD_LETTER_REASON     str        why it was dead-lettered
 EXCEPTION_TYPE         str        class of the exception that the last attempt raised, with its module

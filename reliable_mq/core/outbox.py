@@ -17,7 +17,7 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from reliable_mq.core.codec import CodecError, split_properties
+from reliable_mq.codec import CodecError, split_properties
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 

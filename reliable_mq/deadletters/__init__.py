@@ -12,11 +12,10 @@ It works on every queue that one may get from, whether this package or RabbitMQ 
 
 from __future__ import annotations
 
-from reliable_mq.core.deadletters import Target
-from reliable_mq.deadletters.filter import Filter
+from reliable_mq.core.retry.dead_letters import Target
+from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.deadletters.queue import DeadLetterQueue
 from reliable_mq.deadletters.replay import ReplayReport
-from reliable_mq.deadletters.statistics import Statistics
 
 __all__ = ["DeadLetterQueue", "DeadMessage", "Filter", "Origin", "ReplayReport", "Statistics", "Target"]

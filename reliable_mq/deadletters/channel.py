@@ -24,27 +24,20 @@ from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
-from reliable_mq.core.claims import namespace_of
-from reliable_mq.core.codec import RawDelivery, encode_ack, encode_get, encode_nack
-from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.setup import (
-    Cancel,
-    CheckQueue,
-    Consume,
-    DeclareQueue,
-    QueueState,
-    SetPrefetch,
-    StepRefused,
-    refusal,
-)
+from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch
+from reliable_mq.core.channel_setup import StepRefused, refusal
+from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery
-from reliable_mq.sync.channel import StepChannel
+from reliable_mq.sync.admin_channel import StepChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reliable_mq.core.recovery import Loss
-    from reliable_mq.core.setup import ServerInfo, Step
+    from reliable_mq.codec.methods import Step
+    from reliable_mq.core.channel_setup import ServerInfo
+    from reliable_mq.core.reconnect import Loss
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["GetChannel"]

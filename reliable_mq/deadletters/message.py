@@ -15,14 +15,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = ["BROKER_COUNTS", "DeadMessage", "Origin"]
 

@@ -14,19 +14,19 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
-from reliable_mq.core.codec import CodecError, Properties, join_properties
-from reliable_mq.core.deadletters import Target
-from reliable_mq.core.lines import read_line, write_line
-from reliable_mq.core.setup import DeclareQueue, StepRefused
+from reliable_mq.codec import CodecError, Properties, join_properties
+from reliable_mq.codec.methods import DeclareQueue
+from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
-from reliable_mq.deadletters.filter import Filter
+from reliable_mq.deadletters.filter import Filter, Statistics
+from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing
-from reliable_mq.deadletters.statistics import Statistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
-from reliable_mq.stores.resetting import ResettableStore
+from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
@@ -34,7 +34,7 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reliable_mq.durations import Duration
+    from reliable_mq._util.validation import Duration
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.tls import TLSOptions

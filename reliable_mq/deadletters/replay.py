@@ -5,6 +5,12 @@ is in the dead-letter queue, at its target, or in both; no more than one batch (
 after a crash; what this very run has published and could not ack, because a channel was lost, is acked when it comes
 again and not published twice; a run ends with the messages that were there when it began: what comes back to the
 dead-letter queue meanwhile is left to the next.
+
+How fast a replay publishes.
+
+Invariant: in any second there are no more than the rate (of a rate that is no whole number, such as 1.5: two in any
+1.33 seconds), however long nothing was published before. Time that passed without anything to publish is not made up
+for; only what a wait took too long is.
 """
 
 from __future__ import annotations
@@ -12,27 +18,55 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import ceil
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from reliable_mq.core.deadletters import Target
-from reliable_mq.core.handling import Claiming
+from reliable_mq.core.consumer.handler import Claiming
+from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.message import DeadMessage
-from reliable_mq.deadletters.pace import Pace
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
 
 if TYPE_CHECKING:
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.deadletters.channel import GetChannel
     from reliable_mq.deadletters.filter import Filter
-    from reliable_mq.stores.resetting import ResettableStore
+    from reliable_mq.stores.protocol import ResettableStore
     from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["BATCH", "Progress", "Replay", "ReplayReport", "Routing"]
+__all__ = ["BATCH", "Pace", "Progress", "Replay", "ReplayReport", "Routing"]
+
+_MADE_UP: Final = 0.005  # seconds: by so much a wait may take too long
+
+
+class Pace:
+    """Spreads publishes evenly. Not thread-safe; times are seconds by a clock that does not jump.
+
+    Args:
+        rate: how many per second, above 0.
+    """
+
+    def __init__(self, rate: float) -> None:
+        most = ceil(rate)
+        self._gap = 1.0 / rate
+        self._window = most / rate
+        self._latest: deque[float] = deque(maxlen=most)
+        self._due = float("-inf")
+
+    def due(self) -> float:
+        """Return when the next one may be published, at the earliest."""
+        first = self._latest[0] + self._window if len(self._latest) == self._latest.maxlen else float("-inf")
+        return max(self._due, first)
+
+    def published(self, now: float) -> None:
+        """One was published, not before it was due."""
+        self._due = max(self._due, now - _MADE_UP) + self._gap
+        self._latest.append(now)
+
 
 #: Dead letters that are taken, published and acked together.
 BATCH: Final = 200

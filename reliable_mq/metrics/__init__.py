@@ -1,5 +1,5 @@
 """Prometheus metrics.
 
-:mod:`~reliable_mq.metrics.publisher`, :mod:`~reliable_mq.metrics.outbox` and :mod:`~reliable_mq.metrics.consumer` list
+:mod:`~reliable_mq.metrics.families`, :mod:`~reliable_mq.metrics.families` and :mod:`~reliable_mq.metrics.families` list
 them by name.
 """

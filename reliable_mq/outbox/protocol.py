@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
-from reliable_mq.core.outbox_statistics import OutboxStatus
+from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:

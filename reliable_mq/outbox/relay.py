@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from reliable_mq.core.outbox import Fate, RelaySession, Settlement
-from reliable_mq.core.outbox_statistics import OutboxStatistics
+from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.errors import ReliableMQError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.core.outbox_statistics import OutboxStatus
+    from reliable_mq.core.statistics import OutboxStatus
     from reliable_mq.outbox.protocol import Claims, Outbox
 
 __all__ = ["Carrier", "OutboxRelay"]

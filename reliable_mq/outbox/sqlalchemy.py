@@ -2,7 +2,7 @@
 
 ``add`` puts a message into a session; with the commit of that session's transaction it is durable together with what
 else was written, with a rollback it never was. Relays, in any number of processes, share the rows: see
-`reliable_mq.outbox.sqlalchemy_claims`.
+`reliable_mq.outbox.sqlalchemy_relay`.
 
 The order of a key is that of the ids, which a database gives out before it commits. Two transactions that write to the
 same key at the same time have no order; whoever wants one has them wait for each other, as any two writers of the same
@@ -35,15 +35,14 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
-from reliable_mq.core.codec import publish_head
+from reliable_mq._util.sqlalchemy import AsyncRunner, Runner, SyncRunner, refuse_autocommit
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
-from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
-from reliable_mq.isolation import refuse_autocommit
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
-from reliable_mq.outbox.sqlalchemy_claims import SQLAlchemyClaims
-from reliable_mq.outbox.sqlalchemy_runner import AsyncRunner, Runner, SyncRunner
+from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyClaims
 from reliable_mq.outbox.sqlalchemy_table import (
     COLLATES,
     DELAYED,

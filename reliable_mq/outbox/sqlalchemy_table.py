@@ -33,7 +33,7 @@ from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
-from reliable_mq.clock import boot, since_boot
+from reliable_mq._util.boottime import boot, since_boot
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

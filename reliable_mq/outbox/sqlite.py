@@ -25,16 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from reliable_mq.clock import since_boot
+from reliable_mq._util.boottime import since_boot
+from reliable_mq._util.validation import Duration, file_path, seconds
 from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
-from reliable_mq.durations import Duration, seconds
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
-from reliable_mq.outbox.sqlite_claims import SQLiteClaims
-from reliable_mq.outbox.sqlite_errors import is_full, outbox_error, uncertain
-from reliable_mq.outbox.sqlite_file import OpenFile
-from reliable_mq.outbox.sqlite_reserve import Reserve
-from reliable_mq.paths import file_path
+from reliable_mq.outbox.sqlite_file import OpenFile, Reserve, is_full, outbox_error, uncertain
+from reliable_mq.outbox.sqlite_relay import SQLiteClaims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

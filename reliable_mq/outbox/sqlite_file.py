@@ -5,19 +5,32 @@ write-ahead log is a file of its own, with commits that are nowhere else.
 
 Invariant: once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in
 another. Its log may be another one after the connection was closed and opened again.
+
+Room that a SQLite outbox keeps for itself on its disk, so that rows can be removed when the disk is full.
+
+SQLite needs room even to delete: it writes the change behind what is in the log, and before the log can start over,
+its pages have to fit into the database. The reserve is a file beside the database; when the disk is full, it is given
+up for the sake of removing rows, and nothing more is stored until it is back.
+
+Invariants: with the reserve there, a log of its usual size can be copied into the database on a full disk; nothing is
+stored without it.
+
+What SQLite's errors mean for an outbox, and what to do.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import sqlite3
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import OutboxError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["OpenFile"]
+__all__ = ["OpenFile", "Reserve", "is_full", "outbox_error", "uncertain"]
 
 
 class OpenFile:
@@ -86,3 +99,79 @@ class OpenFile:
             else:
                 found.append((seen.st_dev, seen.st_ino))
         return found
+
+
+_BYTES: Final = 8 * 1024 * 1024  # the log: 4 MiB (SQLite's default), a transaction behind it, and room for the removal
+_ZEROS: Final = bytes(1024 * 1024)
+
+
+class Reserve:
+    """See the module. Shared by all processes that have the outbox open; thread-safe in that no state is kept here."""
+
+    def __init__(self, database: Path) -> None:
+        self._path = f"{database}-reserve"
+
+    def there(self) -> bool:
+        """Whether it is there, or could be made just now."""
+        with suppress(FileNotFoundError):
+            if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
+                return True
+        return self._make()
+
+    def give_up(self) -> None:
+        """Give the room back to the file system."""
+        with suppress(OSError):
+            os.truncate(self._path, 0)
+
+    def _make(self) -> bool:
+        descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _BYTES)
+            else:  # on macOS
+                for start in range(0, _BYTES, len(_ZEROS)):
+                    os.pwrite(descriptor, _ZEROS, start)
+                os.fsync(descriptor)  # some file systems find room only when they write
+        except OSError:
+            os.ftruncate(descriptor, 0)
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+
+_ADVICE: Final = {
+    sqlite3.SQLITE_FULL: "the disk is full; make room. Earlier rows are safe",
+    sqlite3.SQLITE_BUSY: "another process has kept the file locked for too long; find it, or raise timeout",
+    sqlite3.SQLITE_READONLY: "the file or its directory cannot be written to; see to the permissions",
+    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened; see to the directory and the permissions",
+    sqlite3.SQLITE_CORRUPT: "the file is damaged; move it away with its -wal, and recover it with sqlite3's .recover",
+    sqlite3.SQLITE_NOTADB: "the file is no SQLite database, or damaged; give the outbox its own file",
+    sqlite3.SQLITE_IOERR: "the disk failed; see to it. What was committed before is in the file",
+    sqlite3.SQLITE_TOOBIG: "a message is larger than SQLite can store",
+}
+
+
+def outbox_error(error: Exception, path: Path, what: str) -> OutboxError:
+    """Make the error that a user sees."""
+    advice = _ADVICE.get(_code(error))
+    return OutboxError(f"{what} failed in outbox {path}: {error}" + (f": {advice}" if advice else ""))
+
+
+def uncertain(error: BaseException) -> bool:
+    """Whether it is not known what the file holds now: the commit may be there although it failed."""
+    return isinstance(error, sqlite3.Error) and _code(error) not in (
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_TOOBIG,
+    )
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether there was no room on the disk."""
+    return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_FULL
+
+
+def _code(error: BaseException) -> int:
+    """The primary result code; 0 where there is none."""
+    return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF

@@ -22,7 +22,7 @@ from reliable_mq.errors import OutboxError, ReliableMQError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reliable_mq.core.outbox_statistics import OutboxStatistics
+    from reliable_mq.core.statistics import OutboxStatistics
     from reliable_mq.outbox.protocol import Outbox
 
 __all__ = ["OutboxWriter"]

@@ -29,11 +29,11 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from reliable_mq.core.codec import CodecError, Properties
+from reliable_mq.codec import CodecError, Properties
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from reliable_mq.core.codec import RawDelivery
+    from reliable_mq.codec import RawDelivery
     from reliable_mq.spark.options import WriteOptions
 
 __all__ = [

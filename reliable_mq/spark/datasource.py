@@ -13,10 +13,10 @@ from pyspark.sql.datasource import DataSource
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
 from reliable_mq.spark.options import QueueOptions, read_options, write_options
-from reliable_mq.spark.queues import QueueSource, refuse_batch
-from reliable_mq.spark.shipping import Shipped, ShippedClass
+from reliable_mq.spark.pickling import Shipped, ShippedClass
+from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, Sink
-from reliable_mq.spark.streams import StreamBatch, StreamSource
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (

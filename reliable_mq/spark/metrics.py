@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, write_to_textfile
 
-from reliable_mq.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, in_child
 from reliable_mq.metrics.registry import Family, Reading, register
 
 if TYPE_CHECKING:

@@ -10,15 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.memory import MemoryStore
 from reliable_mq.stores.protocol import AsyncIdempotencyStore, IdempotencyStore
 
 if TYPE_CHECKING:
     from reliable_mq.stores.redis import AsyncRedisStore, RedisStore
-    from reliable_mq.stores.sqlalchemy import SQLAlchemyStore
-    from reliable_mq.stores.sqlalchemy_async import AsyncSQLAlchemyStore
+    from reliable_mq.stores.sqlalchemy import AsyncSQLAlchemyStore, SQLAlchemyStore
     from reliable_mq.stores.sqlite import SQLiteStore
 
 __all__ = [
@@ -36,7 +35,7 @@ __all__ = [
 
 _ON_DEMAND = {  # name: module, and the extra that it needs
     "AsyncRedisStore": ("redis", "redis"),
-    "AsyncSQLAlchemyStore": ("sqlalchemy_async", "sql"),
+    "AsyncSQLAlchemyStore": ("sqlalchemy", "sql"),
     "RedisStore": ("redis", "redis"),
     "SQLAlchemyStore": ("sqlalchemy", "sql"),
     "SQLiteStore": ("sqlite", ""),

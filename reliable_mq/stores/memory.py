@@ -12,8 +12,8 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.claims import Claim, ClaimStatus
-from reliable_mq.durations import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 Invariants: each method is atomic per key; a call may be made again with the same arguments whenever its answer did not
 come, and does no harm by it; what is given in one call costs one question to the database, however much it is.
+
+What the replay of dead letters asks of an idempotency store, beside what a consumer does.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reliable_mq.core.claims import Claim
+    from reliable_mq.core.idempotency import Claim
 
-__all__ = ["AsyncIdempotencyStore", "IdempotencyStore"]
+__all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore"]
 
 
 @runtime_checkable
@@ -78,4 +80,22 @@ class AsyncIdempotencyStore(Protocol):
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
         """See `IdempotencyStore.release_many`."""
+        ...
+
+
+@runtime_checkable
+class ResettableStore(Protocol):
+    """A store that can forget failed attempts, so that a message that was given up has all of them again."""
+
+    def reset_many(self, keys: Sequence[str]) -> list[bool]:
+        """Forget the failed attempts of keys that are not done. Thread-safe; may block.
+
+        What is done stays done, and a claim that is held stays held.
+
+        Returns:
+            Per key, in order, whether there were any to forget.
+
+        Raises:
+            IdempotencyStoreError: the store does not answer.
+        """
         ...

@@ -14,11 +14,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from reliable_mq.clock import boot, since_boot
-from reliable_mq.durations import Duration, seconds
+from reliable_mq._util.boottime import boot, since_boot
+from reliable_mq._util.validation import Duration, file_path, seconds
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.paths import file_path
-from reliable_mq.stores.questions import (
+from reliable_mq.stores.keys import (
     DAY,
     Doubts,
     PurgePace,
@@ -29,14 +28,13 @@ from reliable_mq.stores.questions import (
     taken_in_order,
     unique,
 )
-from reliable_mq.stores.sql.dialect import checked_table
-from reliable_mq.stores.sql.sqlite import SQLite
+from reliable_mq.stores.sql import SQLite, checked_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reliable_mq.core.claims import Claim
-    from reliable_mq.stores.sql.dialect import Steps
+    from reliable_mq.core.idempotency import Claim
+    from reliable_mq.stores.sql import Steps
 
 __all__ = ["SQLiteStore"]
 

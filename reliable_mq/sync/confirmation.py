@@ -20,13 +20,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from reliable_mq.connection.publishing import WatchedPublication
-from reliable_mq.core.publication import Outcome
-from reliable_mq.durations import Duration, seconds
-from reliable_mq.sync.condition import Condition
+from reliable_mq._util.threads import Condition
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.core.publisher.publication import Outcome
+from reliable_mq.engine.publisher_channel import WatchedPublication
 
 if TYPE_CHECKING:
-    from reliable_mq.core.publication import Receipt
+    from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError, ReliableMQError
 
 __all__ = ["PATIENCE", "Confirmation", "time_to_wait"]

@@ -1,7 +1,12 @@
 """The idempotent consumer: what a user calls.
 
 It puts the parts together (options, a subscription, worker threads, a publisher for dead letters) and runs them.
-Everything it promises about deliveries is decided in :mod:`reliable_mq.core.consuming`.
+Everything it promises about deliveries is decided in :mod:`reliable_mq.core.consumer.session`.
+
+Waiting until a signal handler, or a thread, says that it is over.
+
+Python notes a signal when it comes, and runs the handler when its main thread comes round to it. A wait without end may
+keep it from that for ever: where the signal came between the last look and the wait, or went to another thread.
 """
 
 from __future__ import annotations
@@ -14,46 +19,66 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from queue import Empty
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from reliable_mq.connection.consuming.workers import OWED, Workers
-from reliable_mq.core.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
-from reliable_mq.core.consumer_statistics import ConsumerStatistics
-from reliable_mq.core.handlers import is_coroutine_function
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, in_child
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.recovery import Recovery
-from reliable_mq.core.statistics import Histogram
-from reliable_mq.durations import Duration, seconds
+from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.statistics import ConsumerStatistics, Histogram
+from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
+from reliable_mq.engine.workers import OWED, Workers
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
-from reliable_mq.hooks import ExitStage, ForkStage, at_exit, in_child
-from reliable_mq.metrics.consumer import consumer_readings
+from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
 from reliable_mq.sync.publisher import Publisher
-from reliable_mq.sync.pull import PullSubscription
-from reliable_mq.sync.republisher import Republisher
-from reliable_mq.sync.signals import wait_heeding_signals
-from reliable_mq.sync.subscription import Subscription
+from reliable_mq.sync.subscription import PullSubscription, Republisher, Subscription
 from reliable_mq.topology import OWN, OwnDeadLetter, Queue
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from queue import SimpleQueue
     from types import FrameType, TracebackType
 
     from prometheus_client import CollectorRegistry
     from tenacity.stop import stop_base
     from tenacity.wait import wait_base
 
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.settings import Credentials, CredentialsCallback
-    from reliable_mq.sync.pull import PulledDelivery
+    from reliable_mq.sync.subscription import PulledDelivery
     from reliable_mq.tls import TLSOptions
     from reliable_mq.topology import Declaration
 
-__all__ = ["Consumer"]
+__all__ = ["Consumer", "next_signal", "wait_heeding_signals"]
+
+_LOOK_EVERY: Final = 0.5  # seconds
+
+
+def wait_heeding_signals(over: threading.Event) -> None:
+    """Block until ``over`` is set, and let handlers of signals run within half a second wherever the signal went."""
+    while not over.wait(_LOOK_EVERY):
+        pass
+
+
+def next_signal(received: SimpleQueue[int]) -> int:
+    """Block until a handler of signals has put one in, and give it.
+
+    A handler must not set an event that the main thread waits for: it may run while that thread has the event's lock.
+    To put into a simple queue needs none.
+    """
+    while True:
+        try:
+            return received.get(timeout=_LOOK_EVERY)
+        except Empty:
+            continue
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,16 +20,16 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.connection.client import Client, TimerHandle
-from reliable_mq.connection.connector import Connector
+from reliable_mq.connection.connection import Connector
+from reliable_mq.connection.interfaces import Client, TimerHandle
+from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.errors import UsageError
-from reliable_mq.sync.driver import EventLoop, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.core.recovery import Recovery
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.reconnect import Recovery
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Client", "IOThread", "TimerHandle"]

@@ -1,8 +1,8 @@
 """The confirming publisher: what a user calls.
 
-It validates before anything is sent, hands each publish to its :class:`~reliable_mq.sync.lane.PublishingLane`, and
-turns outcomes into receipts and errors. Everything it promises about delivery is decided in
-:mod:`reliable_mq.core.publishing`.
+It validates before anything is sent, hands each publish to its
+:class:`~reliable_mq.sync.publisher_channel.PublishingLane`, and turns outcomes into receipts and errors. Everything it
+promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, in_child
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
-from reliable_mq.core.publisher_options import DEFAULT_RETRY, PublisherOptions
-from reliable_mq.core.report import PublishReport, summary
-from reliable_mq.durations import Duration, seconds
+from reliable_mq.core.publisher.publication import PublishReport, summary
+from reliable_mq.engine.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError, UsageError
-from reliable_mq.hooks import ExitStage, ForkStage, at_exit, in_child
 from reliable_mq.message import Message
-from reliable_mq.metrics.outbox import outbox_readings
-from reliable_mq.metrics.publisher import publisher_readings
+from reliable_mq.metrics.families import outbox_readings, publisher_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
-from reliable_mq.sync.carrier import RowCarrier
 from reliable_mq.sync.confirmation import Confirmation
-from reliable_mq.sync.lane import PublishingLane
-from reliable_mq.sync.storing import StoredConfirmation, StoringLane
+from reliable_mq.sync.outbox_channel import RowCarrier, StoredConfirmation, StoringLane
+from reliable_mq.sync.publisher_channel import PublishingLane
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from tenacity.wait import wait_base
 
     from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.core.publication import Receipt
+    from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.core.statistics import PublisherStatistics
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.settings import Credentials, CredentialsCallback

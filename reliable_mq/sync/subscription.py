@@ -1,24 +1,93 @@
-"""A consumer's connection on an I/O thread, and how any other thread waits for it."""
+"""Publishes dead letters on a connection of their own, confirmed, and says of each whether it was.
+
+On a connection of their own, since the broker blocks publishing connections under an alarm, and a consumer's must go on
+acking. On a thread of their own, since opening that connection and a full window block.
+
+Invariants: each dead letter that is put is answered exactly once; nothing blocks the caller; the connection is opened
+with the first dead letter.
+
+A consumer's connection on an I/O thread, and how any other thread waits for it.
+
+Deliveries on request, for callers on any thread, who take turns.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reliable_mq.connection.consuming.subscription import CLOSE_GRACE, BaseSubscription
+from reliable_mq._util.threads import CallbackThread
+from reliable_mq.core.consumer.consumer_timeout import names
+from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
+from reliable_mq.errors import PublishError, ReliableMQError
+from reliable_mq.message import Message
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.client import Client
-    from reliable_mq.core.recovery import Recovery
-    from reliable_mq.core.setup import ServerInfo, SetupGenerator
-    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
+    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.core.retry.dead_letters import Republish
+    from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.sync.republisher import Republisher
+    from reliable_mq.sync.confirmation import Confirmation
+    from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["Subscription"]
+__all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
+
+logger = logging.getLogger(__name__)
+
+
+class Republisher:
+    """See the module. Thread-safe.
+
+    Args:
+        publisher: not opened yet; closed by `close`.
+        answer: told of each dead letter: None where it is confirmed, else why not. Called on threads of this object.
+    """
+
+    def __init__(
+        self, publisher: Publisher, answer: Callable[[Republish, ReliableMQError | None], None], name: str
+    ) -> None:
+        self._publisher = publisher
+        self._answer = answer
+        self._thread = CallbackThread(name)
+
+    def put(self, republish: Republish) -> None:
+        """Publish one. Does not block."""
+        self._thread.put(partial(self._publish, republish))
+
+    def close(self, timeout: float) -> None:
+        """Give up what is not confirmed within ``timeout`` seconds; its originals stay unacked."""
+        try:
+            self._publisher.close(timeout)
+        except PublishError:
+            logger.exception("dead letters were given up; their originals stay in the queue")
+        self._thread.stop()
+        self._thread.join(timeout)
+
+    def _publish(self, republish: Republish) -> None:
+        try:
+            message = Message.from_wire(republish.body, republish.properties)
+            confirmation = self._publisher.submit(
+                message, exchange=republish.exchange, routing_key=republish.routing_key
+            )
+        except ReliableMQError as error:
+            self._answer(republish, error)
+        except Exception as error:
+            logger.exception("the copy of %s cannot be published", names([republish.delivery]))
+            self._answer(republish, PublishError(f"it cannot be published: {error!r}"))
+        else:
+            confirmation.add_done_callback(partial(self._settled, republish))
+
+    def _settled(self, republish: Republish, confirmation: Confirmation) -> None:
+        self._answer(republish, confirmation.exception())
 
 
 class Subscription(BaseSubscription):
@@ -60,3 +129,46 @@ class Subscription(BaseSubscription):
         recovery: Recovery,
     ) -> IOThread:
         return IOThread(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
+
+
+class PullSubscription(Subscription, BasePullSubscription):
+    """See `BasePullSubscription`."""
+
+    _changed: threading.Condition
+
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+        super().__init__(options, settings, recovery)
+        self._turn = threading.Lock()
+
+    def take(self, most: int, timeout: float) -> list[PulledDelivery]:
+        """Take up to ``most`` deliveries: all that are there, or what comes first within ``timeout`` seconds.
+
+        The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most.
+
+        Raises:
+            UsageError: that would exceed the prefetch.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            return []
+        try:
+            return self._take(most, max(deadline, time.monotonic()))
+        finally:
+            self._turn.release()
+
+    def _take(self, most: int, deadline: float) -> list[PulledDelivery]:
+        taken: list[PulledDelivery] = []
+        with self._changed:
+            self._begin_round(most)
+            try:
+                while (wait := self._take_arrived(taken, deadline)) is not None:
+                    self._changed.wait(min(wait, threading.TIMEOUT_MAX))
+            except BaseException:
+                self._give_back(taken)
+                raise
+            finally:
+                self._end_round()
+        return taken
+
+    def _new_changes(self) -> threading.Condition:
+        return threading.Condition()

@@ -15,8 +15,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import UsageError
+from reliable_mq.testing.connection import Link
 from reliable_mq.testing.faults import ConfirmGate, ConfirmMode, Direction, FrameFault, Line
-from reliable_mq.testing.link import Link
 
 if TYPE_CHECKING:
     import random
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Listens, and holds what all connections share (a `reliable_mq.testing.link.Board`).
+    """Listens, and holds what all connections share (a `reliable_mq.testing.connection.Board`).
 
     Args:
         upstream: the broker's host and port.

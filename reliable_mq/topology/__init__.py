@@ -10,15 +10,16 @@ Invariants:
 - A user's ``arguments`` win over our defaults, and never contradict a field without an error.
 """
 
-from reliable_mq.topology.declaring import Declaration, declarations
-from reliable_mq.topology.exchange import Binding, Exchange
-from reliable_mq.topology.linting import TopologyWarning
-from reliable_mq.topology.mismatch import (
+from reliable_mq.topology.arguments import TopologyWarning
+from reliable_mq.topology.declare import (
+    Declaration,
     Inequivalence,
+    declarations,
     inequivalence_from_reply,
     mismatch_from_differences,
     mismatch_from_reply,
 )
+from reliable_mq.topology.exchange import Binding, Exchange
 from reliable_mq.topology.queue import DEAD_SUFFIX, OWN, OwnDeadLetter, Queue, QueueType
 
 __all__ = [

@@ -8,10 +8,17 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal, get_args
 
-from reliable_mq.durations import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.topology.arguments import SHORT_STRING_BYTES, Arguments, check_flag, check_name, check_new_name
-from reliable_mq.topology.linting import TopologyWarning, lint_arguments
+from reliable_mq.topology.arguments import (
+    SHORT_STRING_BYTES,
+    Arguments,
+    TopologyWarning,
+    check_flag,
+    check_name,
+    check_new_name,
+    lint_arguments,
+)
 
 __all__ = ["OWN", "OwnDeadLetter", "Queue", "QueueType"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import aiormq.exceptions as aiormq_errors
 import pytest
 
-from reliable_mq.aio.driver.errors import Aborted, MechanismNotOffered, link_error
-from reliable_mq.aio.driver.link import _Protocol
-from reliable_mq.aio.event_loop import EventLoop
+from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
+from reliable_mq.connection.aiormq_driver.link import _Protocol
+from reliable_mq.connection.aiormq_driver.loop import EventLoop
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import Endpoint
 

@@ -22,7 +22,7 @@ LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
     (Base, "close", ("self", "exc", "timeout")),
 ]
 
-MOVED = f"aiormq {version('aiormq')} has moved what reliable_mq.aio.driver relies on: "
+MOVED = f"aiormq {version('aiormq')} has moved what reliable_mq.connection.aiormq_driver relies on: "
 
 
 @pytest.mark.parametrize(("owner", "name", "parameters"), LAYERS, ids=lambda value: getattr(value, "__name__", None))

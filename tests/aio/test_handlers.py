@@ -12,9 +12,9 @@ import pytest
 
 from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.aio.handlers import HandlerTasks
-from reliable_mq.core.claims import Claim
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.idempotency import Claim
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from reliable_mq.aio.signals import on_signals
+from reliable_mq.aio.consumer import on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from integration.support.waiting import until
-from reliable_mq.aio.threads import Threads
+from reliable_mq._util.threads import Threads
 
 
 def running() -> list[str]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.cli.checks.broker import examine_limits, examine_version
-from reliable_mq.cli.checks.finding import Finding, Status, worst
-from reliable_mq.cli.checks.hosts import remaining_validity
-from reliable_mq.cli.checks.queues import examine_queues
-from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
-from reliable_mq.core.setup import ServerInfo
+from reliable_mq.cli.doctor.broker import examine_limits, examine_version, remaining_validity
+from reliable_mq.cli.doctor.finding import Finding, Status, worst
+from reliable_mq.cli.doctor.management import QueueView, Snapshot
+from reliable_mq.cli.doctor.queues import examine_queues
+from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.url import parse_url
 
 NEWEST = (4, 3, 6)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from reliable_mq import Queue, RetryPolicy
-from reliable_mq.cli.checks.finding import Finding, Status
-from reliable_mq.cli.checks.queues import examine_queues
-from reliable_mq.cli.checks.snapshot import QueueView, Snapshot
-from reliable_mq.core.ladder import DelayQueue, Ladder
-from reliable_mq.core.quarantine import Quarantine
+from reliable_mq.cli.doctor.finding import Finding, Status
+from reliable_mq.cli.doctor.management import QueueView, Snapshot
+from reliable_mq.cli.doctor.queues import examine_queues
+from reliable_mq.core.consumer.quarantine import Quarantine
+from reliable_mq.core.retry.delay_queues import DelayQueue, Ladder
 
 NEWEST, OLD = (4, 3, 6), (4, 0, 5)
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM

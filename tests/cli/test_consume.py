@@ -14,7 +14,7 @@ from reliable_mq.cli.consume import _Follower
 from reliable_mq.retry import RetryLater
 
 if TYPE_CHECKING:
-    from reliable_mq.core.delivery import Delivery
+    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.sync.consumer import Consumer
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from reliable_mq import Message
 from reliable_mq.cli.dlq.options import chosen
-from reliable_mq.cli.dlq.shown import age, details, listing, summary
+from reliable_mq.cli.dlq.render import age, details, listing, summary
+from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_properties
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
 from reliable_mq.deadletters import DeadMessage, Filter
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)

@@ -14,13 +14,11 @@ from typer.testing import CliRunner
 
 from reliable_mq.cli import doctor
 from reliable_mq.cli.app import app
-from reliable_mq.cli.checks import hosts, management
-from reliable_mq.cli.checks.broker import examine_alarms
-from reliable_mq.cli.checks.finding import Finding, Status
-from reliable_mq.cli.checks.hosts import Entry
-from reliable_mq.cli.checks.management import ManagementAPI, ManagementError
-from reliable_mq.cli.checks.snapshot import Snapshot
-from reliable_mq.core.setup import ServerInfo
+from reliable_mq.cli.doctor import broker, management
+from reliable_mq.cli.doctor.broker import Entry, examine_alarms
+from reliable_mq.cli.doctor.finding import Finding, Status
+from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
+from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
@@ -85,13 +83,13 @@ def test_a_port_that_is_often_taken_for_another_is_named(url: str, check: str, f
     settings = parse_url(url)
     (endpoint,) = settings.endpoints
     if check == "login":
-        found = hosts._refused(settings, endpoint, BrokerUnavailable("closed before the handshake"))
+        found = broker._refused(settings, endpoint, BrokerUnavailable("closed before the handshake"))
     else:
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()
             assert settings.tls is not None
-            found = hosts._tls(settings.tls, endpoint, ours)
+            found = broker._tls(settings.tls, endpoint, ours)
     assert (found.check, found.status) == (check, Status.PROBLEM)
     assert fix in found.fix
 

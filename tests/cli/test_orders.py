@@ -12,12 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.orders.display import LinesDisplay, LiveDisplay, State, display_for
-from reliable_mq.cli.orders.outages import BrokerState, Outages
-from reliable_mq.cli.orders.shop import Progress, fails_once, is_poison
-from reliable_mq.cli.orders.story import Moment, Story
-from reliable_mq.cli.orders.verdict import Verdict
-from reliable_mq.testing.account import Account
+from reliable_mq.cli.demo.display import LinesDisplay, LiveDisplay, Moment, State, Story, Verdict, display_for
+from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, fails_once, is_poison
+from reliable_mq.testing.audit import Account
 
 RUNNING, KILLED, STARTING = BrokerState.RUNNING, BrokerState.KILLED, BrokerState.STARTING
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq.cli.outputs import whole_file
+from reliable_mq.cli.files import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.inputs import lines, size_of, whole_files
+from reliable_mq.cli.files import lines, size_of, whole_files
 from reliable_mq.cli.publish import _Recipe
 from reliable_mq.errors import ConfigurationError
 

@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 from reliable_mq import Message
 from reliable_mq.cli import app as application
 from reliable_mq.cli import doctor
-from reliable_mq.cli.checks.finding import Finding, Status
-from reliable_mq.cli.dlq.shown import details, listing, statistics_json, statistics_tables, summary, summary_json
-from reliable_mq.cli.orders.display import LinesDisplay
+from reliable_mq.cli.demo.display import LinesDisplay
+from reliable_mq.cli.dlq.render import details, listing, statistics_json, statistics_tables, summary, summary_json
+from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.terminal import escaped, json_text, product, say, show_logs, without_passwords
+from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_properties
-from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.lines import write_line
+from reliable_mq.core.consumer.delivery import Delivery, Source
 from reliable_mq.deadletters import DeadMessage
-from reliable_mq.deadletters.statistics import Statistics
+from reliable_mq.deadletters.filter import Statistics
+from reliable_mq.deadletters.jsonl import write_line
 from reliable_mq.errors import BrokerUnavailable
 from tests.cli.hostile import HOSTILE, harmless
 

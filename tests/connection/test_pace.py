@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.connection.pace import ReadPace
-from reliable_mq.core.setup import Cancel, CheckQueue, SetPrefetch
+from reliable_mq.codec.methods import Cancel, CheckQueue, SetPrefetch
+from reliable_mq.connection.read_throttle import ReadPace
 
 
 def test_without_consumers_nothing_is_waited_for() -> None:

@@ -26,9 +26,9 @@ from reliable_mq import (
     StaleDelivery,
     TopologyMismatch,
 )
-from reliable_mq.connection.consuming.subscription import BaseSubscription
 from reliable_mq.core import headers
-from reliable_mq.core.claims import Claim, ClaimStatus
+from reliable_mq.core.idempotency import Claim, ClaimStatus
+from reliable_mq.engine.subscription import BaseSubscription
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import BROKEN_TABLE, properties
 

@@ -26,7 +26,7 @@ from reliable_mq import (
     Queue,
     StaleDelivery,
 )
-from reliable_mq.aio.driver import Link
+from reliable_mq.connection.aiormq_driver import Link
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:

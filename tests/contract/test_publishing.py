@@ -30,7 +30,7 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
-from reliable_mq.core.recovery import MOST_UNANSWERED
+from reliable_mq.core.reconnect import MOST_UNANSWERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

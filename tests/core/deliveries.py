@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reliable_mq.codec import encode_table, join_properties
 from reliable_mq.core import headers
-from reliable_mq.core.attempts import Failures
-from reliable_mq.core.codec import encode_table, join_properties
-from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.failure import Failure
+from reliable_mq.core.consumer.attempts import Failure, Failures
+from reliable_mq.core.consumer.delivery import Delivery, Source
 
 #: The length of a header table that ends before its entries do: the properties hold, the headers do not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"

@@ -11,13 +11,13 @@ from pamqp.header import ContentHeader
 
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publication import Publication, Reply
-from reliable_mq.core.publishing import PublishingSession
+from reliable_mq.core.publisher.publication import Publication, Reply
+from reliable_mq.core.publisher.session import PublishingSession
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from reliable_mq.core.codec import FieldValue
+    from reliable_mq.codec import FieldValue
 
 MAX_ATTEMPTS = 3
 DELAYS = (1.0, 2.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from random import Random
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
-from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.batching import Batcher
-from reliable_mq.core.breaker import Breaker
-from reliable_mq.core.consuming import ConsumingSession, NoticeKind
-from reliable_mq.core.deadletters import DeadLetters, Republish, Target
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.handling import Failed
-from reliable_mq.core.ladder import Ladder
-from reliable_mq.core.quarantine import Quarantine
+from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.circuit_breaker import Breaker
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import Batcher
+from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.quarantine import Quarantine
+from reliable_mq.core.consumer.session import ConsumingSession, NoticeKind
+from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
+from reliable_mq.core.retry.delay_queues import Ladder
 from tests.core.deliveries import delivery, failure
 
 CHANNEL = 3

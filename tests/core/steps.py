@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.core.setup import CheckQueue, DeclareQueue, Pipeline, QueueState, Step
+from reliable_mq.codec.methods import CheckQueue, DeclareQueue, QueueState, Step
+from reliable_mq.core.channel_setup import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from reliable_mq.core.setup import Reply
+    from reliable_mq.codec.methods import Reply
 
 
 def granted(step: Step) -> Reply:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq.core import acks as module
-from reliable_mq.core.acks import AckBatcher, Frames
+from reliable_mq.core.consumer import acks as module
+from reliable_mq.core.consumer.acks import AckBatcher, Frames
 from reliable_mq.errors import ConfigurationError
 from tests.properties import machine
 

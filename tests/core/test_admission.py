@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from reliable_mq.codec import encode_table
 from reliable_mq.core import headers
-from reliable_mq.core.admission import Admission
-from reliable_mq.core.attempts import FailureBook
-from reliable_mq.core.codec import encode_table
-from reliable_mq.core.consumer_statistics import ConsumerStatistics
-from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.consumer.admission import Admission
+from reliable_mq.core.consumer.attempts import FailureBook
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.statistics import ConsumerStatistics
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, too_deep
 
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.ages import Ages, Strike, named, strike_of
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.recovery import Loss
+from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.consumer_timeout import Ages, Strike, named, strike_of
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.reconnect import Loss
 from tests.core.deliveries import delivery
 from tests.core.sessions import items
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq.core import headers
-from reliable_mq.core.attempts import FailureBook, Failures, NewerFormat, failures_from_headers
+from reliable_mq.core.consumer.attempts import FailureBook, Failures, NewerFormat, failures_from_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.properties import machine
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
-from reliable_mq.core.batching import Batcher, verdicts
-from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import Batcher, verdicts
 from tests.core.deliveries import delivery
 from tests.properties import machine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.blame import named_by
-from reliable_mq.core.codec import join_properties
-from reliable_mq.core.publication import Publication, Reply
+from reliable_mq.codec import join_properties
+from reliable_mq.core.publisher.bisect import named_by
+from reliable_mq.core.publisher.publication import Publication, Reply
 from reliable_mq.message import Message
 
 PLAIN = Message(b"x")

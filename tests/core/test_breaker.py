@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, KillSwitch
-from reliable_mq.core.breaker import Breaker, Change
+from reliable_mq.core.consumer.circuit_breaker import Breaker, Change
 
 SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Queue, RetryPolicy, TopologyMismatch
-from reliable_mq.core.codec import encode_reject
-from reliable_mq.core.consumer_options import ConsumerOptions
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.quarantine import failures_by_broker
-from reliable_mq.core.setup import Consume, DeclareQueue, ServerInfo, SetPrefetch, declare, publisher_setup
+from reliable_mq.codec import encode_reject
+from reliable_mq.codec.methods import Consume, DeclareQueue, SetPrefetch
+from reliable_mq.core.channel_setup import ServerInfo, declare, publisher_setup
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.quarantine import failures_by_broker
+from reliable_mq.engine.consumer_options import ConsumerOptions
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.sessions import CHANNEL, deliver, fail, items, make, only_republish
 from tests.core.steps import steps_of

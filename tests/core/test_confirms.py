@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reliable_mq.core.confirms import ConfirmTracker
+from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.errors import UsageError
 from tests.properties import machine
 

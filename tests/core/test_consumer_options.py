@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Queue, RetryPolicy
-from reliable_mq.core.claims import namespace_of
-from reliable_mq.core.codec import LARGEST_BODY, encode_ack
-from reliable_mq.core.consumer_options import ConsumerOptions
-from reliable_mq.core.delivery import Source
-from reliable_mq.core.setup import CheckQueue, Consume, DeclareQueue, ServerInfo, SetPrefetch
+from reliable_mq.codec import LARGEST_BODY, encode_ack
+from reliable_mq.codec.methods import CheckQueue, Consume, DeclareQueue, SetPrefetch
+from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.core.consumer.delivery import Source
+from reliable_mq.core.idempotency import namespace_of
+from reliable_mq.engine.consumer_options import ConsumerOptions
 from tests.core.deliveries import delivery
 from tests.core.steps import steps_of
 

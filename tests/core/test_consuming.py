@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq import ConfigurationError, PublishNacked, PublishRefused, ReliableMQError
+from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
 from reliable_mq.core import headers
-from reliable_mq.core.codec import Properties, encode_ack, encode_nack, encode_reject
-from reliable_mq.core.consuming import NoticeKind
-from reliable_mq.core.handling import Failed, Outcome, What
+from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.session import NoticeKind
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.core.sessions import (
     CHANNEL,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_ack, encode_nack
-from reliable_mq.core.consuming import State
-from reliable_mq.core.handling import Failed, Outcome, What
+from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.session import State
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, RETURNED, attempt_again, deliver, fail, items, make, only_republish
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from reliable_mq import KillSwitch
-from reliable_mq.core.consuming import ConsumingSession
-from reliable_mq.core.handling import Failed, Outcome, What
-from reliable_mq.core.notices import NoticeKind
+from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import NoticeKind
 from tests.core.deliveries import OURS, delivery, failure
 from tests.core.sessions import ISOLATED, deliver, items, kinds, make
 

@@ -15,15 +15,15 @@ from reliable_mq import (
     RetryLater,
     RetryPolicy,
 )
+from reliable_mq.codec import encode_ack, encode_reject
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_ack, encode_reject
-from reliable_mq.core.consuming import ConsumingSession, Notice, NoticeKind
-from reliable_mq.core.deadletters import Purpose, Republish
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.failure import describe
-from reliable_mq.core.handling import Failed, Outcome, What
-from reliable_mq.core.ladder import LONGEST, LONGEST_PATH
-from reliable_mq.core.transit import unpack
+from reliable_mq.core.consumer.attempts import describe
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.session import ConsumingSession, Notice, NoticeKind
+from reliable_mq.core.retry.dead_letters import Purpose, Republish
+from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
+from reliable_mq.core.retry.retry_headers import unpack
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_transit import waited

@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 
 from reliable_mq import RetryPolicy
-from reliable_mq.core.acks import AckBatcher
-from reliable_mq.core.codec import encode_ack
-from reliable_mq.core.consuming import ConsumingSession
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.handling import Failed
-from reliable_mq.core.positions import StreamPosition
+from reliable_mq.codec import encode_ack
+from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.stream_offset import StreamPosition
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, deliver, items, make
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq import RetryPolicy
-from reliable_mq.core.ages import Strike
-from reliable_mq.core.codec import encode_nack
-from reliable_mq.core.consuming import ConsumingSession, NoticeKind
-from reliable_mq.core.deadletters import Purpose
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.handling import Failed, Outcome, What
-from reliable_mq.core.positions import StreamPosition
+from reliable_mq.codec import encode_nack
+from reliable_mq.core.consumer.consumer_timeout import Strike
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.session import ConsumingSession, NoticeKind
+from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.retry.dead_letters import Purpose
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, ISOLATED, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_quarantine import back, isolated

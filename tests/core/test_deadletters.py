@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.codec import Properties, split_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import Properties, split_properties
-from reliable_mq.core.deadletters import DeadLetters, Republish, Target
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short, too_deep
 
 SOURCE = Source(1, 1, "orders")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from reliable_mq import ConsumeError
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short
 
 

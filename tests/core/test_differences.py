@@ -9,18 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.differences import corrected
-from reliable_mq.core.setup import (
-    Bind,
-    CheckExchange,
-    CheckQueue,
+from reliable_mq.codec.methods import Bind, CheckExchange, CheckQueue, DeclareExchange, DeclareQueue
+from reliable_mq.core.channel_setup import (
     Comparison,
-    DeclareExchange,
-    DeclareQueue,
     Pipeline,
     StepRefused,
     compare,
     consumer_setup,
+    corrected,
     publisher_setup,
 )
 from reliable_mq.errors import BrokerUnavailable, Difference, TopologyMismatch

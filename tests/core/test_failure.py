@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import DeadLetter, RetryLater
-from reliable_mq.core.failure import Failure, describe, printable, shown
+from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 
 BAD = DeadLetter("bad")
 

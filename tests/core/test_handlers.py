@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
-from reliable_mq.core.handlers import check_answer, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.handler import check_answer, check_handler, is_coroutine_function
 
 
 def plain(_delivery: object) -> None:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater, UsageError
-from reliable_mq.core.claims import Claim, ClaimStatus, Commit, namespace_of
-from reliable_mq.core.delivery import Delivery, Source
-from reliable_mq.core.handling import (
+from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.handler import (
     Call,
     Claiming,
     ClaimKeys,
@@ -28,6 +27,7 @@ from reliable_mq.core.handling import (
     handling,
     settling,
 )
+from reliable_mq.core.idempotency import Claim, ClaimStatus, Commit, namespace_of
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery, failures
 

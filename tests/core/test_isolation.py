@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq.core.isolation import Isolation
+from reliable_mq.core.publisher.bisect import Isolation
 from tests.properties import examples, machine
 
 NAMED = st.sampled_from(["none", "one", "some", "all"])

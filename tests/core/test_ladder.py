@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, RetryPolicy
-from reliable_mq.core.ladder import LONGEST, LONGEST_PATH, SERIES, DelayQueue, Ladder
+from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH, SERIES, DelayQueue, Ladder
 
 
 def ladder(*delays: float, jitter: float = 0.0) -> Ladder:

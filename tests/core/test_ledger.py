@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from reliable_mq.core import ledger as module
-from reliable_mq.core.ledger import Ledger
+from reliable_mq.core.publisher import confirms as module
+from reliable_mq.core.publisher.confirms import Ledger
 from tests.properties import machine
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.codec import encode_properties, encode_table, join_properties
-from reliable_mq.core.lines import read_line, write_line
+from reliable_mq.codec import encode_properties, encode_table, join_properties
+from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 

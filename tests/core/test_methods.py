@@ -8,8 +8,7 @@ import pytest
 from pika import frame as pika_frame
 from pika import spec
 
-from reliable_mq.core import methods, setup
-from reliable_mq.core.codec import CodecError
+from reliable_mq.codec import CodecError, methods
 from reliable_mq.errors import ConfigurationError
 
 CHANNEL = 7
@@ -31,18 +30,20 @@ def encoded(method: Any) -> bytes:
     ("step", "expected"),
     [
         (
-            setup.DeclareQueue("naïve (queue)", arguments=ARGUMENTS),
+            methods.DeclareQueue("naïve (queue)", arguments=ARGUMENTS),
             spec.Queue.Declare(queue="naïve (queue)", durable=True, arguments=ARGUMENTS),
         ),
         (
-            setup.DeclareQueue("q", durable=False, exclusive=True, auto_delete=True),
+            methods.DeclareQueue("q", durable=False, exclusive=True, auto_delete=True),
             spec.Queue.Declare(queue="q", exclusive=True, auto_delete=True, arguments={}),
         ),
-        (setup.CheckExchange("e"), spec.Exchange.Declare(exchange="e", passive=True, arguments={})),
-        (setup.CheckQueue("q"), spec.Queue.Declare(queue="q", passive=True, arguments={})),
-        (setup.DeleteQueue("q"), spec.Queue.Delete(queue="q")),
+        (methods.CheckExchange("e"), spec.Exchange.Declare(exchange="e", passive=True, arguments={})),
+        (methods.CheckQueue("q"), spec.Queue.Declare(queue="q", passive=True, arguments={})),
+        (methods.DeleteQueue("q"), spec.Queue.Delete(queue="q")),
         (
-            setup.DeclareExchange("e", "topic", auto_delete=True, internal=True, arguments={"alternate-exchange": "a"}),
+            methods.DeclareExchange(
+                "e", "topic", auto_delete=True, internal=True, arguments={"alternate-exchange": "a"}
+            ),
             spec.Exchange.Declare(
                 exchange="e",
                 type="topic",
@@ -53,24 +54,24 @@ def encoded(method: Any) -> bytes:
             ),
         ),
         (
-            setup.Bind("queue", "q", "e", "key", {"x-match": "all"}),
+            methods.Bind("queue", "q", "e", "key", {"x-match": "all"}),
             spec.Queue.Bind(queue="q", exchange="e", routing_key="key", arguments={"x-match": "all"}),
         ),
         (
-            setup.Bind("exchange", "to", "from"),
+            methods.Bind("exchange", "to", "from"),
             spec.Exchange.Bind(destination="to", source="from", routing_key="", arguments={}),
         ),
-        (setup.ConfirmSelect(), spec.Confirm.Select()),
-        (setup.SetPrefetch(300), spec.Basic.Qos(prefetch_count=300)),
+        (methods.ConfirmSelect(), spec.Confirm.Select()),
+        (methods.SetPrefetch(300), spec.Basic.Qos(prefetch_count=300)),
         (
-            setup.Consume("q", "tag", automatic_ack=True, exclusive=True, arguments={"x-priority": 3}),
+            methods.Consume("q", "tag", automatic_ack=True, exclusive=True, arguments={"x-priority": 3}),
             spec.Basic.Consume(queue="q", consumer_tag="tag", no_ack=True, exclusive=True, arguments={"x-priority": 3}),
         ),
-        (setup.Cancel("tag"), spec.Basic.Cancel(consumer_tag="tag")),
+        (methods.Cancel("tag"), spec.Basic.Cancel(consumer_tag="tag")),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_step_is_encoded_so_that_pika_reads_it(step: setup.Step, expected: Any) -> None:
+def test_a_step_is_encoded_so_that_pika_reads_it(step: methods.Step, expected: Any) -> None:
     data, answer = methods.encode_step(CHANNEL, step)
     found = decoded(data)
     assert type(found) is type(expected)
@@ -103,21 +104,21 @@ def _arguments_of_reply(method: Any) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (setup.DeclareQueue("q" * 256), "queue"),
-        (setup.DeclareQueue("q", arguments={"x": object()}), "x"),
-        (setup.SetPrefetch(65536), "prefetch"),
-        (setup.SetPrefetch(-1), "prefetch"),
-        (setup.Cancel("t\0"), "consumer_tag"),
+        (methods.DeclareQueue("q" * 256), "queue"),
+        (methods.DeclareQueue("q", arguments={"x": object()}), "x"),
+        (methods.SetPrefetch(65536), "prefetch"),
+        (methods.SetPrefetch(-1), "prefetch"),
+        (methods.Cancel("t\0"), "consumer_tag"),
     ],
 )
-def test_what_cannot_be_encoded_is_named(step: setup.Step, text: str) -> None:
+def test_what_cannot_be_encoded_is_named(step: methods.Step, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         methods.encode_step(CHANNEL, step)
 
 
 def test_replies_are_what_steps_are_answered_with() -> None:
     state = methods.decode_reply(encoded(spec.Queue.DeclareOk(queue="é(", message_count=5, consumer_count=2)))
-    assert state == setup.QueueState("é(", 5, 2)
+    assert state == methods.QueueState("é(", 5, 2)
     assert methods.decode_reply(encoded(spec.Basic.ConsumeOk(consumer_tag="tag"))) == "tag"
     assert methods.decode_reply(encoded(spec.Confirm.SelectOk())) is None
 
@@ -182,7 +183,7 @@ def test_a_truncated_method_is_an_error_and_no_crash(size: int) -> None:
 
 
 def test_steps_are_encoded_in_one_piece() -> None:
-    steps = [setup.CheckQueue("one"), setup.DeclareExchange("two")]
+    steps = [methods.CheckQueue("one"), methods.DeclareExchange("two")]
     frames, answers = methods.encode_steps(CHANNEL, steps)
     each = [methods.encode_step(CHANNEL, step) for step in steps]
     assert frames == b"".join(frame for frame, _ in each)
@@ -191,4 +192,4 @@ def test_steps_are_encoded_in_one_piece() -> None:
 
 def test_a_step_that_cannot_be_encoded_is_named() -> None:
     with pytest.raises(ConfigurationError, match="CheckQueue cannot be sent: queue"):
-        methods.encode_steps(CHANNEL, [setup.CheckQueue("one"), setup.CheckQueue("q" * 256)])
+        methods.encode_steps(CHANNEL, [methods.CheckQueue("one"), methods.CheckQueue("q" * 256)])

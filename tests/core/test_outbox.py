@@ -29,8 +29,8 @@ from reliable_mq.core.outbox import (
     row_from,
     values_of,
 )
-from reliable_mq.core.outbox_statistics import OutboxStatus
-from reliable_mq.core.stored import StoredPublication
+from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import OutboxError
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q")

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import IdempotencyStoreError
-from reliable_mq.core.claims import Claim, ClaimStatus
-from reliable_mq.core.handling import Call, ClaimKeys, Complete, Failed, Outcome, Release, Step, What
-from reliable_mq.core.owed import Owed
+from reliable_mq.core.consumer.handler import Call, ClaimKeys, Complete, Failed, Outcome, Release, Step, What
+from reliable_mq.core.idempotency import Claim, ClaimStatus, Owed
 from tests.core.deliveries import delivery
 from tests.core.test_handling import HOUR, Runner, only, refuse
 

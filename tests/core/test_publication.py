@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.publication import Outcome, Publication, Receipt, Reply
+from reliable_mq.core.publisher.publication import Outcome, Publication, Receipt, Reply
 from reliable_mq.errors import PublishBlocked, PublishNacked, PublishRefused, PublishReturned, PublishUnconfirmed
 from reliable_mq.message import Message
 

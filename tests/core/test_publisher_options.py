@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.core import publisher_options
-from reliable_mq.core.publisher_options import PublisherOptions
-from reliable_mq.core.setup import ConfirmSelect, ServerInfo
+from reliable_mq.codec.methods import ConfirmSelect
+from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.engine import publisher_options
+from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy

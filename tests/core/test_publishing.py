@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq.core import publishing as module
-from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.core.publisher import session as module
+from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from tests.core.published import (

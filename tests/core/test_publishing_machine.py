@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publication import Outcome, Publication, Reply
+from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
 from reliable_mq.errors import PublishBlocked
 from reliable_mq.message import Message
 from tests.core.published import (

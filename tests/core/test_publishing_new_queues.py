@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.publication import Outcome, Publication
+from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.errors import PublishUnconfirmed
 from tests.core.published import DELIVERY_TIMEOUT, FRAME_ERROR, MAX_ATTEMPTS, NO_EXCHANGE, Shell, Unencodable
 

@@ -15,13 +15,13 @@ from reliable_mq import (
     Queue,
     RetryPolicy,
 )
-from reliable_mq.core.ages import Strike
-from reliable_mq.core.codec import encode_ack
-from reliable_mq.core.consuming import ConsumingSession
-from reliable_mq.core.deadletters import Purpose, Republish
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.notices import NoticeKind
-from reliable_mq.core.quarantine import AFTER, Quarantine, returns
+from reliable_mq.codec import encode_ack
+from reliable_mq.core.consumer.consumer_timeout import Strike
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.quarantine import AFTER, Quarantine, returns
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import NoticeKind
+from reliable_mq.core.retry.dead_letters import Purpose, Republish
 from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
 from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
 from tests.core.test_transit import waited

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
-from reliable_mq.core.recovery import (
+from reliable_mq.core.reconnect import (
     CHANNEL_BURST,
     CHANNEL_REFILL,
     CONNECTION_BURST,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.report import PublishReport, summary
+from reliable_mq.core.publisher.publication import PublishReport, summary
 from reliable_mq.errors import PublishError, PublishNacked
 from reliable_mq.message import Message
 

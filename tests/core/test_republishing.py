@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from reliable_mq import Queue, RetryPolicy
-from reliable_mq.core.deadletters import DeadLetters, Purpose, Target
-from reliable_mq.core.delivery import Source
-from reliable_mq.core.ladder import Ladder
-from reliable_mq.core.republishing import Republishing
-from reliable_mq.core.transit import Transit, unpack
+from reliable_mq.core.consumer.delivery import Source
+from reliable_mq.core.consumer.settlement import Republishing
+from reliable_mq.core.retry.dead_letters import DeadLetters, Purpose, Target
+from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.core.retry.retry_headers import Transit, unpack
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.test_transit import waited
 

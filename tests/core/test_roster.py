@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq.core import roster as module
-from reliable_mq.core.publication import Outcome, Publication
-from reliable_mq.core.roster import Roster
+from reliable_mq.core.publisher import deadlines as module
+from reliable_mq.core.publisher.deadlines import Roster
+from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.message import Message
 from tests.properties import machine
 

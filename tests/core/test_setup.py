@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq.core.recovery import is_permanent
-from reliable_mq.core.setup import (
+from reliable_mq.codec.methods import (
     Bind,
     Cancel,
     CheckExchange,
@@ -17,10 +16,12 @@ from reliable_mq.core.setup import (
     DeclareExchange,
     DeclareQueue,
     DeleteQueue,
-    Pipeline,
-    ServerInfo,
     SetPrefetch,
     Step,
+)
+from reliable_mq.core.channel_setup import (
+    Pipeline,
+    ServerInfo,
     StepRefused,
     consumer_setup,
     declare,
@@ -31,6 +32,7 @@ from reliable_mq.core.setup import (
     refusal,
     round_trip,
 )
+from reliable_mq.core.reconnect import is_permanent
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 from reliable_mq.topology import Binding, Exchange, Queue
 from tests.core.steps import granted, sent_by, steps_of

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.codec import Properties, decode_table, encode_table, join_properties, split_properties
+from reliable_mq.codec.tables import walk_table
 from reliable_mq.core import headers
-from reliable_mq.core.attempts import NewerFormat
-from reliable_mq.core.codec import Properties, decode_table, encode_table, join_properties, split_properties
-from reliable_mq.core.codec.tables import walk_table
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.transit import DEATHS, PLAIN, Transit, pack, unpack
+from reliable_mq.core.consumer.attempts import NewerFormat
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.retry.retry_headers import DEATHS, PLAIN, Transit, pack, unpack
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, properties, short, too_deep
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reliable_mq.core.publication import Publication
-from reliable_mq.core.window import IdGate, PublishWindow
+from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.core.publisher.window import IdGate, PublishWindow
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 from tests.properties import machine

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from reliable_mq import ConfigurationError, Message
+from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import encode_properties
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
 from reliable_mq.deadletters import DeadMessage, Filter, Statistics
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Message
+from reliable_mq.codec import Properties, encode_properties, encode_table, join_properties
 from reliable_mq.core import headers
-from reliable_mq.core.codec import Properties, encode_properties, encode_table, join_properties
-from reliable_mq.core.deadletters import DeadLetters, Target
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.retry.dead_letters import DeadLetters, Target
 from reliable_mq.deadletters import DeadMessage, Origin
 
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.deadletters.pace import Pace
+from reliable_mq.deadletters.replay import Pace
 
 
 def times(rate: float, idle: list[float], late: float = 0.0) -> list[float]:

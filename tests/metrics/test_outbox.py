@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from integration.support.waiting import wait_until
 from reliable_mq import Message, OutboxError, ReliableMQError
 from reliable_mq.core.outbox import NewRow, OutboxRow
-from reliable_mq.core.outbox_statistics import OutboxStatistics, OutboxStatus
-from reliable_mq.metrics.outbox import outbox_readings
+from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
+from reliable_mq.metrics.families import outbox_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox import relay as relay_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from reliable_mq.core.statistics import PublisherStatistics
-from reliable_mq.metrics.publisher import publisher_readings
+from reliable_mq.metrics.families import publisher_readings
 from reliable_mq.metrics.registry import register
 
 VALUES = {

@@ -12,7 +12,7 @@ from sqlalchemy import text, update
 
 from reliable_mq import Message
 from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
-from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims
+from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ class TableOutbox:
         self.outbox.open()
         self._passed = 0.0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._passed)
-        self._clock = patch.object(sqlalchemy_claims, "time", clock)
+        self._clock = patch.object(sqlalchemy_relay, "time", clock)
 
     def __enter__(self) -> Self:
         self._clock.start()

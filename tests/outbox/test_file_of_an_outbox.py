@@ -16,8 +16,8 @@ import pytest
 
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import Fate, NewRow, Settlement
-from reliable_mq.outbox import SQLiteOutbox, sqlite_claims, sqlite_reserve
-from reliable_mq.outbox.sqlite_reserve import Reserve
+from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
+from reliable_mq.outbox.sqlite_file import Reserve
 
 
 @pytest.fixture
@@ -183,8 +183,8 @@ def test_the_reserve_is_made_where_the_system_cannot_allocate(tmp_path: Path, mo
         store(outbox, 1, None)
         assert outbox.status().rows == 1
     made = tmp_path / "outbox-reserve"
-    assert made.stat().st_size == sqlite_reserve._BYTES
-    assert made.stat().st_blocks * 512 >= sqlite_reserve._BYTES
+    assert made.stat().st_size == sqlite_file._BYTES
+    assert made.stat().st_blocks * 512 >= sqlite_file._BYTES
 
 
 def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
 
 def test_a_look_for_rows_passes_over_so_many_and_no_more(outbox: SQLiteOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a backlog of one key, others are found look by look, while rows of that key are published."""
-    monkeypatch.setattr(sqlite_claims, "_ROWS_PASSED", 50)
+    monkeypatch.setattr(sqlite_relay, "_ROWS_PASSED", 50)
     store(outbox, 250, "key")
     store(outbox, 1, "other")
     claims = outbox.claims()

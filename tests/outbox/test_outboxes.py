@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 
 from reliable_mq import BrokerUnavailable, ConfigurationError, Message, PublishNacked, PublishReturned
 from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, Settlement
-from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_claims
+from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_relay
 from reliable_mq.outbox.protocol import Claims
 from tests.properties import examples
 
@@ -183,7 +183,7 @@ def test_whatever_happens_every_row_of_a_table_is_published_in_the_order_of_its_
 def go_through(steps: list[Any], make: Callable[[Path, ExitStack], Outbox]) -> None:
     clock = Clock()
     with ExitStack() as stack:
-        for module in (sqlite, sqlite_claims, sqlalchemy_table):
+        for module in (sqlite, sqlite_relay, sqlalchemy_table):
             stack.enter_context(patch.object(module, "since_boot", clock.since_boot))
         outbox = make(Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
         stack.callback(outbox.close)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from reliable_mq.core.outbox import Fate, Settlement
-from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_claims, sqlalchemy_table
+from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay, sqlalchemy_table
 from tests.outbox.claims_contract import ClaimsContract, TableOutbox, store, take
 
 
@@ -17,7 +17,7 @@ from tests.outbox.claims_contract import ClaimsContract, TableOutbox, store, tak
 def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TableOutbox]:
     """Of either way to take rows; here, a lock is no more than a word."""
     if request.param == "rows locked one by one":
-        monkeypatch.setattr(sqlalchemy_claims, "skips_locked", lambda _connection: True)
+        monkeypatch.setattr(sqlalchemy_relay, "skips_locked", lambda _connection: True)
     engine = create_engine(f"sqlite:///{tmp_path}/database")
     with TableOutbox(engine) as made:
         yield made

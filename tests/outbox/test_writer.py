@@ -10,7 +10,7 @@ import pytest
 
 from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
-from reliable_mq.core.outbox_statistics import OutboxStatistics
+from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.outbox import SQLiteOutbox, writer
 from reliable_mq.outbox.writer import OutboxWriter
 

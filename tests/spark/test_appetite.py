@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.appetite import Appetite, Move, times_returned
+from reliable_mq.codec import RawDelivery, encode_table, join_properties
+from reliable_mq.spark.queue_prefetch import Appetite, Move, times_returned
 
 
 def appetite(most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None) -> Appetite:

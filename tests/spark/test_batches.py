@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import Delivery, Source
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.batches import Batches, Position, size_of
+from reliable_mq.spark.queue_batches import Batches, Position, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

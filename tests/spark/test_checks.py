@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.checks import Arguments, Verdict, delivery_limit, judge
+from reliable_mq.spark.queue_checks import Arguments, Verdict, delivery_limit, judge
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from reliable_mq import Message
-from reliable_mq.core.codec import RawDelivery, encode_properties, encode_table
+from reliable_mq.codec import RawDelivery, encode_properties, encode_table
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import (
     READ_SCHEMA,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from reliable_mq import Message
-from reliable_mq.core.codec import RawDelivery, encode_properties, encode_table, join_properties
+from reliable_mq.codec import RawDelivery, encode_properties, encode_table, join_properties
 from reliable_mq.spark.columns import READ_SCHEMA, record_batch
 
 EVERYTHING = tuple(READ_SCHEMA.fieldNames())

@@ -9,7 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.spark.message_ids import MessageIds
+from reliable_mq.spark.rows import MessageIds
 
 ROWS = st.lists(
     st.tuples(st.binary(max_size=4), st.tuples(st.text(max_size=2), st.none() | st.integers())), max_size=30
@@ -65,9 +65,7 @@ def test_partitions_batches_and_targets_have_ids_of_their_own() -> None:
 
 def test_ids_are_the_same_in_another_process() -> None:
     """Whatever its hash seed is."""
-    program = (
-        "from reliable_mq.spark.message_ids import MessageIds; print(MessageIds('p', ('e',)).of(b'x', ('a', None, 1)))"
-    )
+    program = "from reliable_mq.spark.rows import MessageIds; print(MessageIds('p', ('e',)).of(b'x', ('a', None, 1)))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 BACKLOGS = st.dictionaries(NAMES, st.tuples(st.integers(0, 10**12), st.integers(0, 10**6)), max_size=4)

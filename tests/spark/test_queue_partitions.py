@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.spark.queues import _split
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.spark.queue_source import _split
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reliable_mq.errors import UsageError
-from reliable_mq.spark import check_version, discovered, register
+from reliable_mq.spark import autoregister, check_version, register
 from reliable_mq.spark.datasource import RabbitMQDataSource
 
 
@@ -42,7 +42,7 @@ def test_the_format_is_called_rabbitmq() -> None:
     session: Any = Session()
     register(session)
     assert [source.name() for source in session.registered] == ["rabbitmq"]
-    assert discovered.DefaultSource is RabbitMQDataSource
+    assert autoregister.DefaultSource is RabbitMQDataSource
 
 
 @pytest.mark.parametrize(("setting", "warned"), [("true", True), ("false", False)])
@@ -75,5 +75,5 @@ def test_an_old_pyspark_that_finds_the_module_keeps_its_other_sources(monkeypatc
     """Spark imports it for every session: it warns, and is no source."""
     pretend(monkeypatch, pyspark="4.1.0")
     with pytest.warns(UserWarning, match=r"PySpark 4\.1\.0 is too old"):
-        found = runpy.run_path(discovered.__file__)
+        found = runpy.run_path(autoregister.__file__)
     assert "DefaultSource" not in found

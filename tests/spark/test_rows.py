@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from reliable_mq.spark.message_ids import MessageIds
 from reliable_mq.spark.options import WriteOptions
-from reliable_mq.spark.rows import Outgoing, RowPlan, UnsendableRow
+from reliable_mq.spark.rows import MessageIds, Outgoing, RowPlan, UnsendableRow
 
 
 def plan(*names: str, **options: str) -> RowPlan:

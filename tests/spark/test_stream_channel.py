@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.stream_channel import StreamChannel, offset_of
+from reliable_mq.codec import RawDelivery, encode_table, join_properties
+from reliable_mq.spark.stream_broker import StreamChannel, offset_of
 from reliable_mq.url import parse_url
 
 

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.streams import StreamSource
+from reliable_mq.spark.stream_source import StreamSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

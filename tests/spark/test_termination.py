@@ -9,7 +9,7 @@ _LINES = 8
 _PROGRAM = f"""
 import os, signal, sys
 from itertools import count
-from reliable_mq.spark.termination import on_termination
+from reliable_mq.spark.queue_source import on_termination
 
 def terminated_twice(line):
     lines = count()

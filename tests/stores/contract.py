@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, rule, r
 
 from reliable_mq import IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus
-from reliable_mq.stores.resetting import ResettableStore
+from reliable_mq.stores.protocol import ResettableStore
 from tests.properties import machine
 from tests.stores.linearizability import Event, explain
 from tests.stores.subjects import LEASE, RETENTION, Subject

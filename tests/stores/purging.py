@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reliable_mq.stores.questions import PurgePace
+from reliable_mq.stores.keys import PurgePace
 from tests.stores.subjects import LEASE, RETENTION, Records, Subject
 
 __all__ = ["Clock", "grow", "pace_of"]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from reliable_mq.stores.deadline import Calls, Lifeline
+from reliable_mq._util.threads import Calls, Lifeline
 
 
 class Connection:

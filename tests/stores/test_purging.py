@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.stores import ClaimStatus
-from reliable_mq.stores.questions import PurgePace
-from reliable_mq.stores.sql import sqlite
-from reliable_mq.stores.sql.dialect import Ask, Steps
+from reliable_mq.stores import ClaimStatus, sql
+from reliable_mq.stores.keys import PurgePace
+from reliable_mq.stores.sql import Ask, Steps
 from tests.stores import subjects
 from tests.stores.purging import Clock, grow, pace_of
 from tests.stores.subjects import LEASE, RETENTION, Subject
@@ -34,11 +33,11 @@ def test_a_purge_that_fails_costs_no_claim(
 ) -> None:
     """It would be known to nobody, and its message would wait for the end of the lease."""
 
-    def fails(_dialect: sqlite.SQLite, _limit: int, *, now: int) -> Steps[int]:
+    def fails(_dialect: sql.SQLite, _limit: int, *, now: int) -> Steps[int]:
         yield Ask(f"DELETE FROM what_is_not_there WHERE {now}", {})
         raise AssertionError
 
-    monkeypatch.setattr(sqlite.SQLite, "purge", fails)
+    monkeypatch.setattr(sql.SQLite, "purge", fails)
     with make(tmp_path) as subject:
         make_it_time(subject)
         [claim] = subject.store.claim_many(["a"], LEASE)
@@ -85,7 +84,7 @@ def test_a_table_holds_what_is_not_over_and_little_more(make: Make, tmp_path: Pa
 
 def test_a_purge_reads_what_is_over_by_the_index(tmp_path: Path) -> None:
     """And not the whole table, which is large, for a few rows."""
-    dialect = sqlite.SQLite("claims")
+    dialect = sql.SQLite("claims")
     ask = next(dialect.purge(250, now=1000))
     with closing(sqlite3.connect(tmp_path / "store.db")) as connection:
         for statement in dialect.ddl:

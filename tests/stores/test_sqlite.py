@@ -19,7 +19,7 @@ from sqlalchemy.pool import NullPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus, SQLAlchemyStore, SQLiteStore
-from reliable_mq.stores.sql.dialect import Steps
+from reliable_mq.stores.sql import Steps
 from tests.properties import examples
 from tests.stores.subjects import LEASE, RETENTION, Records, sqlite
 
@@ -152,7 +152,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self.path, self.running = path, 0.0
         self._boots, self._since, self._offset = 0, 0.0, 0.0
-        for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sql.questions"):
+        for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sqlalchemy"):
             monkeypatch.setattr(f"{module}.since_boot", lambda: int(self._since * 1e6))
             monkeypatch.setattr(f"{module}.boot", lambda: (f"boot {self._boots}", int(self._offset * 1e6)))
 

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.core.claims import Commit, Hold
-from reliable_mq.core.delivery import Delivery
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.idempotency import Commit, Hold
 from reliable_mq.stores import AsyncSQLAlchemyStore, Claim, ClaimStatus, SQLAlchemyStore
 from tests.core.deliveries import delivery
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from integration.support.waiting import wait_until
-from reliable_mq.sync.callbacks import CallbackThread
+from reliable_mq._util.threads import CallbackThread
 
 NAME = "callbacks-of-a-test"
 

@@ -12,7 +12,7 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.sync.confirmation import time_to_wait
 
 if TYPE_CHECKING:
-    from reliable_mq.durations import Duration
+    from reliable_mq._util.validation import Duration
 
 
 @pytest.mark.parametrize(

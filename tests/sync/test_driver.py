@@ -10,9 +10,9 @@ import pika.exceptions as pika_errors
 import pytest
 from pika.adapters.utils import connection_workflow as workflow
 
+from reliable_mq.connection.pika_driver import EventLoop, broker_error
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import Endpoint
-from reliable_mq.sync.driver import EventLoop, broker_error
 
 ENDPOINT = Endpoint("broker.example", 5671)
 

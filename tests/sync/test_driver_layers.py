@@ -44,7 +44,7 @@ LAYERS: list[tuple[Any, str, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("owner", "name", "parameters"), LAYERS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_layer_is_where_the_driver_expects_it(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
     layer = getattr(owner, name, None)
-    where = f"pika {pika.__version__}: {owner.__name__}.{name}, which reliable_mq.sync.driver uses,"
+    where = f"pika {pika.__version__}: {owner.__name__}.{name}, which reliable_mq.connection.pika_driver uses,"
     assert layer is not None, f"{where} is gone"
     found = tuple(inspect.signature(layer).parameters)
     assert found == parameters, f"{where} takes {found}, not {parameters}"
@@ -55,7 +55,7 @@ def source(layer: Any) -> str:
 
 
 def test_what_the_driver_relies_on_inside_the_layers() -> None:
-    moved = f"pika {pika.__version__} has moved what reliable_mq.sync.driver relies on: "
+    moved = f"pika {pika.__version__} has moved what reliable_mq.connection.pika_driver relies on: "
     transport = io_services_utils._AsyncTransportBase
     assert isinstance(transport._MAX_RECV_BYTES, int), f"{moved}the size of a read"
     assert isinstance(transport._MAX_CONSUME_BYTES, int), f"{moved}how much is read in one turn"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
-from reliable_mq.connection.background import in_background
-from reliable_mq.core.recovery import Recovery
-from reliable_mq.core.setup import publisher_setup
+from reliable_mq._util.threads import in_background
+from reliable_mq.core.channel_setup import publisher_setup
+from reliable_mq.core.reconnect import Recovery
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.io_thread import IOThread
 from tests.leftovers import nothing_left

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from reliable_mq import PublishError, PublishReturned, ReliableMQError, UsageError
-from reliable_mq.core.deadletters import DeadLetters, Republish, Target
-from reliable_mq.core.delivery import Source
-from reliable_mq.sync.republisher import Republisher
+from reliable_mq.core.consumer.delivery import Source
+from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
+from reliable_mq.sync.subscription import Republisher
 from tests.core.deliveries import delivery
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="bin")

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from reliable_mq.core.window import PublishWindow
-from reliable_mq.sync.room import Room, _Waiter
+from reliable_mq.core.publisher.window import PublishWindow
+from reliable_mq.sync.publisher_channel import Room, _Waiter
 
 SOON = 10.0
 
@@ -121,7 +121,7 @@ def test_an_exception_in_a_wait_leaves_nothing_in_the_line(lane: Lane, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("reliable_mq.sync.room.Condition.wait", interrupted)
+        patched.setattr("reliable_mq.sync.publisher_channel.Condition.wait", interrupted)
         with lane.lock, pytest.raises(KeyboardInterrupt):
             lane.room.wait(10, time.monotonic() + SOON, lambda: None, lambda: False, passes=False)
     assert not lane.room.waiting

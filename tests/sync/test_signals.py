@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from reliable_mq.sync.signals import next_signal, wait_heeding_signals
+from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
 
 
 @pytest.mark.parametrize("for_any", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.testing.account import Account
+from reliable_mq.testing.audit import Account
 
 IDS = st.lists(st.sampled_from("abcdef"))
 

@@ -28,8 +28,8 @@ from reliable_mq.testing import (
     connection_close,
     method,
 )
-from reliable_mq.testing import base as base_module
-from reliable_mq.testing import link as link_module
+from reliable_mq.testing import connection as link_module
+from reliable_mq.testing import proxy as base_module
 from tests.leftovers import nothing_left
 
 if TYPE_CHECKING:

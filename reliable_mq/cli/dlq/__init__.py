@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from reliable_mq.cli.dlq.looking import export, list_, show, stats
-from reliable_mq.cli.dlq.moving import import_, purge, replay
+from reliable_mq.cli.dlq.commands import export, import_, list_, purge, replay, show, stats
 
 __all__ = ["dlq"]
 

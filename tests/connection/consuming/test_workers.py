@@ -11,11 +11,11 @@ import pytest
 
 from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, RetryLater
-from reliable_mq.connection.consuming import groups
-from reliable_mq.connection.consuming.workers import Workers
-from reliable_mq.core.claims import Claim, ClaimStatus
-from reliable_mq.core.delivery import Delivery
-from reliable_mq.core.handling import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.idempotency import Claim, ClaimStatus
+from reliable_mq.engine import workers as engine_workers
+from reliable_mq.engine.workers import Workers
 from reliable_mq.stores import IdempotencyStore, MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
@@ -306,8 +306,8 @@ def test_what_a_worker_that_is_ended_held_has_failed(
     def end(*_args: object) -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr("reliable_mq.connection.consuming.workers.all_failed", end)
-    monkeypatch.setattr("reliable_mq.connection.consuming.workers.handling", end)
+    monkeypatch.setattr("reliable_mq.engine.workers.all_failed", end)
+    monkeypatch.setattr("reliable_mq.engine.workers.handling", end)
     with running(refuse, batch=True, store=store) as (workers, sink):
         workers.put([items(2)])
         results = sink.wait_for(2)
@@ -469,7 +469,7 @@ def test_a_worker_takes_no_more_than_its_share() -> None:
 
 def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease would run out; it is put back in front, in its order, and no attempt is counted."""
-    monkeypatch.setattr(groups, "_GROUP_SECONDS", 0.0)
+    monkeypatch.setattr(engine_workers, "_GROUP_SECONDS", 0.0)
     store = Watched()
     work = items(12)
     seen: list[Delivery] = []

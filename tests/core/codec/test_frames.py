@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pika import spec
 
-from reliable_mq.core.codec import (
+from reliable_mq.codec import (
     append_publish,
     encode_ack,
     encode_get,

@@ -20,7 +20,7 @@ import pytest
 from pika import spec
 
 from integration.support.seeds import seeds, soaking
-from reliable_mq.core.codec import (
+from reliable_mq.codec import (
     CodecError,
     Properties,
     decode_table,

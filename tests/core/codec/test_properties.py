@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.codec import (
+from reliable_mq.codec import (
     CodecError,
     Properties,
     encode_properties,
@@ -27,7 +27,7 @@ from reliable_mq.core.codec import (
     rewrite_properties,
     split_properties,
 )
-from reliable_mq.core.codec.properties import PROPERTY_NAMES
+from reliable_mq.codec.properties import PROPERTY_NAMES
 from reliable_mq.errors import ConfigurationError
 
 

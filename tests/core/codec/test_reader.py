@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pika import spec
 
-from reliable_mq.core.codec import LARGEST_BODY, CodecError, InboundReader, Properties, RawDelivery
+from reliable_mq.codec import LARGEST_BODY, CodecError, InboundReader, Properties, RawDelivery
 from tests.properties import examples, machine
 
 Event = tuple[Any, ...]

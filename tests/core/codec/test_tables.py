@@ -16,9 +16,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reliable_mq.core.codec import CodecError, decode_table, encode_table
-from reliable_mq.core.codec import tables as module
-from reliable_mq.core.codec.tables import walk_table
+from reliable_mq.codec import CodecError, decode_table, encode_table
+from reliable_mq.codec import tables as module
+from reliable_mq.codec.tables import walk_table
 from reliable_mq.errors import ConfigurationError
 
 

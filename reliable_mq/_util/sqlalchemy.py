@@ -1,0 +1,218 @@
+"""Work on a database, from any thread, whether the user's engine is a plain or an asyncio one.
+
+Work is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop of its own thread, with
+connections of its own: a pool belongs to the event loop that it was made on, and the user's must never wait for us.
+Whoever waits for a database that hangs is let go by ``close``; loop and connections end when it answers.
+
+Isolation levels of SQLAlchemy's connections: to have one for a transaction, and to refuse what is none.
+
+SQLAlchemy has levels for a connection, too, and puts the level back when the connection goes back to its pool. Where
+that asks the server, as with psycopg2 and MariaDB, and fails, the pool has one place less for ever (2.1.9), and none
+after some failures. So the level is set and put back here, where a failure costs the connection alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from sqlalchemy import Engine
+
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = [
+    "AUTOCOMMIT",
+    "AsyncRunner",
+    "Runner",
+    "SyncRunner",
+    "refuse_autocommit",
+    "refuse_connection_in_autocommit",
+    "transaction_at",
+]
+
+AUTOCOMMIT: Final = "AUTOCOMMIT"
+
+
+def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
+    """Raise ConfigurationError, which says what comes of it, where an engine is told to commit each statement."""
+    if _is_autocommit(_level_of(engine)):
+        raise ConfigurationError(
+            f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that {so_that}: give "
+            "create_engine() another isolation_level, or none"
+        )
+
+
+def refuse_connection_in_autocommit(connection: Connection) -> None:
+    """Raise ConfigurationError where the connection of a session commits each statement, whoever told it to."""
+    level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
+    dbapi: Any = connection.connection.dbapi_connection
+    said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
+    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite says
+    if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
+        raise ConfigurationError(
+            f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
+            "transaction: give its engine another isolation_level, or none"
+        )
+
+
+@contextlib.contextmanager
+def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
+    """Begin a transaction, and commit it at the end of the block, or roll it back where that raises.
+
+    Args:
+        connection: of a pool, and in no transaction.
+        level: of isolation, of which AUTOCOMMIT is one; None for what the engine has.
+    """
+    if level is None:
+        with connection.begin():
+            yield
+        return
+    dialect: Any = connection.dialect
+    held = connection.connection.dbapi_connection
+    try:
+        dialect.set_isolation_level(held, level)
+    except BaseException as error:
+        connection.invalidate(error)
+        raise
+    try:
+        with connection.begin():
+            yield
+    finally:
+        if not connection.invalidated:
+            try:
+                dialect.reset_isolation_level(held)
+            except BaseException as error:
+                connection.invalidate(error)
+                if not isinstance(error, Exception):
+                    raise
+
+
+def _level_of(engine: Engine | AsyncEngine) -> object:
+    """The isolation level that an engine was given; None where it was given none."""
+    given: object = engine.get_execution_options().get("isolation_level")
+    return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # that of create_engine()
+
+
+def _is_autocommit(level: object) -> bool:
+    return isinstance(level, str) and level.upper() == AUTOCOMMIT
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRACE = 5.0  # seconds for connections to close
+
+
+class Runner(Protocol):
+    """Carries out work on a connection, in one transaction."""
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        """Call ``work`` in a transaction and commit it; blocks. Rolled back where it raises."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is ours, until the next call."""
+        ...
+
+
+class SyncRunner:
+    """On the calling thread, with a connection of the user's own pool."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        with self._engine.connect() as connection, transaction_at(connection, isolation):
+            return work(connection)
+
+    def close(self) -> None:
+        """The pool is the user's."""
+
+
+class AsyncRunner:
+    """On an event loop of its own, with a pool like the user's."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._theirs = engine
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._engine: AsyncEngine | None = None
+        self._running: set[concurrent.futures.Future[Any]] = set()
+
+    def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
+        with self._lock:
+            loop, engine = self._started()
+            running = self._running
+            call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation), loop)
+            running.add(call)
+        try:
+            result: T = call.result()
+        except concurrent.futures.CancelledError as error:
+            raise OSError("the outbox was closed before there was an answer") from error
+        finally:
+            running.discard(call)
+        return result
+
+    def close(self) -> None:
+        """Close the connections, and end the thread; waits for that for some seconds, and lets go of who waits."""
+        with self._lock:
+            loop, thread, engine = self._loop, self._thread, self._engine
+            self._loop = self._thread = self._engine = None
+            running, self._running = self._running, set()
+        for call in list(running):
+            call.cancel()
+        if loop is not None and thread is not None and engine is not None:
+            asyncio.run_coroutine_threadsafe(_end(engine), loop)
+            thread.join(_GRACE)
+
+    def _started(self) -> tuple[asyncio.AbstractEventLoop, AsyncEngine]:
+        if self._loop is None or self._engine is None:
+            theirs = self._theirs.sync_engine
+            self._engine = type(self._theirs)(Engine(theirs.pool.recreate(), theirs.dialect, theirs.url))
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=_run_loop, args=(self._loop,), name="reliable_mq outbox database", daemon=True
+            )
+            self._thread.start()
+        return self._loop, self._engine
+
+    @staticmethod
+    async def _run(engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None) -> Any:
+        def in_transaction(connection: Connection) -> Any:
+            with transaction_at(connection, isolation):
+                return work(connection)
+
+        async with engine.connect() as connection:
+            return await connection.run_sync(in_transaction)
+
+
+async def _end(engine: AsyncEngine) -> None:
+    """When everything under way has ended, close the connections, and stop the loop."""
+    try:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+        await engine.dispose()
+    except Exception:
+        logger.exception("closing the connections of an outbox")
+    finally:
+        asyncio.get_running_loop().stop()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

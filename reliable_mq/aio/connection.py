@@ -1,0 +1,148 @@
+"""One connection with one data channel on the running event loop, brought back for as long as it is wanted.
+
+What to do when is `connection.connection`'s, the same as on the sync face; this gives it asyncio's loop and driver.
+
+Invariants:
+
+- everything but `call_soon` is called on the loop that this was made on;
+- once ``close`` has returned, no task, no timer and no socket of this is left, whatever the broker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.connection.aiormq_driver import Link
+from reliable_mq.connection.aiormq_driver.loop import EventLoop
+from reliable_mq.connection.connection import Connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.connection.aiormq_driver.loop import Timer
+    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["AsyncConnector"]
+
+_ABORT_GRACE = 3.0  # seconds that `close` waits beyond its grace for sockets to be closed
+_FINISH_GRACE = 1.0  # seconds for the driver's tasks to end once their socket is closed
+
+
+class AsyncConnector:
+    """See the module. Made on the loop that it is to run on; construction opens nothing.
+
+    Args:
+        name: of the connection where `settings` has no name for it.
+        settings: hosts, credentials, TLS, tuning.
+        setup: called once per channel: the steps to take before it is ready.
+        client: whom to tell.
+        recovery: decides when to try what again; this connector's alone from now on.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        settings: ConnectionSettings,
+        setup: Callable[[ServerInfo], SetupGenerator],
+        client: Client,
+        recovery: Recovery,
+    ) -> None:
+        self._loop = EventLoop(self._on_error, self._on_cancelled)
+        self._thread = threading.get_ident()
+        self._ended = asyncio.Event()
+        self._connector = Connector(
+            self._loop,
+            partial(Link, self._loop),
+            name=name,
+            settings=settings,
+            setup=setup,
+            client=client,
+            recovery=recovery,
+            on_ended=self._ended.set,
+        )
+        self.write: Callable[[bytes], None] = self._connector.write
+        self.write_buffer_size: Callable[[], int] = self._connector.write_buffer_size
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a set-up that the broker is answering may go on without another answer."""
+        return self._connector.patience
+
+    @property
+    def callback_errors(self) -> int:
+        """Exceptions that came out of callbacks, each of which cost a connection."""
+        return self._connector.callback_errors
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the event loop has stood still, where that was long enough to endanger a connection."""
+        return self._loop.stalled
+
+    def start(self) -> None:
+        """Begin to connect, soon."""
+        self._loop.call_soon(self._connector.begin)
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop, later than now; an exception costs the connection. Thread-safe."""
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon(fn)
+        elif not self._loop.asyncio.is_closed():
+            self._loop.asyncio.call_soon(self._loop.guard, fn)
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+        """Run `fn` in `delay` seconds; an exception costs the connection."""
+        return self._loop.call_later(delay, fn)
+
+    def guard(self, fn: Callable[[], None]) -> None:
+        """Run `fn` now; an exception costs the connection."""
+        self._loop.guard(fn)
+
+    def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
+        """Carry out steps on the ready channel, after those of earlier calls.
+
+        `done` is called exactly once, never from inside this call, with what the generator returned or the exception
+        that ended it. A step that the broker refuses costs the channel.
+        """
+        self._connector.run(generator, done)
+
+    def discard(self, reason: str) -> None:
+        """Abort the connection, without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        self._connector.discard(reason)
+
+    def reopen_channel(self) -> None:
+        """Close the channel; ``lost`` follows, then a new one on the same connection, set up again."""
+        self._connector.reopen_channel()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Begin to close and return at once: a closing handshake for up to `grace` seconds, then an abort."""
+        self._connector.close(grace)
+
+    async def close(self, grace: float) -> bool:
+        """`stop` with that grace, then wait for the end. May be cancelled, and called again.
+
+        Returns:
+            Whether every socket is closed.
+        """
+        self.stop(grace)
+        try:
+            async with asyncio.timeout(grace + _ABORT_GRACE):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        finally:
+            await self._loop.finish(_FINISH_GRACE)
+        return True
+
+    def _on_error(self, error: Exception) -> None:
+        self._connector.on_error(error)
+
+    def _on_cancelled(self) -> None:
+        """Somebody cancels all tasks: the program ends, and nothing is to be begun any more."""
+        self._connector.crashed(RuntimeError("the task of the connection was cancelled"))

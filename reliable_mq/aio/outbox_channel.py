@@ -1,0 +1,418 @@
+"""The way into an outbox on the asyncio face: what a publisher with one does in place of publishing.
+
+Storing and relaying run on threads of their own (`reliable_mq.outbox.writer`, `reliable_mq.outbox.relay`); the event
+loop never waits for a disk or a database.
+
+Invariants: those of `reliable_mq.engine.outbox_channel`; confirmations are settled on the event loop; who waits for
+room is served in order.
+
+How the rows of an outbox get from the relay's thread onto the connection of an `AsyncPublisher`, and back.
+
+Invariants: every row that is sent comes back once, whatever happens to it or to the event loop; the connection is
+touched on the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from reliable_mq._util.threads import Threads, call_on_thread
+from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.publisher_channel import Room
+from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.engine.outbox_channel import ANSWER_AT_LEAST, CLOSE_GRACE, QUESTIONS, BaseStoringLane, Looks, not_open
+from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Generator, Sequence
+
+    from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+    from reliable_mq.core.publisher.publication import Receipt
+    from reliable_mq.engine.publisher_options import PublisherOptions
+    from reliable_mq.outbox.protocol import Claims, Outbox
+
+__all__ = ["AsyncRowCarrier", "AsyncStoredConfirmation", "AsyncStoringLane"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
+    """What ``submit`` returns where there is an outbox: known once the message is durable there."""
+
+    __slots__ = ("error",)
+
+    home: AsyncStoringLane
+
+    def __await__(self) -> Generator[object, None, Receipt]:
+        """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
+        if self.outcome is None:
+            limit = self.accepted_at + self.home.timeout_of(self) - time.monotonic()
+            late = self.home.loop.call_later(max(limit, 0.0), self.home.give_up, self)
+            try:
+                return (yield from super().__await__())
+            finally:
+                late.cancel()
+        return (yield from super().__await__())
+
+
+class _Hold:
+    """A relay's hold on the outbox, which nobody may wait for any more when it is got. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._claims: Claims | None = None
+
+    def keep(self, claims: Claims) -> Claims:
+        """It is got. Blocks where it is abandoned: let go of it."""
+        with self._lock:
+            self._claims = claims
+            abandoned = self._abandoned
+        if abandoned:
+            claims.close()
+        return claims
+
+    def abandon(self) -> None:
+        """Let go of it, now or when it is got. Blocks."""
+        with self._lock:
+            self._abandoned = True
+            claims = self._claims
+        if claims is not None:
+            claims.close()
+
+
+class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
+    """See the module; the arguments are those of the base. For one event loop.
+
+    Attributes:
+        loop: the event loop.
+    """
+
+    def __init__(self, outbox: Outbox, carrier: AsyncRowCarrier, options: PublisherOptions, *, measured: bool) -> None:
+        super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
+        self.loop = asyncio.get_running_loop()
+        self._carrier = carrier
+        self._room = Room(self.loop, self._window)
+        self._opens: asyncio.Task[None] | None = None
+        self._starting = 0  # tasks that wait for it
+        self._threads = Threads(f"{options.name}-outbox-question", QUESTIONS)
+        self._end_name = f"{options.name}-outbox-end"
+
+    # For callers
+
+    async def start(self, limit: float) -> None:
+        """Open the outbox, and start storing and relaying; by several tasks, or again where it has failed.
+
+        Raises:
+            OutboxError: the outbox cannot be opened, or does not answer within ``limit`` seconds.
+            UsageError: closed.
+        """
+        if self._opens is None:
+            self._opens = self.loop.create_task(self._open())
+        opens = self._opens
+        self._starting += 1
+        try:
+            async with asyncio.timeout(limit if limit < float("inf") else None):
+                await asyncio.shield(opens)
+        except TimeoutError as error:
+            raise not_open(self.outbox, limit) from error
+        finally:
+            self._starting -= 1
+            if not self._starting and not self.begun:  # nobody waits any more
+                self._opens = None
+                opens.cancel()
+                await asyncio.wait([opens])
+
+    async def submit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
+        """Store a message; waits for room, up to the publish's own deadline.
+
+        Raises:
+            OutboxError: no room in time; it was not stored.
+            UsageError: closed, on another loop, or in a forked child.
+        """
+        self.check_usable()
+        self._check_open()
+        if not self._room and self._window.fits(confirmation.size):
+            self._admit(confirmation, row)
+            return
+        remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
+        if not await self._room.wait(confirmation.size, remaining, partial(self._admit, confirmation, row)):
+            self._check_open()
+            raise self._no_room(confirmation)
+
+    async def flush(self, limit: float) -> int:
+        """Wait until every message in the outbox is published, or will not be by itself.
+
+        Returns how many are left after ``limit`` seconds.
+
+        Raises:
+            OutboxError: the outbox cannot say what is in it.
+            TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
+        """
+        self.check_usable()
+        self._check_relayed()
+        deadline = time.monotonic() + limit
+        if not await self._wait_stored(limit):
+            return max(self._window.count, 1)
+        _, last = await self._ask(self.outbox.backlog, deadline)
+        left = await self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
+
+    async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
+        """Store all that was submitted; relay for up to ``limit`` seconds while it is ``worth_waiting``; end.
+
+        May be cancelled and called again, and by several tasks.
+        """
+        self.check_usable()
+        deadline = time.monotonic() + limit
+        self._refuse_waiting()
+        left = 0
+        try:
+            if await self._wait_stored(limit):
+                enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for what is outstanding then
+                left = await self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
+        except (OutboxError, TimeoutError):
+            logger.exception("closing the publisher of %r", self.outbox)
+        # What is on its way to a broker that is not there stays where it is.
+        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
+        await self._join(self.relay.join, deadline)
+        self._carrier.cancel()
+        self._writer.stop()
+        await self._join(self._writer.join, deadline)
+        self._say_left(left)
+        try:
+            await self._ask(self.outbox.close, deadline)
+        except (OutboxError, TimeoutError):
+            logger.exception("closing %r", self.outbox)
+        finally:
+            self._threads.stop()
+
+    def abort(self) -> None:
+        """End without waiting. What is stored stays; the outbox is closed when its threads have ended."""
+        self._refuse_waiting()
+        self.relay.stop(0.0)
+        self._carrier.cancel()
+        self._writer.stop()
+        self._threads.stop()
+        _ = self._threads.call(self._close_outbox)
+
+    # For confirmations
+
+    def check_usable(self) -> None:
+        """Raise UsageError on another event loop than the publisher's, or in a forked child."""
+        self._check_not_forked()
+        if asyncio.get_running_loop() is not self.loop:
+            raise UsageError("this publisher belongs to another event loop; make one for each")
+
+    # On the writer's thread
+
+    def _stored(self, confirmations: list[AsyncStoredConfirmation], error: OutboxError | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._settle, confirmations, error)
+        if error is None:
+            self.relay.wake()
+
+    def _settled(self, settlements: list[Settlement]) -> None:
+        self.relay.settled(settlements)
+
+    # On threads that nobody may wait for any more
+
+    def _take_hold(self, hold: _Hold) -> Claims:
+        self.outbox.open()
+        claims = hold.keep(self.outbox.claims())
+        if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
+            self.outbox.close()
+        return claims
+
+    # On the event loop
+
+    async def _open(self) -> None:
+        hold = _Hold()
+        try:
+            claims = await self._ask(partial(self._take_hold, hold), float("inf"))
+            self._check_open()
+        except BaseException:
+            _ = self._threads.call(hold.abandon)
+            self._threads.stop()
+            raise
+        self._begin(claims)
+
+    def _admit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
+        self._window.take(confirmation.size)
+        self._writer.store(confirmation, row)
+
+    def _tell_room(self) -> None:
+        self._room.give()
+
+    def _refuse_waiting(self) -> None:
+        self._closed = True
+        self._room.refuse()
+
+    async def _ask(self, question: Callable[[], T], deadline: float) -> T:
+        """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
+        if self._threads.busy >= QUESTIONS:
+            raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
+        try:
+            async with asyncio.timeout(limit if limit < float("inf") else None):
+                return await self._threads.call(question)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
+
+    async def _join(self, join: Callable[[float], bool], deadline: float) -> None:
+        """Wait for the end of a thread, which may hang, until the deadline, and a moment longer."""
+        limit = max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
+        await call_on_thread(self._end_name, partial(join, limit))
+
+    async def _wait_stored(self, limit: float) -> bool:
+        """Wait until everything submitted before has its answer."""
+        answered: asyncio.Future[None] = self.loop.create_future()
+        if self._writer.ended:
+            return True
+        # Behind the answers themselves, which come the same way.
+        self._writer.call(partial(self._tell, answered))
+        try:
+            async with asyncio.timeout(limit if limit < float("inf") else None):
+                await answered
+        except TimeoutError:
+            return self._writer.ended
+        return True
+
+    def _tell(self, answered: asyncio.Future[None]) -> None:
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_resolve, answered, None)
+
+    async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
+        """Wait until nothing is left up to the row ``last``; return what is left at the end."""
+        looks = Looks()
+        while True:
+            began = time.monotonic()
+            left, _ = await self._ask(partial(self.outbox.backlog, last), deadline)
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
+                return left
+            await asyncio.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
+            if self.relay.ended:  # closed, by another task
+                return left
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+class AsyncRowCarrier:
+    """Publishes rows and collects what became of them.
+
+    Args:
+        loop: of the publisher.
+        connect: begins to connect; waits for the first verdict.
+        send: submits a row to the publisher's lane; its confirmation is to call the function that is given.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connect: Callable[[], Awaitable[None]],
+        send: Callable[[OutboxRow, Callable[[AsyncConfirmation], None]], Awaitable[None]],
+    ) -> None:
+        self._loop = loop
+        self._connect = connect
+        self._send = send
+        self._to_send: deque[OutboxRow] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._settled: deque[tuple[OutboxRow, ReliableMQError | None]] = deque()
+        self._wake: Callable[[], object] | None = None  # of a relay that waits
+
+    # On the relay's thread
+
+    def connect(self) -> None:
+        """Begin to connect."""
+        self._on_loop(self._work)
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """Publish rows, in order."""
+        if not self._on_loop(partial(self._put, rows)):
+            error = UsageError("the event loop of this publisher has ended; what is in the outbox stays there")
+            self._settled.extend((row, error) for row in rows)
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        """Give the rows whose publish has ended."""
+        settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
+        while self._settled:
+            settled.append(self._settled.popleft())
+        return settled
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Have the relay woken by the next outcome."""
+        self._wake = wake
+        if self._settled:  # it came before this, and may not have seen it
+            wake()
+
+    # On the event loop
+
+    def cancel(self) -> None:
+        """Send no more. What was not sent comes back."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _put(self, rows: Sequence[OutboxRow]) -> None:
+        self._to_send.extend(rows)
+        self._work()
+
+    def _work(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._feed(), name="reliable_mq outbox relay")
+
+    async def _feed(self) -> None:
+        """Send what is to be sent; where nothing can be published, none of the rest is tried."""
+        failure: ReliableMQError | None = UsageError("the publisher of this row was closed")
+        row: OutboxRow | None = None
+        try:
+            await self._connect()
+            while self._to_send:
+                row = self._to_send.popleft()
+                try:
+                    await self._send(row, partial(self._done, row))
+                except (PublishError, ConfigurationError) as error:  # about this row
+                    self._settle(row, error)
+                row = None
+        except ReliableMQError as error:
+            failure = error
+        finally:
+            if row is not None:
+                self._settle(row, failure)
+            while self._to_send:
+                self._settle(self._to_send.popleft(), failure)
+
+    def _done(self, row: OutboxRow, confirmation: AsyncConfirmation) -> None:
+        self._settle(row, confirmation.failure())
+
+    def _settle(self, row: OutboxRow, error: ReliableMQError | None) -> None:
+        self._settled.append((row, error))
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def _on_loop(self, call: Callable[[], None]) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # it is closed
+            return False
+        return True

@@ -1,0 +1,353 @@
+"""A shop: publishes orders at a steady rate, handles them, and keeps the account of what became of each.
+
+One order in fifty fails at its first attempt, as if a payment service had not answered; one in five hundred cannot be
+processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that what is delivered
+again after an outage has its effect once.
+
+The account is told what was attempted before it is published, and what was handled or found in the dead-letter queue
+afterwards: it knows nothing of publishers and consumers.
+
+The broker dies and comes back, by two commands of the user's, at moments that depend on the job, not on a clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import shlex
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from tenacity import wait_exponential
+
+from reliable_mq.codec.methods import DeleteQueue
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.quarantine import Quarantine
+from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.errors import PublishUnconfirmed
+from reliable_mq.message import Message
+from reliable_mq.retry import RetryPolicy
+from reliable_mq.settings import ConnectionSettings
+from reliable_mq.stores.memory import MemoryStore
+from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.consumer import Consumer
+from reliable_mq.sync.publisher import Publisher
+from reliable_mq.testing.audit import Account
+from reliable_mq.topology import DEAD_SUFFIX, Queue
+
+__all__ = ["BrokerState", "Outages", "Progress", "Shop", "fails_once", "is_poison"]
+
+_NAME: Final = "reliable-mq demo"
+_AT_A_TIME: Final = 50  # orders between two looks at the clock
+_HANDLERS: Final = 4
+_LEFT_WAIT: Final = 0.5  # seconds for the broker to say that a queue is empty
+_GRACE: Final = 5.0  # seconds for what is outstanding when the shop is closed early
+
+
+def fails_once(number: int) -> bool:
+    """Whether the first attempt at this order fails."""
+    return number % 50 == 0
+
+
+def is_poison(number: int) -> bool:
+    """Whether no handler can process this order."""
+    return number % 500 == 77
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is.
+
+    Attributes:
+        published: orders submitted.
+        confirmed: of these, confirmed by the broker.
+        handled: orders that a handler was through with.
+        dead_lettered: orders found in the dead-letter queue.
+        retried: failed attempts that were tried again.
+        republished: orders published again, since nobody could say whether they had arrived.
+        duplicates: deliveries set aside, since their order was handled before.
+    """
+
+    published: int
+    confirmed: int
+    handled: int
+    dead_lettered: int
+    retried: int
+    republished: int
+    duplicates: int
+
+
+class Shop:
+    """A context manager: entering opens it, leaving closes it and takes its queues away.
+
+    Args:
+        url: of the broker.
+        settings: the same, parsed.
+        orders: how many to publish.
+        rate: how many a second; 0 for as many as possible.
+
+    Attributes:
+        account: of every order.
+        broker: its product and version; once entered.
+        queues: the two that it declares.
+        publisher, consumer: of the orders.
+        failure: why not all orders were published.
+    """
+
+    broker: str
+
+    def __init__(self, url: str, settings: ConnectionSettings, *, orders: int, rate: float) -> None:
+        self.orders = orders
+        self.account = Account()
+        self.failure: Exception | None = None
+        self._url = url
+        self._settings = settings
+        self._rate = rate
+        self._published = 0
+        self._handled = 0
+        self._delivered = 0
+        self._dead: set[str] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._all_settled = threading.Event()
+        self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
+        self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
+        retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
+        ladder = Ladder(self._queue.name, retry)
+        self._beside = (Quarantine.of(self._queue).name, *(ladder.queue(step).name for step in ladder.own))
+        soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: be back as soon as the broker is
+        self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
+        self.consumer = Consumer(
+            url,
+            self._queue,
+            self._handle,
+            concurrency=_HANDLERS,
+            retry=retry,
+            idempotency=MemoryStore(),
+            reconnect_wait=soon,
+            name=f"{_NAME} consumer",
+        )
+        self._dead_letters = Consumer(
+            url,
+            self.queues[1],
+            self._found_dead,
+            reconnect_wait=soon,
+            name=f"{_NAME} dead letters",
+        )
+        self._till = threading.Thread(target=self._publish_all, name=f"{_NAME} orders", daemon=True)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Open.
+
+        Raises:
+            ReliableMQError: the broker cannot be reached, or refuses something.
+        """
+        with StepChannel(self._settings, name=_NAME) as channel:  # fails at once where it cannot succeed
+            self.broker = f"{channel.server.product} {channel.server.version}"
+        with ExitStack() as opened:
+            opened.callback(self._take_down)
+            opened.enter_context(self.consumer)
+            opened.enter_context(self._dead_letters)
+            self.publisher.connect()
+            self._till.start()
+            opened.callback(self._till.join)
+            opened.callback(self.publisher.close, _GRACE)
+            opened.callback(self._closing.set)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is, as of now."""
+        sent, received = self.publisher.statistics, self.consumer.statistics
+        return Progress(
+            published=self._published,
+            confirmed=sent.confirmed,
+            handled=self._handled,
+            dead_lettered=len(self._dead),
+            retried=received.retried,
+            republished=sent.republished,
+            duplicates=received.duplicates,
+        )
+
+    def is_done(self) -> bool:
+        """Whether every order is settled, every confirmed one handled or dead-lettered, and nothing is on its way."""
+        if not self._all_settled.is_set():
+            return False
+        if self._handled + len(self._dead) < self.publisher.statistics.confirmed:
+            return False
+        return self._is_idle() and not self.account.balance().lost
+
+    def _is_idle(self) -> bool:
+        """Whether the consumer has nothing unacked, and had nothing new since this was asked last."""
+        received = self.consumer.statistics
+        delivered, self._delivered = self._delivered, received.delivered
+        settled = received.acked + received.rejected + received.handed_back + received.lost
+        return delivered == received.delivered == settled
+
+    # Publishing, on a thread of its own
+
+    def _publish_all(self) -> None:
+        try:
+            due = time.monotonic()
+            for number in range(self.orders):
+                if number % _AT_A_TIME == 0 and self._rate:
+                    now = time.monotonic()
+                    self._closing.wait(max(0.0, due - now))
+                    due = max(due, now) + _AT_A_TIME / self._rate  # time lost in an outage is not made up for
+                if self._closing.is_set():
+                    return
+                self._publish(number)
+            self.publisher.flush()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the one who waits for us is told
+            self.failure = error
+        finally:
+            self._all_settled.set()
+
+    def _publish(self, number: int) -> None:
+        order: dict[str, object] = {"order": number, "customer": f"customer-{number % 997}"}
+        if not is_poison(number):
+            order["amount"] = 100 + number % 9900
+        message = Message.json(order)
+        self.account.attempted(message.message_id)
+        self._published += 1
+        self.publisher.submit(message, routing_key=self._queue.name).add_done_callback(self._settled)
+
+    def _settled(self, confirmation: Confirmation) -> None:
+        error = confirmation.exception()
+        if error is None:
+            self.account.confirmed(confirmation.message_id)
+        elif not isinstance(error, PublishUnconfirmed):
+            self.account.failed(confirmation.message_id)
+
+    # Handling, on the consumers' threads
+
+    def _handle(self, delivery: Delivery) -> None:
+        order = delivery.json()
+        if fails_once(order["order"]) and delivery.attempt == 1:
+            raise ConnectionError("the payment service did not answer")
+        self._charge(delivery, order["customer"], order["amount"])  # a poison order has no amount: KeyError
+
+    def _charge(self, delivery: Delivery, _customer: str, _amount: int) -> None:
+        message_id = delivery.message_id or ""
+        self.account.effect(message_id)
+        self.account.handled(message_id)
+        with self._lock:
+            self._handled += 1
+
+    def _found_dead(self, delivery: Delivery) -> None:
+        message_id = delivery.message_id or ""
+        self.account.dead_lettered([message_id])
+        self._dead.add(message_id)
+
+    # Closing
+
+    def _take_down(self) -> None:
+        """Book what is left in the queues, and delete them."""
+        books = (self.account.left, self.account.dead_lettered, *[self.account.left] * len(self._beside))
+        for name, book in zip((*self.queues, *self._beside), books, strict=True):
+            with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
+                while True:
+                    with consumer.get(_AT_A_TIME, _LEFT_WAIT) as deliveries:
+                        book([delivery.message_id or "" for delivery in deliveries])
+                    if not deliveries:
+                        break
+        with StepChannel(self._settings, name=_NAME) as channel:
+            for name in (*self.queues, *self._beside):
+                channel.perform(DeleteQueue(name))
+
+
+_PATIENCE: Final = 120.0  # seconds for a command
+
+
+class BrokerState(enum.Enum):
+    """What the commands have made of the broker."""
+
+    RUNNING = "running"
+    KILLED = "killed"
+    STARTING = "starting"
+
+
+class Outages:
+    """Kills the broker `times` times, evenly spread over the job. For one thread; the commands run on another.
+
+    Args:
+        kill: a command that kills the broker and returns when it is dead; None for no outages.
+        restart: a command that starts it again; it need not wait until the broker is up.
+        times: how often.
+
+    Attributes:
+        done: how many outages there were.
+        state: of the broker, as far as the commands go.
+        failure: why it ended early: a command failed.
+    """
+
+    def __init__(self, kill: str | None, restart: str | None, *, times: int) -> None:
+        self.done = 0
+        self.state = BrokerState.RUNNING
+        self.failure: str | None = None
+        self._commands = None if kill is None or restart is None else (kill, restart)
+        self._times = 0 if self._commands is None else times
+        self._thread: threading.Thread | None = None
+
+    def advance(self, part: float, *, connected: bool) -> None:
+        """The job has come this far: kill the broker if it is time. Does not wait.
+
+        Args:
+            part: of the job, 0 to 1.
+            connected: whether it is connected: the broker is back then, and may be killed again.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._thread is None and connected:
+            self.state = BrokerState.RUNNING
+        due = self.done < self._times and part >= (self.done + 1) / (self._times + 1)
+        if due and connected and self._thread is None and self.failure is None and self._commands is not None:
+            self.done += 1
+            self._thread = threading.Thread(target=self._outage, args=self._commands, name="outage")
+            self._thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the broker is yet to be killed, or to be started."""
+        return self.failure is None and (self.done < self._times or self._thread is not None)
+
+    def end(self) -> None:
+        """Kill no more; wait until a broker that was killed is started again."""
+        self._times = self.done
+        if self._thread is not None:
+            self._thread.join()
+
+    def _outage(self, kill: str, restart: str) -> None:
+        self.state = BrokerState.KILLED
+        self._run(kill)
+        self.state = BrokerState.STARTING
+        self._run(restart)
+
+    def _run(self, command: str) -> None:
+        try:
+            subprocess.run(  # noqa: S603  # the user's own command
+                shlex.split(command),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=_PATIENCE,
+                start_new_session=True,  # Ctrl-C is ours: the broker is to be started again
+            )
+        except subprocess.CalledProcessError as error:
+            self.failure = f"{command!r} failed with status {error.returncode}: {error.stderr.strip()}"
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            self.failure = f"{command!r} failed: {error}"

@@ -1,0 +1,352 @@
+"""``reliable-mq dlq replay``, ``purge`` and ``import``: what takes messages out of a queue, or puts them in.
+
+``reliable-mq dlq list``, ``show``, ``stats`` and ``export``: they leave the queue as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reliable_mq.cli.dlq.options import (
+    URL,
+    Exceptions,
+    FromQueue,
+    Headers,
+    Limit,
+    MessageIds,
+    NewerThan,
+    OlderThan,
+    QueueName,
+    Reason,
+    chosen,
+)
+from reliable_mq.cli.dlq.render import (
+    details,
+    interruptible,
+    listing,
+    progress_bar,
+    statistics_json,
+    statistics_tables,
+    summary,
+    summary_json,
+)
+from reliable_mq.cli.files import lines, whole_file
+from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output, product, say
+from reliable_mq.deadletters import DeadLetterQueue, ReplayReport, Target
+from reliable_mq.engine.publisher_channel import unwatched_logger
+from reliable_mq.stores.protocol import ResettableStore
+
+__all__ = ["export", "import_", "list_", "purge", "replay", "show", "stats"]
+
+_SHOWN: Final = 20  # failures that are told one by one
+
+
+def replay(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = None,
+    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, wherever they came from.")] = None,
+    exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="With this routing key.")] = None,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="To the exchange and with the routing key that each was first published with, so to every queue that "
+            "is bound there.",
+        ),
+    ] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Messages per second at most; without, as fast as it goes.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: say how many it would be.")] = False,
+    idempotency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The consumer's idempotency store, as myapp.stores:store; its counts of attempts are reset.",
+        ),
+    ] = None,
+    idempotency_namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, where it was given one."),
+    ] = None,
+) -> None:
+    """Publish dead letters again, to the queue that each was in, with all their attempts before them.
+
+    Each is confirmed before it is taken out of the dead-letter queue. It may be interrupted or killed at any time and
+    run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second). What
+    cannot be published stays, and is told; the exit status is 1 then.
+    """
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    if (exchange is None) != (routing_key is None):
+        raise typer.BadParameter("--exchange and --routing-key go together")
+    if exchange is not None and to is not None:
+        raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
+    store = None if idempotency is None else _store(idempotency)
+    hide_logs(unwatched_logger)
+    with (
+        DeadLetterQueue(url, queue) as dead,
+        interruptible("what was confirmed is out of the queue, everything else is in it: run it again to go on"),
+        progress_bar("would replay" if dry_run else "replaying") as bar,
+    ):
+        report = dead.replay(
+            which,
+            to=to if exchange is None else Target(exchange, routing_key or ""),
+            as_published=as_published,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            idempotency=store,
+            idempotency_namespace=idempotency_namespace,
+            progress=bar,
+        )
+    _tell(report, dry_run=dry_run)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def purge(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete dead letters for good. Asks first; export them before."""
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    with DeadLetterQueue(url, queue) as dead:
+        if not yes:
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "standard input is closed, so nobody can be asked: --yes asks nobody")
+            meant = "those that match" if not which.everything else "all" if limit is None else "the first"
+            most = "" if limit is None else f" (at most {limit:,})"
+            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant}{most} for good?"
+            typer.confirm(question, abort=True, err=True)
+        with interruptible("what was deleted is gone, the rest is in the queue"), progress_bar("deleting") as bar:
+            deleted = dead.purge(which, limit=limit, progress=bar)
+    say(f"{deleted:,} deleted")
+
+
+def import_(
+    url: URL,
+    queue: QueueName,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Without any: standard input."),
+    ] = None,
+) -> None:
+    """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
+
+    What is not confirmed is reported by its line, and the exit status is 1.
+    """
+    hide_logs(unwatched_logger)
+    places: list[str] = []
+
+    def texts() -> Iterator[bytes]:
+        for item in lines(files or []):
+            places.append(item.where)
+            yield item.data
+
+    with (
+        DeadLetterQueue(url, queue) as dead,
+        interruptible("what was confirmed is in the queue"),
+        progress_bar("importing") as bar,
+    ):
+        confirmed, failures = dead.import_lines(texts(), progress=bar)
+    for number, error in failures:
+        say(f"{places[number - 1]}: {error}")
+    say(f"{confirmed:,} of {len(places):,} messages confirmed")
+    raise typer.Exit(1 if failures else 0)
+
+
+def _tell(report: ReplayReport, *, dry_run: bool) -> None:
+    for message, error in report.failures[:_SHOWN]:
+        say(f"{message.position}, {escaped(message.message_id or 'without id', 64)}: {escaped(error, 500)}")
+    if report.failed > _SHOWN:
+        say(f"and {report.failed - _SHOWN:,} more")
+    what = "would be replayed" if dry_run else "replayed"
+    text = f"{report.replayed:,} of {report.examined:,} {what}"
+    if report.failed:
+        text += f"; {report.failed:,} cannot go back, and stay" if dry_run else f"; {report.failed:,} failed, and stay"
+    if report.already_published:
+        text += f"; {report.already_published:,} came again after a connection was lost, and were not published twice"
+    if report.possible_duplicates:
+        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or a look that had them was cut off"
+    elif report.possible_duplicates is None and report.handed_out_before:
+        text += (
+            f"; {report.handed_out_before:,} had been handed out before, by a look or a replay: if a replay was cut "
+            "off, up to 200 of them are duplicates"
+        )
+    say(text)
+
+
+def _store(place: str) -> ResettableStore:
+    """Import a store of the user's, from the working directory as well."""
+    module, colon, name = place.partition(":")
+    if not module or not colon or not name:
+        raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        store = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"--idempotency: {error}") from error
+    except Exception as error:  # the user's own code, of which nothing is known
+        raise typer.BadParameter(
+            f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(store, ResettableStore):
+        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
+    return store
+
+
+_AS_JSON: Final = "One JSON object per line."
+_KEPT: Final = "nothing was taken out of the queue"
+
+
+def list_(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = 100,
+    as_json: Annotated[bool, typer.Option("--json", help=_AS_JSON)] = False,
+) -> None:
+    """List dead letters, one per line, from the head of the queue on."""
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    now, table = datetime.now(UTC), listing()
+    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT):
+        total = len(dead)
+        with progress_bar("looking") as bar:
+            for message in dead.browse(which, limit=limit, progress=bar):
+                if as_json:
+                    print(json_text(summary_json(message)))
+                else:
+                    table.add_row(*summary(message, now))
+    if not as_json:
+        _write(table, f"{table.row_count:,} shown; {total:,} messages in {queue}")
+
+
+def show(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = 1,
+    body_bytes: Annotated[int, typer.Option(min=0, help="How much of a body to show.")] = 4096,
+) -> None:
+    """Show dead letters in full: what happened, properties, headers, body. The exit status is 1 where there is none."""
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    found = []
+    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
+        found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
+    _write_apart(found)
+    if not found:
+        say(f"no such message in {queue}", console=output)
+        raise typer.Exit(1)
+
+
+def stats(
+    url: URL,
+    queue: QueueName,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Count dead letters by what they died of, by the queue they were in, and by age."""
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
+        counted = dead.statistics(which, progress=bar)
+    if as_json:
+        print(json_text(statistics_json(counted), indent=2))
+        return
+    _write_apart(statistics_tables(counted, datetime.now(UTC)))
+
+
+def export(
+    url: URL,
+    queue: QueueName,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", dir_okay=False, help="Without, or with '-': standard output."),
+    ] = None,
+    *,
+    exception: Exceptions = None,
+    reason: Reason = None,
+    from_queue: FromQueue = None,
+    message_id: MessageIds = None,
+    header: Headers = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    limit: Limit = None,
+) -> None:
+    """Write dead letters as JSON lines, byte for byte; they stay in the queue.
+
+    `dlq import` and `publish --json` read them. A FILE that exists is replaced when everything is written, and is as it
+    was until then.
+    """
+    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
+    to_stdout = file is None or str(file) == "-"
+    unfinished = "what was written is incomplete" if to_stdout else f"{file} is as it was"
+    with (
+        interruptible(f"{_KEPT}, and {unfinished}"),
+        DeadLetterQueue(url, queue) as dead,
+        nullcontext(product(as_json=True)) if file is None or to_stdout else whole_file(file) as out,
+        progress_bar("exporting") as bar,
+    ):
+        dead.export(out, which, limit=limit, progress=bar)
+
+
+def _write(table: Table, footer: str) -> None:
+    output.print(table)
+    output.print(Text(escaped(footer), style="dim"))
+
+
+def _write_apart(parts: Iterable[RenderableType]) -> None:
+    """With an empty line between two."""
+    for number, part in enumerate(parts):
+        output.print(*([Text()] if number else []), part, sep="\n")

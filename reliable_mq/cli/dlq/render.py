@@ -1,0 +1,242 @@
+"""Dead letters as a terminal shows them. What a message holds is never taken for markup or control characters.
+
+A progress bar on a terminal, and an ending for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import typer
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from reliable_mq.cli.terminal import errors, escaped, say
+from reliable_mq.core.headers import PREFIX
+from reliable_mq.deadletters import DeadMessage, Statistics
+from reliable_mq.deadletters.filter import AGES
+from reliable_mq.deadletters.jsonl import write_line
+
+__all__ = [
+    "Bar",
+    "age",
+    "details",
+    "interruptible",
+    "listing",
+    "progress_bar",
+    "statistics_json",
+    "statistics_tables",
+    "summary",
+    "summary_json",
+]
+
+_TELLS: Final = (
+    ("reason", "reason"),
+    ("exception", "exception_type"),
+    ("message", "exception_message"),
+    ("attempts", "attempts"),
+    ("first failure", "first_failure"),
+    ("last failure", "last_failure"),
+    ("died at", "died_at"),
+    ("consumer", "consumer"),
+    ("by version", "package_version"),
+)
+_ELSEWHERE: Final = frozenset(
+    {"body", "body_base64", "exchange", "routing_key", "redelivered", "headers", "properties_base64"}
+)
+_UNITS: Final = ((604800, "w"), (86400, "d"), (3600, "h"), (60, "m"))
+
+
+def age(died_at: datetime | None, now: datetime) -> str:
+    """How long ago, in its largest unit: ``"3h"``; a question mark where that is not known."""
+    if died_at is None:
+        return "?"
+    seconds = max((now - died_at) // timedelta(seconds=1), 0)
+    size, unit = next((each for each in _UNITS if seconds >= each[0]), (1, "s"))
+    return f"{seconds // size}{unit}"
+
+
+def listing() -> Table:
+    """An empty table for `summary` rows."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", justify="right")
+    table.add_column("message id", overflow="fold")
+    table.add_column("age", justify="right")
+    table.add_column("from")
+    table.add_column("tries", justify="right")
+    table.add_column("died of", overflow="fold", ratio=1)
+    table.add_column("bytes", justify="right")
+    return table
+
+
+def summary(message: DeadMessage, now: datetime) -> list[Text]:
+    """One row of `listing`."""
+    died_of = message.cause
+    if message.exception_type and message.exception_message:
+        died_of += f": {message.exception_message}"
+    return [
+        Text(str(message.position), style="dim"),
+        Text(escaped(message.message_id or "-", 64)),
+        Text(age(message.died_at, now)),
+        Text(escaped("?" if message.origin is None else message.origin.queue, 64)),
+        Text("?" if message.attempts is None else str(message.attempts)),
+        Text(escaped(message.unreadable or died_of, 200)),
+        Text(f"{len(message.body):,}"),
+    ]
+
+
+def details(message: DeadMessage, most: int) -> Table:
+    """Everything about one; of its body up to ``most`` bytes."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: object) -> None:
+        table.add_row(Text(escaped(name, 100)), Text(escaped(value, 2000)))
+
+    table.add_row("position", Text(str(message.position), style="bold"))
+    origin = message.origin
+    if origin is not None:
+        row("was in queue", origin.queue)
+        if origin.exchange is not None:
+            row("published to", f"exchange {origin.exchange!r} with routing key {origin.routing_key!r}")
+    for name, attribute in _TELLS:
+        value = getattr(message, attribute)
+        if value not in (None, ""):
+            row(name, value)
+    if message.delivery_count:
+        row("handed out before", message.delivery_count)
+    if message.unreadable:
+        row("cannot be replayed", message.unreadable)
+    line: dict[str, Any] = json.loads(write_line(message))
+    for name in sorted(line.keys() - _ELSEWHERE):
+        row(name.replace("_", " "), line[name])
+    for name, value in sorted(message.headers.items()):
+        if not name.startswith(PREFIX):  # it was told above
+            row(f"header {name}", value)
+    table.add_row(f"body, {len(message.body):,} bytes", _body(message.body, most))
+    return table
+
+
+def _body(body: bytes, most: int) -> Text:
+    cut = body[:most]
+    try:
+        text = cut.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(cut) - 3 or len(cut) == len(body):
+            text = " ".join(cut[start : start + 8].hex(" ") for start in range(0, len(cut), 8))
+        else:
+            text = cut[: error.start].decode()  # cut inside of a character
+    return Text(escaped(text, keep="\n\t") + ("…" if len(body) > most else ""))
+
+
+def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Text]:
+    """Counts by cause, queue and age."""
+    head = Text(f"{statistics.messages:,} dead letters, {statistics.bytes:,} bytes", style="bold")
+    if statistics.oldest is not None:
+        head.append(f"; the oldest died {age(statistics.oldest, now)} ago, the newest {age(statistics.newest, now)}")
+    shown: list[Table | Text] = [head]
+    ages = {name: statistics.by_age[name] for name in AGES if statistics.by_age[name]}
+    for title, counts in (
+        ("died of", dict(statistics.by_cause.most_common())),
+        ("from queue", {name or "unknown": count for name, count in statistics.by_queue.most_common()}),
+        ("age", ages),
+    ):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table.add_column("count", justify="right")
+        table.add_column(title, overflow="fold")
+        for name, count in counts.items():
+            table.add_row(f"{count:,}", Text(escaped(name, 300)))
+        shown.append(table)
+    return shown
+
+
+def statistics_json(statistics: Statistics) -> dict[str, object]:
+    """The same as JSON has it."""
+    return {
+        "messages": statistics.messages,
+        "bytes": statistics.bytes,
+        "oldest": _iso(statistics.oldest),
+        "newest": _iso(statistics.newest),
+        "by_cause": dict(statistics.by_cause.most_common()),
+        "by_queue": dict(statistics.by_queue.most_common()),
+        "by_age": {name: statistics.by_age[name] for name in AGES},
+    }
+
+
+def summary_json(message: DeadMessage) -> dict[str, object]:
+    """What is known of one, without its body and headers."""
+    origin = message.origin
+    return {
+        "position": message.position,
+        "message_id": message.message_id,
+        "queue": None if origin is None else origin.queue,
+        "exchange": None if origin is None else origin.exchange,
+        "routing_key": None if origin is None else origin.routing_key,
+        "reason": message.reason,
+        "exception_type": message.exception_type,
+        "exception_message": message.exception_message,
+        "attempts": message.attempts,
+        "first_failure": _iso(message.first_failure),
+        "last_failure": _iso(message.last_failure),
+        "died_at": _iso(message.died_at),
+        "consumer": message.consumer,
+        "redelivered": message.redelivered,
+        "bytes": len(message.body),
+    }
+
+
+def _iso(when: datetime | None) -> str | None:
+    return None if when is None else when.astimezone(UTC).isoformat()
+
+
+_INTERRUPTED = 130
+
+
+class Bar:
+    """Is told how far it is; shows that where somebody looks.
+
+    Attributes:
+        done: the last that it was told.
+    """
+
+    def __init__(self, progress: Progress | None, what: str) -> None:
+        self.done = 0
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task(what, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self.done = done
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Bar]:
+    """Show a bar on a terminal, on stderr, while the block runs."""
+    if not errors.is_terminal:
+        yield Bar(None, what)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as progress:
+        yield Bar(progress, what)
+
+
+@contextmanager
+def interruptible(what: str) -> Iterator[None]:
+    """Take Ctrl-C for a wish to stop: everything was handed back by then.
+
+    Raises:
+        typer.Exit: with the status 130.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"interrupted; {what}")
+        raise typer.Exit(_INTERRUPTED) from None

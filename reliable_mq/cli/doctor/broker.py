@@ -1,0 +1,314 @@
+"""Each host of a URL: can it be reached, is TLS verified and for how long, does it let this user in?
+
+What the broker's version, its limits and its alarms mean for publishing, retrying and poison messages.
+
+The versions' behaviour is that of RabbitMQ 4.0.5 and 4.3.6 as observed, and of RabbitMQ's documentation for the others.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from reliable_mq.cli.doctor.finding import Finding, Status
+from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError
+from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.settings import ConnectionSettings, Endpoint
+from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.tls import TLSOptions
+
+__all__ = ["Entry", "examine_alarms", "examine_host", "examine_limits", "examine_version", "remaining_validity"]
+
+_PLAIN_PORT: Final = 5672
+_TLS_PORT: Final = 5671
+_SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
+# Ports that are taken for AMQP's, or for the one with TLS.
+_PORTS: Final = {
+    1883: "1883 is MQTT's port: AMQP's is 5672, and 5671 with TLS.",
+    5552: "5552 is the port of the stream protocol: AMQP's is 5672, and 5671 with TLS.",
+    15672: "15672 is the management API's port: AMQP's is 5672, and 5671 with TLS.",
+    15692: "15692 is the port of Prometheus metrics: AMQP's is 5672, and 5671 with TLS.",
+    61613: "61613 is STOMP's port: AMQP's is 5672, and 5671 with TLS.",
+}
+_BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A host that let us in.
+
+    Attributes:
+        settings: to connect to it alone.
+        server: what it says of itself.
+        frame_max: bytes, as negotiated.
+    """
+
+    settings: ConnectionSettings
+    server: ServerInfo
+    frame_max: int
+
+
+def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], Entry | None]:
+    """Look at one host: TCP, TLS, login. Blocks for up to three times the time to connect.
+
+    Returns:
+        The findings, and what is needed to look further, where it let us in.
+    """
+    findings: list[Finding] = []
+    for finding in _network(settings, endpoint):
+        findings.append(finding)
+        if finding.status is Status.PROBLEM:
+            return findings, None
+    alone = replace(settings, endpoints=(endpoint,))
+    try:
+        with StepChannel(alone, name="reliable-mq doctor") as channel:
+            entry = Entry(alone, channel.server, channel.frame_max)
+    except (BrokerUnavailable, ConfigurationError) as error:
+        return [*findings, _refused(settings, endpoint, error)], None
+    what = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"
+    return [*findings, Finding(Status.OK, str(endpoint), "login", what)], entry
+
+
+def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Finding]:
+    host, timeout = str(endpoint), settings.connect_timeout
+    began = time.monotonic()
+    try:
+        connection = socket.create_connection((endpoint.host, endpoint.port), timeout)
+    except OSError as error:
+        why = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        fix = "Does the broker run, is the port right, does a firewall stand between?"
+        if isinstance(error, socket.gaierror):
+            fix = "Is the host name right, and does this machine's resolver know it?"
+        yield Finding(Status.PROBLEM, host, "reachable", f"cannot be reached: {why}", fix)
+        return
+    with connection:
+        elapsed = (time.monotonic() - began) * 1000
+        yield Finding(Status.OK, host, "reachable", f"accepts connections ({elapsed:.0f} ms)")
+        if settings.tls is not None:
+            yield _tls(settings.tls, endpoint, connection)
+        elif endpoint.is_loopback:
+            yield Finding(Status.OK, host, "TLS", "none, and none needed: the connection does not leave this machine")
+        else:
+            yield Finding(
+                Status.WARNING,
+                host,
+                "TLS",
+                "plaintext: whoever is on the way can read the password and every message, and change them",
+                "Switch TLS on in the broker (listeners.ssl.default = 5671) and use amqps://.",
+            )
+
+
+def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> Finding:
+    host = str(endpoint)
+    try:
+        context = options.build_context()
+        with context.wrap_socket(connection, server_hostname=options.server_name or endpoint.host) as wrapped:
+            certificate, version = wrapped.getpeercert() or {}, wrapped.version()
+    except ssl.SSLCertVerificationError as error:
+        return Finding(
+            Status.PROBLEM,
+            host,
+            "TLS",
+            f"the certificate does not verify: {error.verify_message}",
+            "Give the authority that signed it (cacertfile=... in the URL), or the name that it is for "
+            "(server_name_indication=...).",
+        )
+    except (OSError, ConfigurationError) as error:
+        text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        fix = "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?"
+        if endpoint.port == _PLAIN_PORT:
+            fix = "5672 is the port without TLS: that with it is 5671 (listeners.ssl.default = 5671 in the broker)."
+        return Finding(Status.PROBLEM, host, "TLS", f"the handshake failed: {text}", _PORTS.get(endpoint.port, fix))
+    return remaining_validity(host, version or "TLS", certificate.get("notAfter"), datetime.now(UTC))
+
+
+def remaining_validity(host: str, version: str, not_after: object, now: datetime) -> Finding:
+    """What the end of a verified certificate's validity means.
+
+    Args:
+        host: the subject of the finding.
+        version: of TLS.
+        not_after: as Python's ssl gives it, e.g. ``"Jun 26 21:41:46 2031 GMT"``.
+        now: aware.
+    """
+    if not isinstance(not_after, str):
+        return Finding(Status.UNCHECKED, host, "TLS", f"{version}; the certificate is not verified, nor its expiry")
+    expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(not_after), UTC)
+    days = (expires - now).days
+    text = f"{version}, certificate and host name verified; it expires on {expires:%Y-%m-%d}, in {days} days"
+    if days < _SOON:
+        return Finding(
+            Status.WARNING, host, "TLS", text, "Renew it: when it has expired, no client that verifies can connect."
+        )
+    return Finding(Status.OK, host, "TLS", text)
+
+
+def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception) -> Finding:
+    """Why the handshake failed: credentials, virtual host, a limit, or something else."""
+    match = _BY_BROKER.search(str(error))
+    code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
+    host = str(endpoint)
+    if code == 403:
+        return Finding(
+            Status.PROBLEM,
+            host,
+            "credentials",
+            f"{_user(settings)} is not let in: {text}",
+            "Check user and password. The user guest is let in from the broker's own machine only.",
+        )
+    if code == 530 and "limit" not in text:
+        virtual_host = settings.virtual_host
+        fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
+        if "not found" in text:
+            fix = f"Is its name right? rabbitmqctl add_vhost {virtual_host!r} makes it."
+        return Finding(Status.PROBLEM, host, "virtual host", text, fix)
+    fix = "The broker's log says more. Is this port AMQP's, and not another's?"
+    if settings.tls is None and endpoint.port == _TLS_PORT:
+        fix = "5671 is the port for TLS: write amqps://."
+    return Finding(Status.PROBLEM, host, "login", text, _PORTS.get(endpoint.port, fix))
+
+
+def _user(settings: ConnectionSettings) -> str:
+    if settings.mechanism == "EXTERNAL":
+        return "the user that the client's certificate names"
+    credentials = settings.resolve_credentials()
+    return "nobody" if credentials is None else f"user {credentials.username!r}"
+
+
+_BROKER: Final = "broker"
+_MOST_HEARTBEAT: Final = 60  # seconds, above which a dead connection is noticed late
+_LEAST_HEARTBEAT: Final = 5  # seconds, below which a busy peer is taken for a dead one
+
+
+def examine_version(server: ServerInfo) -> Iterator[Finding]:
+    """Say what the version means."""
+    version = server.version_tuple
+    name = f"{server.product or 'an unnamed broker'} {server.version}"
+    if server.product != "RabbitMQ" or not version:
+        yield Finding(
+            Status.UNCHECKED,
+            _BROKER,
+            "version",
+            f"{name}: what it does with retries, poison messages and confirms is not known here",
+            "RabbitMQ 4.0 and newer are tested.",
+        )
+        return
+    yield _support(name, version)
+    yield _returning(version)
+    yield _poison(version)
+    yield _consumer_timeout(version)
+    yield _new_queues()
+
+
+def _support(name: str, version: tuple[int, ...]) -> Finding:
+    if version >= (4,):
+        return Finding(Status.OK, _BROKER, "version", name)
+    fix = "Upgrade to RabbitMQ 4."
+    if version >= (3, 12):
+        text = (
+            f"{name}, which is not tested and no longer maintained: queues are declared without what it does not know "
+            "(x-delivery-limit=-1: its quorum queues have no limit by themselves)"
+        )
+        return Finding(Status.WARNING, _BROKER, "version", text, fix)
+    return Finding(Status.PROBLEM, _BROKER, "version", f"{name}, which is older than anything supported here", fix)
+
+
+def _returning(version: tuple[int, ...]) -> Finding:
+    if version >= (4, 3):
+        text = (
+            "basic.reject and lost connections count against a quorum queue's delivery limit, basic.nack does not: a "
+            "consumer that nacks a poison message gets it for ever; the retry policy counts for itself"
+        )
+    elif version >= (4,):
+        text = (
+            "basic.nack, basic.reject and lost connections all count against a quorum queue's delivery limit, and all "
+            "show in x-delivery-count; the retry policy counts for itself"
+        )
+    else:
+        text = "basic.nack, basic.reject and lost connections all count against a delivery limit, where one is set"
+    return Finding(Status.OK, _BROKER, "retries", text)
+
+
+def _poison(version: tuple[int, ...]) -> Finding:
+    if version >= (4,):
+        return Finding(
+            Status.OK,
+            _BROKER,
+            "poison messages",
+            "quorum queues have a delivery limit of 20 unless told otherwise; what reaches it is dropped where there "
+            "is no dead-letter exchange (see the queues); queues that reliable_mq declares have no limit (-1)",
+        )
+    return Finding(
+        Status.WARNING,
+        _BROKER,
+        "poison messages",
+        "quorum queues have no delivery limit unless told: a message that no consumer can process comes back for ever",
+        "Consume with a retry policy, which dead-letters after its last attempt.",
+    )
+
+
+def _consumer_timeout(version: tuple[int, ...]) -> Finding:
+    end = (
+        "the consumer is cancelled, and suspended until it settles them (quorum queues only)"
+        if version >= (4, 3)
+        else "the channel is closed with 406, and everything unacked on it comes back"
+    )
+    return Finding(
+        Status.UNCHECKED,
+        _BROKER,
+        "consumer timeout",
+        f"no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long {end}",
+        "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell "
+        "consumers where it is not 30 minutes (consumer_timeout=...): they warn before it.",
+    )
+
+
+def _new_queues() -> Finding:
+    return Finding(
+        Status.OK,
+        _BROKER,
+        "new queues",
+        "a quorum queue loses what was confirmed in it where the broker is killed up to a second after it was made; "
+        "publishers and consumers of reliable_mq allow for it where their own process has made the queue "
+        "(new_queue_grace), and cannot know of a queue that another process has made up to a second ago",
+    )
+
+
+def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Finding]:
+    """Look at what was negotiated."""
+    heartbeat = settings.heartbeat
+    if heartbeat < _LEAST_HEARTBEAT:
+        text, fix = f"{heartbeat} s: a busy peer is taken for a dead one", "Use 10 to 20 s (heartbeat=... in the URL)."
+        yield Finding(Status.WARNING, _BROKER, "heartbeat", text, fix)
+    elif heartbeat > _MOST_HEARTBEAT:
+        text = f"{heartbeat} s: a connection that is dead is noticed after more than two minutes"
+        yield Finding(Status.WARNING, _BROKER, "heartbeat", text, "Use 10 to 20 s (heartbeat=... in the URL).")
+    else:
+        text = f"{heartbeat} s: a connection that is dead is noticed within {2 * heartbeat + 5} s"
+        yield Finding(Status.OK, _BROKER, "heartbeat", text)
+    text = f"{frame_max:,} bytes: the properties and headers of a message have to fit in one frame"
+    yield Finding(Status.OK, _BROKER, "frame size", text)
+
+
+def examine_alarms(api: ManagementAPI) -> Finding:
+    """Ask whether a memory or disk alarm blocks publishers."""
+    try:
+        api.get("health", "checks", "alarms")
+    except ManagementError as error:
+        if error.status != 503:
+            return Finding(Status.UNCHECKED, _BROKER, "alarms", f"the management API does not say: {error}")
+        return Finding(
+            Status.PROBLEM,
+            _BROKER,
+            "alarms",
+            f"an alarm is in effect, publishers are blocked: {error}",
+            "Free memory or disk space on the node, or consume what is queued.",
+        )
+    return Finding(Status.OK, _BROKER, "alarms", "none in effect: publishers are not blocked")

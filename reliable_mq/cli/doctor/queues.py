@@ -1,0 +1,354 @@
+"""Arguments and consumers of a queue that lose messages, each with its fix. Pure: a snapshot in, findings out.
+
+A problem is what loses confirmed messages while everything works as it was set up; a warning is what does so when
+something fails, or what may be meant.
+
+The queues around a queue: where retries wait, suspects, and dead letters. Pure: a snapshot in, findings out.
+
+A delay queue of ours is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at least once.
+``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
+A dead-letter queue is one that another queue dead-letters into and that is no work queue of a delay queue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from reliable_mq.cli.doctor.finding import Finding, Status
+from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
+from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
+from reliable_mq.core.retry.delay_queues import DelayQueue
+from reliable_mq.topology import DEAD_SUFFIX
+from reliable_mq.topology.arguments import lint_arguments
+
+__all__ = [
+    "dead_letter_queues",
+    "examine_dead_letters",
+    "examine_delay_queue",
+    "examine_quarantine",
+    "examine_queues",
+    "waits_to_come_back",
+]
+
+_WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
+_AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
+
+
+def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
+    """Whether messages only wait in a queue, to come back into another: a delay queue, of ours or of others."""
+    if DelayQueue.of(queue.name) is not None:
+        return True
+    return queue.argument("message-ttl") is not None and not snapshot.consumers_of(queue)
+
+
+def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -> frozenset[str]:
+    """The queues that dead letters end in."""
+    return frozenset(
+        target
+        for name, route in routes.items()
+        if route is not None and not waits_to_come_back(snapshot, snapshot.queues[name])
+        for target in route.targets
+    )
+
+
+def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    """Look at a delay queue of ours, or at what may be one of others'."""
+    name = DelayQueue.of(queue.name)
+    if name is None:
+        yield from _mixed_delays(snapshot, queue)
+        return
+    what = f"queue {queue.name!r}"
+    if name.queue not in snapshot.queues:
+        text = (
+            f"its messages are to go back to queue {name.queue!r}, which does not exist: {queue.messages:,} wait for it"
+        )
+        fix = f"Declare {name.queue!r} again, and they go there; or delete the delay queue with what is in it."
+        yield Finding(Status.PROBLEM if queue.messages else Status.WARNING, what, "delay queue", text, fix)
+    for argument, (expected, meaning) in _expected(name).items():
+        found = queue.argument(argument)
+        if found != expected:
+            text = f"x-{argument} is {found!r}, where a delay queue of this package has {expected!r}: {meaning}"
+            yield Finding(Status.PROBLEM, what, "delay queue", text, _AFRESH)
+    if snapshot.consumers_of(queue):
+        text = "somebody consumes from this delay queue: its messages do not wait, and do not come back"
+        yield Finding(Status.PROBLEM, what, "delay queue", text, f"Stop that consumer; consume from {name.queue!r}.")
+    expired = queue.raw.get("messages_dlx")
+    if isinstance(expired, int) and expired:
+        text = f"{expired:,} messages have expired, and queue {name.queue!r} has not taken them yet"
+        fix = f"If this stays: is {name.queue!r} full (a length limit), or has it lost its nodes?"
+        yield Finding(Status.WARNING, what, "delay queue", text, fix)
+
+
+def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
+    return {
+        "message-ttl": (name.milliseconds, "messages wait for another time than their name says"),
+        "dead-letter-exchange": ("", "messages do not come back"),
+        "dead-letter-routing-key": (name.queue, "messages do not come back"),
+        "dead-letter-strategy": ("at-least-once", "a message is lost where its queue does not take it"),
+        "overflow": ("reject-publish", "a message is lost where its queue does not take it"),
+    }
+
+
+def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    """A queue without a time to live where others' retries wait by the expiration of each message."""
+    waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
+    if waiting and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
+        text = (
+            "looks like a delay queue without x-message-ttl: where each message has an expiration of its own, one that "
+            "is not due holds up all behind it, since messages expire at the head only"
+        )
+        fix = "Use one queue per delay, with x-message-ttl (a Consumer's RetryPolicy does)."
+        yield Finding(Status.WARNING, f"queue {queue.name!r}", "delay queue", text, fix)
+
+
+def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    """Look at a quarantine that holds messages: is somebody at it?"""
+    owner = queue.name.removesuffix(QUARANTINE_SUFFIX)
+    if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
+        return
+    text = f"{queue.messages:,} messages that may have killed their consumer wait here, and nobody consumes them"
+    if owner not in snapshot.queues:
+        text += f"; queue {owner!r}, whose consumer does, does not exist"
+    fix = f"Run a Consumer of {owner!r} that declares it (a Queue, not its name): it handles these one at a time."
+    yield Finding(Status.WARNING, f"queue {queue.name!r}", "quarantine", text, fix)
+
+
+def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
+    """Look at a queue that dead letters end in: does it keep them, do they wait, can they go back?"""
+    what = f"queue {queue.name!r}"
+    ttl = queue.argument("message-ttl")
+    if ttl is not None and queue.argument("dead-letter-exchange") is None:
+        text = f"dead letters are gone after {int(ttl) / 1000:g} s (message TTL)"
+        yield Finding(Status.WARNING, what, "dead letters kept", text, "Leave x-message-ttl out, unless that is meant.")
+    limit = queue.delivery_limit(version)
+    if queue.type == "quorum" and limit is not None and version < (4, 3):
+        text = (
+            f"a delivery limit of {limit}: up to RabbitMQ 4.2 each look at dead letters (reliable-mq dlq, the "
+            f"management UI) counts, and after {limit + 1} they are dropped"
+        )
+        yield Finding(Status.WARNING, what, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
+    owner = queue.name.removesuffix(DEAD_SUFFIX)
+    if not queue.messages:
+        return
+    text = f"a dead-letter queue that holds {queue.messages:,} messages"
+    if queue.growth > 0:
+        text += f" and grows by {queue.growth:g} a second"
+    if owner != queue.name and owner not in snapshot.queues:
+        text += f"; queue {owner!r}, which they are to go back to, does not exist"
+    fix = (
+        f"reliable-mq dlq stats URL {queue.name}: what they died of, and when. Mend the cause, then dlq replay, or dlq "
+        "purge."
+    )
+    yield Finding(Status.WARNING, what, "dead letters wait", text, fix)
+
+
+_LOOKED_AT: Final = frozenset(
+    {
+        "x-dead-letter-exchange",
+        "x-dead-letter-strategy",
+        "x-delivery-limit",
+        "x-expires",
+        "x-max-length",
+        "x-max-length-bytes",
+    }
+)
+
+
+def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
+    """Look at queues.
+
+    Args:
+        snapshot: of their virtual host.
+        names: which; none for all, of which then only those are reported that something is said about.
+        version: of the broker.
+    """
+    routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
+    dead = dead_letter_queues(snapshot, routes)
+    findings: list[Finding] = []
+    quiet = 0
+    for name in names or sorted(snapshot.queues):
+        queue = snapshot.queues.get(name)
+        if queue is None:
+            fix = "Declare it, or look for a typing error; names are case-sensitive."
+            findings.append(Finding(Status.PROBLEM, f"queue {name!r}", "exists", "there is no such queue", fix))
+            continue
+        found = list(_examine(snapshot, queue, routes[name], dead, version))
+        findings += found
+        if not found and names:
+            findings.append(_sound(queue, routes[name]))
+        quiet += not found
+    # What stands around a queue that was asked for is looked at too, without having been asked for.
+    for name in sorted(_around(snapshot, names, routes) - set(names)):
+        if name in dead:
+            findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
+        findings += examine_delay_queue(snapshot, snapshot.queues[name])
+        findings += examine_quarantine(snapshot, snapshot.queues[name])
+    if not names:
+        text = f"{quiet} of {len(snapshot.queues)} queues: nothing in their arguments or consumers loses messages"
+        findings.append(Finding(Status.OK, "queues", "arguments", text))
+    return findings
+
+
+def _examine(
+    snapshot: Snapshot, queue: QueueView, route: Route | None, dead: frozenset[str], version: tuple[int, ...]
+) -> Iterator[Finding]:
+    yield from _durability(queue)
+    if queue.type != "stream":  # which drops by age and size, as it is told
+        yield from _delivery_limit(queue, route, version)
+        yield from _dead_lettering(queue, route)
+        yield from _length(queue, route)
+        yield from _expiry(queue, route)
+    yield from _consumers(snapshot, queue)
+    yield from _arguments(queue, version)
+    yield from examine_delay_queue(snapshot, queue)
+    yield from examine_quarantine(snapshot, queue)
+    if queue.name in dead or (
+        queue.name.endswith(DEAD_SUFFIX) and queue.name.removesuffix(DEAD_SUFFIX) not in snapshot.queues
+    ):
+        yield from examine_dead_letters(snapshot, queue, version)
+
+
+def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
+    """The dead-letter queues, delay queues and quarantines of some queues."""
+    targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
+    delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
+    suspects = {f"{name}{QUARANTINE_SUFFIX}" for name in names}
+    return (targets | delays | suspects) & snapshot.queues.keys()
+
+
+def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
+    """What the linter says, but for what is looked at together with policies and other queues."""
+    for flaw in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
+        if flaw.argument not in _LOOKED_AT:
+            yield Finding(
+                Status.WARNING,
+                f"queue {queue.name!r}",
+                "arguments",
+                f"{flaw.argument} {flaw.text}",
+                f"{flaw.fix[0].upper()}{flaw.fix[1:]}; an existing queue has to be deleted and declared again.",
+            )
+
+
+def _sound(queue: QueueView, route: Route | None) -> Finding:
+    text = f"{queue.type}, {queue.messages:,} messages; nothing in its arguments or consumers loses messages"
+    if route is not None:
+        text += f"; dead letters go to {', '.join(map(repr, sorted(route.targets))) or 'an exchange'}"
+    return Finding(Status.OK, f"queue {queue.name!r}", "arguments", text)
+
+
+def _durability(queue: QueueView) -> Iterator[Finding]:
+    what = f"queue {queue.name!r}"
+    if queue.raw.get("exclusive"):
+        if queue.raw.get("messages_persistent"):
+            text = "exclusive, and it holds persistent messages: deleted with its connection, and they with it"
+            yield Finding(Status.WARNING, what, "exclusive", text, "Use a durable queue for what has to be kept.")
+    elif queue.raw.get("auto_delete"):
+        if queue.raw.get("messages_persistent"):
+            text = "auto-delete, and it holds persistent messages: deleted with its last consumer, and they with it"
+            yield Finding(Status.WARNING, what, "auto-delete", text, "Use a durable queue for what has to be kept.")
+    elif not queue.raw.get("durable", True):
+        text = "not durable: a restart of the broker deletes it with all its messages, persistent ones too"
+        fix = "Declare a quorum queue, or a durable classic one, and move the messages; RabbitMQ 4.3 refuses this kind."
+        yield Finding(Status.PROBLEM, what, "durable", text, fix)
+    expires = queue.argument("expires")
+    if expires is not None:
+        text = f"x-expires: unused for {int(expires) / 1000:g} s it is deleted, with all its messages"
+        yield Finding(Status.WARNING, what, "expires", text, "Leave x-expires to queues whose content may go.")
+
+
+def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, ...]) -> Iterator[Finding]:
+    limit = queue.delivery_limit(version)
+    if queue.type == "quorum" and limit is not None and route is None:
+        own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
+        yield Finding(
+            Status.PROBLEM,
+            f"queue {queue.name!r}",
+            "delivery limit",
+            f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
+            "deliveries, and lost connections count",
+            "Give it a dead-letter exchange (a policy can), or x-delivery-limit=-1 and a retry policy that counts.",
+        )
+
+
+def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    what = f"queue {queue.name!r}"
+    if route is None:
+        return
+    if route.flaw:
+        yield Finding(
+            Status.PROBLEM if route.certain else Status.WARNING,
+            what,
+            "dead letters",
+            f"{route.flaw}: dead letters are dropped" if route.certain else route.flaw,
+            "Declare and bind what is missing, or correct the dead-letter exchange and routing key.",
+        )
+    elif queue.name in route.targets:
+        text = "dead letters come back to the queue itself: what is rejected is delivered again for ever"
+        fix = "Give it a dead-letter queue of its own."
+        yield Finding(Status.WARNING, what, "dead letters", text, fix)
+    if queue.type != "quorum":
+        return
+    overflow = queue.argument("overflow") or "drop-head"
+    if queue.argument("dead-letter-strategy") != "at-least-once":
+        yield Finding(
+            Status.WARNING,
+            what,
+            "dead letters",
+            "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
+            "where that queue does not take it",
+            "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish.",
+        )
+    elif overflow != "reject-publish":
+        yield Finding(
+            Status.WARNING,
+            what,
+            "dead letters",
+            f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
+            "the broker says so in its log only",
+            "x-overflow=reject-publish beside it.",
+        )
+
+
+def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    limits = [name for name in ("max-length", "max-length-bytes") if queue.argument(name) is not None]
+    if not limits or (queue.argument("overflow") or "drop-head") != "drop-head":
+        return
+    dropped = "dropped" if route is None else "dead-lettered"
+    yield Finding(
+        Status.PROBLEM if route is None else Status.WARNING,
+        f"queue {queue.name!r}",
+        "length limit",
+        f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when it is full, the oldest messages are "
+        f"{dropped}, confirmed ones too",
+        "x-overflow=reject-publish: a full queue then nacks, and the publisher knows.",
+    )
+
+
+def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
+    ttl = queue.argument("message-ttl")
+    if ttl is not None and route is None:
+        text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: what is left then is dropped"
+        fix = "Give it a dead-letter exchange, unless that is meant."
+        yield Finding(Status.WARNING, f"queue {queue.name!r}", "message TTL", text, fix)
+
+
+def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
+    what, consumers = f"queue {queue.name!r}", snapshot.consumers_of(queue)
+    automatic = sum(not consumer.get("ack_required", True) for consumer in consumers)
+    unlimited = sum(
+        consumer.get("prefetch_count") == 0 and bool(consumer.get("ack_required", True)) for consumer in consumers
+    )
+    if automatic:
+        text = (
+            f"{automatic} of {len(consumers)} consumers acknowledge automatically: what is on its way to one, or in "
+            "it, when it dies is lost"
+        )
+        yield Finding(Status.WARNING, what, "acks", text, "Consume with manual acks.")
+    if unlimited:
+        text = (
+            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): one is sent everything at "
+            "once, and when it dies all of that comes back, counted as delivered"
+        )
+        yield Finding(Status.WARNING, what, "prefetch", text, "Set a prefetch of 100 to 300.")

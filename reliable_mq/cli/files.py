@@ -1,0 +1,132 @@
+"""What is published from a shell: lines of standard input, lines of files, or whole files, each with its place.
+
+A file that is written whole or not at all.
+
+Invariants: until everything is written and on the disk, a file that was there before is untouched, whatever ends the
+process; after an error nothing of the new one is left. A kill leaves the unfinished file beside it, named
+``.<name>.<random>.part``. What is no regular file, such as a pipe or a terminal, is written as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TextIO
+
+__all__ = ["Input", "lines", "size_of", "whole_file", "whole_files"]
+
+
+class Input(NamedTuple):
+    """One piece of input.
+
+    Attributes:
+        where: for a report: ``"line 3"``, ``"orders.txt, line 3"`` or ``"photo.jpg"``.
+        data: without the line end.
+        size: bytes that it took, for a progress bar.
+    """
+
+    where: str
+    data: bytes
+    size: int
+
+
+def lines(files: Sequence[Path]) -> Iterator[Input]:
+    """Give the lines of files, or of standard input where there are none, as soon as each is complete.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    if not files:
+        yield from _lines_of(_standard_input().buffer, "")
+    for path in files:
+        with path.open("rb") as file:
+            yield from _lines_of(file, f"{path}, ")
+
+
+def whole_files(files: Sequence[Path]) -> Iterator[Input]:
+    """Give each file as one piece.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for path in files:
+        data = path.read_bytes()
+        yield Input(str(path), data, len(data))
+
+
+def size_of(files: Sequence[Path]) -> int | None:
+    """How many bytes there are to read; None where that cannot be known, as with a pipe."""
+    found = [path.stat() for path in files] if files else [os.fstat(_standard_input().fileno())]
+    return sum(each.st_size for each in found) if all(stat.S_ISREG(each.st_mode) for each in found) else None
+
+
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "standard input is closed")
+    return sys.stdin
+
+
+def _lines_of(file: Iterator[bytes], prefix: str) -> Iterator[Input]:
+    for number, line in enumerate(file, start=1):
+        yield Input(f"{prefix}line {number}", line.removesuffix(b"\n"), len(line))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing; at the end of the block it takes the place of what was there.
+
+    Raises:
+        OSError: it cannot be written there; the block's own errors pass.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if mode is not None and not stat.S_ISREG(mode):
+        with path.open("wb") as file:
+            yield file
+        return
+    if mode is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".part", dir=target.parent)
+    except OSError as error:
+        why = f"no file can be made beside it: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from error
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else stat.S_IMODE(mode))
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def _umask() -> int:
+    """Read the mask of the process, which can only be done by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_directory(path: Path) -> None:
+    """Have the name on the disk, too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

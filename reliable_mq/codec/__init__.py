@@ -1,0 +1,54 @@
+"""The codec of the basic class: properties, field tables, content frames; see the modules for the rules of each.
+
+Handshake, heartbeats, flow and channels stay the drivers'. Nothing in here knows of a driver, a socket or a clock.
+"""
+
+from __future__ import annotations
+
+from reliable_mq.codec.frames import (
+    append_publish,
+    encode_ack,
+    encode_get,
+    encode_nack,
+    encode_reject,
+    header_frame_size,
+    publish_head,
+)
+from reliable_mq.codec.properties import (
+    Properties,
+    encode_properties,
+    encode_property,
+    encode_values,
+    join_properties,
+    plain_message_id,
+    rewrite_properties,
+    split_properties,
+)
+from reliable_mq.codec.reader import LARGEST_BODY, ChannelSink, InboundReader, RawDelivery
+from reliable_mq.codec.tables import CodecError, FieldValue, decode_table, encode_table
+
+__all__ = [
+    "LARGEST_BODY",
+    "ChannelSink",
+    "CodecError",
+    "FieldValue",
+    "InboundReader",
+    "Properties",
+    "RawDelivery",
+    "append_publish",
+    "decode_table",
+    "encode_ack",
+    "encode_get",
+    "encode_nack",
+    "encode_properties",
+    "encode_property",
+    "encode_reject",
+    "encode_table",
+    "encode_values",
+    "header_frame_size",
+    "join_properties",
+    "plain_message_id",
+    "publish_head",
+    "rewrite_properties",
+    "split_properties",
+]

@@ -1,0 +1,122 @@
+"""Outbound frames of the basic class: publishes, settlements of deliveries, and `basic.get`.
+
+A publish is three parts: the method frame (the head), which is the same for all publishes of a channel to one exchange
+and routing key and is meant to be cached by the caller; the content header frame; and the body frames. They are
+appended to a list that the caller joins once for many messages.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+from reliable_mq.codec.tables import encode_short_string
+from reliable_mq.errors import ConfigurationError
+
+__all__ = [
+    "append_publish",
+    "encode_ack",
+    "encode_get",
+    "encode_nack",
+    "encode_reject",
+    "header_frame_size",
+    "publish_head",
+]
+
+FRAME_OVERHEAD: Final = 8  # type, channel, size; and the end byte
+_HEADER_FRAME_FIXED: Final = FRAME_OVERHEAD + 12  # class, weight, body size
+
+_METHOD: Final = Struct(">BHIHH")
+_TAG: Final = Struct(">BHIHHQBB")
+_CONTENT_HEADER: Final = Struct(">BHIHHQ")
+_HEADER_END_AND_BODY: Final = Struct(">BBHI")
+_BODY: Final = Struct(">BHI")
+_END: Final = b"\xce"
+
+_BASIC: Final = 60
+
+
+def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
+    """Encode the method frame of ``basic.publish``, for `append_publish`; worth caching.
+
+    Surrogate escapes become the bytes that they stand for, so that a delivery's own routing key can be used again.
+
+    Raises:
+        ConfigurationError: exchange or routing key is no ``str``, over 255 bytes, or holds a NUL.
+    """
+    arguments = b"".join(
+        (
+            b"\0\0",
+            encode_short_string(exchange, "exchange"),
+            encode_short_string(routing_key, "routing_key"),
+            b"\1" if mandatory else b"\0",
+        )
+    )
+    return _METHOD.pack(1, channel, 4 + len(arguments), _BASIC, 40) + arguments + _END
+
+
+def header_frame_size(properties: bytes) -> int:
+    """Give the size in bytes of the content header frame, which must not exceed the connection's ``frame_max``.
+
+    It cannot be split: RabbitMQ closes the connection with 501 over a larger one.
+    """
+    return _HEADER_FRAME_FIXED + len(properties)
+
+
+def append_publish(out: list[bytes], head: bytes, channel: int, properties: bytes, body: bytes, frame_max: int) -> int:
+    """Append the frames of one publish to `out`.
+
+    Args:
+        out: pieces to be written in this order.
+        head: from `publish_head`, for the same channel.
+        channel: number of the channel.
+        properties: from `encode_properties`.
+        body: cut into as many frames as it needs.
+        frame_max: largest frame of the connection, in bytes; 0 for no limit.
+
+    Returns:
+        How many bytes were appended.
+
+    Raises:
+        ConfigurationError: the body is no ``bytes``; nothing was appended.
+    """
+    if body.__class__ is not bytes:
+        raise ConfigurationError(f"body must be bytes, not {type(body).__name__}")
+    size = len(body)
+    header = _CONTENT_HEADER.pack(2, channel, 12 + len(properties), _BASIC, 0, size)
+    if size and (size <= frame_max - FRAME_OVERHEAD or not frame_max):
+        out += (head, header + properties + _HEADER_END_AND_BODY.pack(0xCE, 3, channel, size), body, _END)
+        return len(head) + _HEADER_FRAME_FIXED + len(properties) + FRAME_OVERHEAD + size
+    out += (head, header + properties + _END)
+    total = len(head) + _HEADER_FRAME_FIXED + len(properties)
+    step = frame_max - FRAME_OVERHEAD
+    for start in range(0, size, step):
+        part = body[start : start + step]
+        out += (_BODY.pack(3, channel, len(part)), part, _END)
+        total += FRAME_OVERHEAD + len(part)
+    return total
+
+
+def encode_ack(channel: int, tag: int, multiple: bool) -> bytes:
+    """Encode ``basic.ack``: of `tag`, or of all outstanding up to and including it."""
+    return _TAG.pack(1, channel, 13, _BASIC, 80, tag, multiple, 0xCE)
+
+
+def encode_nack(channel: int, tag: int, multiple: bool, requeue: bool) -> bytes:
+    """Encode ``basic.nack``: of `tag`, or of all outstanding up to and including it."""
+    return _TAG.pack(1, channel, 13, _BASIC, 120, tag, multiple | requeue << 1, 0xCE)
+
+
+def encode_reject(channel: int, tag: int, requeue: bool) -> bytes:
+    """Encode ``basic.reject`` of one delivery."""
+    return _TAG.pack(1, channel, 13, _BASIC, 90, tag, requeue, 0xCE)
+
+
+def encode_get(channel: int, queue: str) -> bytes:
+    """Encode ``basic.get`` with manual acknowledgement.
+
+    Raises:
+        ConfigurationError: the queue's name is no ``str``, over 255 bytes, or holds a NUL.
+    """
+    arguments = b"\0\0" + encode_short_string(queue, "queue") + b"\0"
+    return _METHOD.pack(1, channel, 4 + len(arguments), _BASIC, 70) + arguments + _END

@@ -1,0 +1,363 @@
+"""The methods of a channel on the wire: those of the steps that set it up, their replies, opening and closing.
+
+For a driver whose own encoder refuses what brokers take: names of queues in any language, byte strings in arguments.
+Content is `codec`'s.
+
+Invariants: what is encoded is one whole frame; a reply is decoded to what the step's docstring says; a frame that is
+not what its method number says raises `CodecError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from reliable_mq.codec import CodecError, encode_table
+from reliable_mq.codec.tables import encode_short_string
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+__all__ = [
+    "CANCELLED",
+    "CHANNEL_CLOSED",
+    "CHANNEL_CLOSE_OK",
+    "CHANNEL_OPEN_OK",
+    "CONNECTION_BLOCKED",
+    "CONNECTION_CLOSED",
+    "CONNECTION_TUNE",
+    "CONNECTION_UNBLOCKED",
+    "Arguments",
+    "Bind",
+    "Cancel",
+    "CheckExchange",
+    "CheckQueue",
+    "ConfirmSelect",
+    "Consume",
+    "DeclareExchange",
+    "DeclareQueue",
+    "DeleteQueue",
+    "QueueState",
+    "Reply",
+    "SetPrefetch",
+    "Step",
+    "Tune",
+    "decode_close",
+    "decode_reply",
+    "decode_text",
+    "encode_channel_close",
+    "encode_channel_close_ok",
+    "encode_channel_open",
+    "encode_step",
+    "encode_steps",
+    "method_of",
+    "negotiated",
+]
+
+Arguments = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareQueue:
+    """``queue.declare``; the reply is a `QueueState`."""
+
+    name: str
+    durable: bool = True
+    exclusive: bool = False
+    auto_delete: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckQueue:
+    """``queue.declare`` with ``passive``: that the queue exists; the reply is a `QueueState`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteQueue:
+    """``queue.delete``: the queue and every message in it are gone; one that does not exist is no error."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareExchange:
+    """``exchange.declare``."""
+
+    name: str
+    type: str = "direct"
+    durable: bool = True
+    auto_delete: bool = False
+    internal: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckExchange:
+    """``exchange.declare`` with ``passive``: that the exchange exists."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """``queue.bind`` or ``exchange.bind``, by `kind` of the destination."""
+
+    kind: Literal["queue", "exchange"]
+    destination: str
+    source: str
+    routing_key: str = ""
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmSelect:
+    """``confirm.select``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPrefetch:
+    """``basic.qos`` for the consumers to come; messages, 0 for no limit."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consume:
+    """``basic.consume``; the reply is the consumer tag."""
+
+    queue: str
+    consumer_tag: str
+    automatic_ack: bool = False
+    exclusive: bool = False
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """``basic.cancel``: deliveries stop when the reply arrives; what was delivered stays to be acked."""
+
+    consumer_tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What the broker says of a queue: its name, the messages ready in it and its consumers."""
+
+    name: str
+    messages: int
+    consumers: int
+
+
+Step = (
+    DeclareQueue
+    | CheckQueue
+    | DeleteQueue
+    | DeclareExchange
+    | CheckExchange
+    | Bind
+    | ConfirmSelect
+    | SetPrefetch
+    | Consume
+    | Cancel
+)
+
+
+Reply = QueueState | str | None
+
+
+CONNECTION_TUNE: Final = (10, 30)
+CONNECTION_CLOSED: Final = (10, 50)
+CONNECTION_BLOCKED: Final = (10, 60)
+CONNECTION_UNBLOCKED: Final = (10, 61)
+CHANNEL_OPEN_OK: Final = (20, 11)
+CHANNEL_CLOSED: Final = (20, 40)
+CHANNEL_CLOSE_OK: Final = (20, 41)
+CANCELLED: Final = (60, 30)
+
+_QUEUE_DECLARE_OK: Final = (50, 11)
+_CONSUME_OK: Final = (60, 21)
+
+_FRAME: Final = Struct(">BHIHH")
+_INDEX: Final = Struct(">HH")
+_COUNTS: Final = Struct(">II")
+_TUNE: Final = Struct(">HIH")
+_UINT16: Final = Struct(">H")
+_ARGUMENTS: Final = 11  # where the arguments begin in the frame of a method
+_NOTHING: Final = b"\0\0"  # the ticket that most methods begin with, which means nothing any more
+
+Index = tuple[int, int]
+
+
+class Tune(NamedTuple):
+    """What ``connection.tune`` carries; 0 is no limit."""
+
+    channel_max: int
+    frame_max: int
+    heartbeat: int
+
+
+def method_of(frame: bytes) -> Index | None:
+    """The number of the method that a frame carries; None where it carries none."""
+    return _INDEX.unpack_from(frame, 7) if frame[0] == 1 and len(frame) > _ARGUMENTS else None
+
+
+def encode_step(channel: int, step: Step) -> tuple[bytes, Index]:
+    """Encode the method of a step.
+
+    Returns:
+        Its frame, and the number of the method that answers it.
+
+    Raises:
+        ConfigurationError: a name or an argument cannot be encoded; the message names it.
+    """
+    (class_id, method_id), arguments = _method(step)
+    return _frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
+
+
+def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index]]:
+    """Encode the methods of steps, in one piece.
+
+    Returns:
+        Their frames, and the numbers of the methods that answer them.
+
+    Raises:
+        ConfigurationError: a name or an argument cannot be encoded; the message names it, and the step.
+    """
+    frames: list[bytes] = []
+    answers: list[Index] = []
+    for step in steps:
+        try:
+            frame, answer = encode_step(channel, step)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
+        frames.append(frame)
+        answers.append(answer)
+    return b"".join(frames), answers
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Give what a step is answered with, from the frame of the method that answers it.
+
+    Raises:
+        CodecError: the frame is broken.
+    """
+    index = method_of(frame)
+    if index == _QUEUE_DECLARE_OK:
+        name, end = _short_string(frame, _ARGUMENTS)
+        if end + _COUNTS.size >= len(frame):
+            raise CodecError("truncated queue.declare-ok")
+        messages, consumers = _COUNTS.unpack_from(frame, end)
+        return QueueState(name, messages, consumers)
+    return decode_text(frame) if index == _CONSUME_OK else None
+
+
+def decode_text(frame: bytes) -> str:
+    """Give the text that is the first argument of ``connection.blocked``, ``basic.cancel`` or ``basic.consume-ok``.
+
+    Raises:
+        CodecError: the frame is broken.
+    """
+    return _short_string(frame, _ARGUMENTS)[0]
+
+
+def decode_close(frame: bytes) -> tuple[int, str]:
+    """Give code and text of ``connection.close`` or ``channel.close``.
+
+    Raises:
+        CodecError: the frame is broken.
+    """
+    text, _ = _short_string(frame, _ARGUMENTS + 2)
+    return _UINT16.unpack_from(frame, _ARGUMENTS)[0], text
+
+
+def encode_channel_open(channel: int) -> bytes:
+    """``channel.open``."""
+    return _frame(channel, 20, 10, b"\0")
+
+
+def encode_channel_close(channel: int) -> bytes:
+    """``channel.close``, by our own will."""
+    return _frame(channel, *CHANNEL_CLOSED, _UINT16.pack(200) + b"\0" + _INDEX.pack(0, 0))
+
+
+def encode_channel_close_ok(channel: int) -> bytes:
+    """``channel.close-ok``."""
+    return _frame(channel, *CHANNEL_CLOSE_OK, b"")
+
+
+def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:
+    """Lower the limits in ``connection.tune`` to ours, so that a driver which takes what it is offered takes these.
+
+    Raises:
+        CodecError: the frame is broken.
+    """
+    if len(frame) <= _ARGUMENTS + _TUNE.size:
+        raise CodecError("truncated connection.tune")
+    offered = Tune._make(_TUNE.unpack_from(frame, _ARGUMENTS))
+    tune = offered._replace(
+        channel_max=min(offered.channel_max or channel_max, channel_max),
+        frame_max=min(offered.frame_max or frame_max, frame_max),
+    )
+    return frame[:_ARGUMENTS] + _TUNE.pack(*tune) + frame[_ARGUMENTS + _TUNE.size :], tune
+
+
+def _method(step: Step) -> tuple[Index, bytes]:
+    match step:
+        case DeclareQueue():
+            bits = step.durable << 1 | step.exclusive << 2 | step.auto_delete << 3
+            return (50, 10), _queue(step.name) + bytes([bits]) + encode_table(step.arguments)
+        case CheckQueue():
+            return (50, 10), _queue(step.name) + b"\1" + encode_table({})
+        case DeleteQueue():
+            return (50, 40), _queue(step.name) + b"\0"
+        case DeclareExchange():
+            bits = step.durable << 1 | step.auto_delete << 2 | step.internal << 3
+            names = encode_short_string(step.name, "exchange") + encode_short_string(step.type, "type")
+            return (40, 10), _NOTHING + names + bytes([bits]) + encode_table(step.arguments)
+        case CheckExchange():
+            names = encode_short_string(step.name, "exchange") + encode_short_string("direct", "type")
+            return (40, 10), _NOTHING + names + b"\1" + encode_table({})
+        case Bind():
+            names = b"".join(
+                (
+                    encode_short_string(step.destination, "destination"),
+                    encode_short_string(step.source, "source"),
+                    encode_short_string(step.routing_key, "routing_key"),
+                )
+            )
+            index = (50, 20) if step.kind == "queue" else (40, 30)
+            return index, _NOTHING + names + b"\0" + encode_table(step.arguments)
+        case ConfirmSelect():
+            return (85, 10), b"\0"
+        case SetPrefetch():
+            if not 0 <= step.count <= 0xFFFF:
+                raise ConfigurationError(f"prefetch must be from 0 to 65535, not {step.count}")
+            return (60, 10), b"\0\0\0\0" + _UINT16.pack(step.count) + b"\0"
+        case Consume():
+            bits = step.automatic_ack << 1 | step.exclusive << 2
+            tag = encode_short_string(step.consumer_tag, "consumer_tag")
+            return (60, 20), _queue(step.queue) + tag + bytes([bits]) + encode_table(step.arguments)
+        case _:  # Cancel
+            return CANCELLED, encode_short_string(step.consumer_tag, "consumer_tag") + b"\0"
+
+
+def _queue(name: str) -> bytes:
+    return _NOTHING + encode_short_string(name, "queue")
+
+
+def _frame(channel: int, class_id: int, method_id: int, arguments: bytes) -> bytes:
+    return _FRAME.pack(1, channel, 4 + len(arguments), class_id, method_id) + arguments + b"\xce"
+
+
+def _short_string(frame: bytes, start: int) -> tuple[str, int]:
+    end = start + 1 + frame[start] if start < len(frame) else start
+    if end >= len(frame):
+        raise CodecError("truncated method")
+    return frame[start + 1 : end].decode("utf-8", "replace"), end

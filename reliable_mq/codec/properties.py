@@ -1,0 +1,463 @@
+"""The properties of a message: the flags and values that follow the body size in a content header frame.
+
+Writing takes the values of `Message` and is strict. Reading (`Properties`) keeps the raw bytes and decodes when first
+asked. Changing (`rewrite_properties`) cuts and joins raw bytes, so that whatever is not changed stays what it was:
+floats, timestamps in milliseconds, nested tables, duplicate names, values that nothing here can decode.
+
+Invariant: a segment (the encoded bytes of one property) is copied, never decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import lru_cache
+from math import inf
+from struct import Struct
+from struct import error as struct_error
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from reliable_mq.codec.tables import (
+    CodecError,
+    FieldValue,
+    decode_table,
+    decode_timestamp,
+    encode_short_string,
+    encode_table,
+    encode_timestamp,
+    walk_table,
+)
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from datetime import datetime
+
+__all__ = [
+    "HasProperties",
+    "Properties",
+    "encode_properties",
+    "encode_property",
+    "encode_values",
+    "join_properties",
+    "plain_message_id",
+    "rewrite_properties",
+    "split_properties",
+]
+
+# In the order of the wire; the flag of the first is the highest bit.
+_NAMES: Final = (
+    "content_type",
+    "content_encoding",
+    "headers",
+    "delivery_mode",
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "expiration",
+    "message_id",
+    "timestamp",
+    "type",
+    "user_id",
+    "app_id",
+    "cluster_id",
+)
+_FLAGS: Final = {name: 0x8000 >> index for index, name in enumerate(_NAMES)}
+_UNKNOWN_FLAGS: Final = 0b11  # the last bit announces more flags, which no property of this class needs
+
+MAX_EXPIRATION_MS: Final = 315_360_000_000  # ten years; RabbitMQ 4.0 to 4.3 close the channel with 406 above it
+
+_FLAGS_WORD: Final = Struct(">H")
+_UINT32: Final = Struct(">I")
+
+# Sizes of the values that are no short strings; negative where a length stands in front.
+_SHORT_STRING: Final = -1
+_TABLE: Final = -4
+_SIZES: Final = {"headers": _TABLE, "delivery_mode": 1, "priority": 1, "timestamp": 8}
+
+_PERSISTENT: Final = b"\x02"
+_TRANSIENT: Final = b"\x01"
+# Flags, delivery mode and the length byte of a persistent message that has an id and nothing else, by that length.
+_PLAIN: Final = tuple(
+    _FLAGS_WORD.pack(_FLAGS["delivery_mode"] | _FLAGS["message_id"]) + _PERSISTENT + bytes((length,))
+    for length in range(256)
+)
+_NO_HEADERS: Final[Mapping[str, FieldValue]] = MappingProxyType({})
+
+
+class HasProperties(Protocol):
+    """What `encode_properties` needs of a message."""
+
+    @property
+    def message_id(self) -> str:
+        """The id; it fits a short string."""
+
+    @property
+    def encoded_properties(self) -> bytes | None:
+        """All properties as on the wire; None where the message is persistent, has an id, and nothing else."""
+
+
+def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldValue] | None = None) -> bytes:
+    """Give the property flags and values of a message.
+
+    Args:
+        message: its ``encoded_properties`` are taken as they are.
+        extra_headers: headers of ours to set on top of its own.
+
+    Raises:
+        ConfigurationError: an extra header cannot be encoded.
+        CodecError: there are extra headers, and the encoded properties that a delivery brought are broken.
+    """
+    raw = message.encoded_properties
+    if raw is None:
+        encoded = message.message_id.encode("utf-8", "surrogateescape")
+        raw = _PLAIN[len(encoded)] + encoded
+    if extra_headers:
+        return rewrite_properties(raw, set_headers=extra_headers)
+    return raw
+
+
+def plain_message_id(raw: bytes) -> str | None:
+    """Give the id of a message that is persistent, has an id, and nothing else; None for `Properties` to look at it.
+
+    Most messages of ours are of this kind, and consumers with an idempotency store ask each for its id: at a fifth of
+    the cost of decoding.
+    """
+    size = len(raw) - 4
+    if 0 <= size < len(_PLAIN) and raw.startswith(_PLAIN[size]):
+        return raw[4:].decode("utf-8", "surrogateescape")
+    return None
+
+
+def encode_property(name: str, value: object) -> bytes:
+    """Check and encode one property, named as in `Message`, as its segment.
+
+    Raises:
+        ConfigurationError: the value has the wrong type or is out of range; the text names the property.
+    """
+    return _ENCODERS[name](value, name)
+
+
+def encode_values(values: Sequence[object]) -> bytes:
+    """Check and encode the properties of a message; None leaves one out.
+
+    Args:
+        values: one for each of `PROPERTY_NAMES`, in that order.
+
+    Raises:
+        ConfigurationError: as `encode_property`.
+    """
+    flags = 0
+    pieces = [b""]
+    for (name, encoder, flag), value in zip(_ENCODERS_AND_FLAGS, values, strict=True):
+        if value is not None:
+            pieces.append(encoder(value, name))
+            flags |= flag
+    pieces[0] = _FLAGS_WORD.pack(flags)
+    return b"".join(pieces)
+
+
+def _encode_headers(value: object, name: str) -> bytes:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name} must be a mapping of names to values, not {type(value).__name__}")
+    for carbon_copies in ("CC", "BCC"):
+        if carbon_copies in value:
+            keys = value[carbon_copies]
+            if not isinstance(keys, (list, tuple)) or not all(isinstance(key, str) for key in keys):
+                raise ConfigurationError(
+                    f"{name}[{carbon_copies!r}] must be a list of routing keys (str): "
+                    f"RabbitMQ closes the channel over anything else"
+                )
+    return encode_table(value, name)
+
+
+def _encode_persistent(value: object, name: str) -> bytes:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, not {value!r}")
+    return _PERSISTENT if value else _TRANSIENT
+
+
+def _encode_priority(value: object, name: str) -> bytes:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
+        raise ConfigurationError(f"{name} must be an int from 0 to 255, not {value!r}")
+    return value.to_bytes(1)
+
+
+def _encode_expiration(value: object, name: str) -> bytes:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < inf:
+        raise ConfigurationError(f"{name} must be seconds (a number >= 0) or a timedelta, not {value!r}")
+    if seconds * 1000 > MAX_EXPIRATION_MS + 0.5:  # which may be infinite, and cannot be rounded then
+        raise ConfigurationError(
+            f"{name} is {value!r}, and RabbitMQ takes at most {MAX_EXPIRATION_MS // 1000} seconds (ten years)"
+        )
+    milliseconds = round(seconds * 1000)
+    if milliseconds == 0 and seconds:  # 0 asks for something else: to be dropped unless it can be delivered at once
+        milliseconds = 1
+    return encode_short_string(str(milliseconds), name)
+
+
+def _encode_message_id(value: object, name: str) -> bytes:
+    if value == "":
+        raise ConfigurationError(f"{name} must not be empty: leave it out, and one is made")
+    return encode_short_string(value, name)
+
+
+# In the order of the wire. `Message` has all but cluster_id, which AMQP 0-9-1 has retired.
+_ENCODERS: Final[dict[str, Callable[[object, str], bytes]]] = {
+    "content_type": encode_short_string,
+    "content_encoding": encode_short_string,
+    "headers": _encode_headers,
+    "persistent": _encode_persistent,
+    "priority": _encode_priority,
+    "correlation_id": encode_short_string,
+    "reply_to": encode_short_string,
+    "expiration": _encode_expiration,
+    "message_id": _encode_message_id,
+    "timestamp": encode_timestamp,
+    "type": encode_short_string,
+    "user_id": encode_short_string,
+    "app_id": encode_short_string,
+}
+#: The properties of a `Message`, in the order of the wire.
+PROPERTY_NAMES: Final = tuple(_ENCODERS)
+_ENCODERS_AND_FLAGS: Final = tuple(
+    (name, encoder, flag) for (name, encoder), flag in zip(_ENCODERS.items(), _FLAGS.values(), strict=False)
+)
+
+
+def join_properties(segments: Mapping[str, bytes]) -> bytes:
+    """Put segments together, by their names in `Properties`, behind the flags that announce them."""
+    flags = 0
+    for name in segments:
+        flags |= _FLAGS[name]
+    return _FLAGS_WORD.pack(flags) + b"".join([segments[name] for name, _ in _layout(flags)])
+
+
+def split_properties(raw: bytes) -> dict[str, bytes]:
+    """Cut properties into segments, by name. `join_properties` is the inverse.
+
+    Raises:
+        CodecError: the values do not end where the bytes do, or an unknown flag is set.
+    """
+    return {name: raw[start:end] for name, start, end in _spans(raw)}
+
+
+@lru_cache(maxsize=256)
+def _layout(flags: int) -> tuple[tuple[str, int], ...]:
+    """Name the properties that `flags` announce, each with its size: in bytes, or the kind of length in front of it."""
+    return tuple((name, _SIZES.get(name, _SHORT_STRING)) for name, flag in _FLAGS.items() if flags & flag)
+
+
+def _spans(raw: bytes) -> list[tuple[str, int, int]]:
+    """Find where each property lies in `raw`, as (name, start, end)."""
+    size = len(raw)
+    if size < 2:
+        raise CodecError("the property flags are missing")
+    flags = raw[0] << 8 | raw[1]
+    if flags & _UNKNOWN_FLAGS:
+        raise CodecError(f"unknown property flags {flags:#06x}")
+    spans: list[tuple[str, int, int]] = []
+    start = end = 2
+    try:
+        for name, length in _layout(flags):
+            if length == _SHORT_STRING:
+                end = start + 1 + raw[start]
+            elif length == _TABLE:
+                end = start + 4 + _UINT32.unpack_from(raw, start)[0]
+            else:
+                end = start + length
+            spans.append((name, start, end))
+            start = end
+    except (IndexError, struct_error) as error:
+        raise CodecError("truncated properties") from error
+    if end != size:
+        raise CodecError("the properties do not end where their bytes do")
+    return spans
+
+
+class Properties:
+    """A view of the properties of a delivered or returned message: decoded when first asked, then kept.
+
+    What is absent is None, headers are then empty. Short strings that are not UTF-8 come with surrogate escapes;
+    ``expiration`` is the broker's string of milliseconds; a ``timestamp`` beyond the year 9999 is an ``int``. Of
+    headers with the same name the last one counts. Reading any of them raises `CodecError` where the properties are
+    broken, and ``headers`` alone does where only the header table is.
+
+    Attributes:
+        raw: the bytes, as they came.
+    """
+
+    __slots__ = ("_headers", "_values", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self._values: dict[str, Any] | None = None  # what is there; where the headers lie instead of the headers
+        self._headers: Mapping[str, FieldValue] | None = None
+
+    def _decode(self) -> dict[str, Any]:
+        raw = self.raw
+        values: dict[str, Any] = {}
+        for name, start, end in _spans(raw):
+            size = _SIZES.get(name, _SHORT_STRING)
+            if size == _SHORT_STRING:
+                values[name] = raw[start + 1 : end].decode("utf-8", "surrogateescape")
+            elif size == 1:
+                values[name] = raw[start]
+            elif size == 8:
+                values[name] = decode_timestamp(int.from_bytes(raw[start:end]))
+            else:
+                values[name] = start, end
+        self._values = values
+        return values
+
+    @property
+    def headers(self) -> Mapping[str, FieldValue]:
+        """The headers, read-only."""
+        headers = self._headers
+        if headers is None:
+            span = (self._values or self._decode()).get("headers")
+            headers = MappingProxyType(decode_table(self.raw[span[0] : span[1]])) if span else _NO_HEADERS
+            self._headers = headers
+        return headers
+
+    def headers_beginning(self, prefix: str) -> dict[str, FieldValue]:
+        """Decode the headers whose names begin with ``prefix``, however the values of others are broken or nested."""
+        span = (self._values or self._decode()).get("headers")
+        if span is None:
+            return {}
+        start, end = span
+        wanted = prefix.encode()
+        entries = [self.raw[at:to] for name, at, to in walk_table(self.raw, start + 4, end) if name.startswith(wanted)]
+        table = b"".join(entries)
+        return decode_table(_UINT32.pack(len(table)) + table)
+
+    def header_names(self) -> frozenset[str]:
+        """The names of the headers; no value is decoded."""
+        span = (self._values or self._decode()).get("headers")
+        if span is None:
+            return frozenset()
+        start, end = span
+        return frozenset(name.decode("utf-8", "surrogateescape") for name, _, _ in walk_table(self.raw, start + 4, end))
+
+    @property
+    def content_type(self) -> str | None:
+        """The content type."""
+        return (self._values or self._decode()).get("content_type")
+
+    @property
+    def content_encoding(self) -> str | None:
+        """The content encoding."""
+        return (self._values or self._decode()).get("content_encoding")
+
+    @property
+    def delivery_mode(self) -> int | None:
+        """2 for a persistent message."""
+        return (self._values or self._decode()).get("delivery_mode")
+
+    @property
+    def priority(self) -> int | None:
+        """The priority."""
+        return (self._values or self._decode()).get("priority")
+
+    @property
+    def correlation_id(self) -> str | None:
+        """The correlation id."""
+        return (self._values or self._decode()).get("correlation_id")
+
+    @property
+    def reply_to(self) -> str | None:
+        """Where a reply goes."""
+        return (self._values or self._decode()).get("reply_to")
+
+    @property
+    def expiration(self) -> str | None:
+        """Milliseconds after which queues drop it, as the string on the wire."""
+        return (self._values or self._decode()).get("expiration")
+
+    @property
+    def message_id(self) -> str | None:
+        """The message id."""
+        return (self._values or self._decode()).get("message_id")
+
+    @property
+    def timestamp(self) -> datetime | int | None:
+        """The timestamp; seconds where it lies beyond the year 9999."""
+        return (self._values or self._decode()).get("timestamp")
+
+    @property
+    def type(self) -> str | None:
+        """The kind of message."""
+        return (self._values or self._decode()).get("type")
+
+    @property
+    def user_id(self) -> str | None:
+        """The user that published it."""
+        return (self._values or self._decode()).get("user_id")
+
+    @property
+    def app_id(self) -> str | None:
+        """The application that published it."""
+        return (self._values or self._decode()).get("app_id")
+
+    @property
+    def cluster_id(self) -> str | None:
+        """Retired by AMQP 0-9-1."""
+        return (self._values or self._decode()).get("cluster_id")
+
+
+def rewrite_properties(
+    raw: bytes,
+    *,
+    set_headers: Mapping[str, FieldValue] | None = None,
+    drop_headers: Collection[str] = (),
+    rename_headers: Mapping[str, str] | None = None,
+    clear: Collection[str] = (),
+) -> bytes:
+    """Change some headers and properties, and copy every other byte as it is.
+
+    A header that is set replaces all entries of its name and comes last. Where the header table cannot be walked (an
+    unknown type letter, say), what is set goes in front of it, the rest of it stays untouched and nothing is dropped or
+    renamed: in front, because at its end a broken length could swallow it.
+
+    Args:
+        raw: properties as a delivery brought them.
+        set_headers: headers to set.
+        drop_headers: names of headers to leave out.
+        rename_headers: new names of headers, by their old ones; the values stay byte for byte, and where they are.
+        clear: names of properties to leave out, as in `Properties`.
+
+    Raises:
+        ConfigurationError: a header to set cannot be encoded.
+        CodecError: the properties themselves are broken.
+    """
+    segments = split_properties(raw)
+    for name in clear:
+        segments.pop(name, None)
+    if set_headers or drop_headers or rename_headers:
+        ours = encode_table(set_headers or {})[4:]
+        dropped = {*(set_headers or ()), *drop_headers}
+        table = _rewrite_table(segments.get("headers", b"\0\0\0\0"), ours, dropped, rename_headers or {})
+        if table:
+            segments["headers"] = _UINT32.pack(len(table)) + table
+        else:
+            segments.pop("headers", None)
+    return join_properties(segments)
+
+
+def _rewrite_table(table: bytes, ours: bytes, dropped: set[str], renamed: Mapping[str, str]) -> bytes:
+    """Give the body of the table without the dropped entries, with some renamed, and with our (encoded) ones."""
+    try:
+        entries = walk_table(table, 4, len(table))
+    except CodecError:
+        return ours + table[4:]
+    names = {name.encode("utf-8", "surrogateescape") for name in dropped}
+    new_names = {old.encode(): encode_short_string(new, "a header's name") for old, new in renamed.items()}
+    kept: list[bytes] = []
+    for name, start, end in entries:
+        if name in new_names:
+            kept.append(new_names[name] + table[start + 1 + len(name) : end])
+        elif name not in names:
+            kept.append(table[start:end])
+    return b"".join((*kept, ours))

@@ -1,0 +1,101 @@
+"""aiormq's connection, with a transport, credentials and tasks of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import aiormq
+from aiormq.connection import TransportFactory
+
+from reliable_mq._util.version import client_properties
+from reliable_mq.connection.aiormq_driver.errors import MechanismNotOffered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiormq.abc import AbstractConnection
+
+    from reliable_mq.connection.interfaces import Secrets
+    from reliable_mq.settings import ConnectionSettings, Endpoint
+
+__all__ = ["Connection", "Transports"]
+
+_DRIVER: Final = f"aiormq {version('aiormq')}"
+
+
+class _Sasl:
+    """What aiormq asks an authentication mechanism for."""
+
+    def __init__(self, name: str, response: str) -> None:
+        self.name = name
+        self._response = response
+
+    def value(self, _connection: AbstractConnection) -> _Sasl:
+        return self
+
+    def marshal(self) -> str:
+        return self._response
+
+
+class Transports(TransportFactory):
+    """Gives aiormq the transport of ours."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+
+    async def create(self, url: Any, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect; where to is known already."""
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] = await self._connect()
+        return streams
+
+
+class Connection(aiormq.Connection):
+    """aiormq's connection: it has no URL to read credentials from, and nobody to share its tasks with."""
+
+    HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ConnectionSettings,
+        secrets: Secrets,
+        name: str,
+        transports: TransportFactory,
+    ) -> None:
+        self._endpoint = endpoint
+        self._credentials = secrets.credentials
+        self.was_open = False
+        own_name = settings.connection_name or name
+        super().__init__(
+            f"amqp://broker:{endpoint.port}/?heartbeat={settings.heartbeat}",
+            transport_factory=transports,
+            client_properties=cast("Any", client_properties(own_name, _DRIVER)),
+        )
+        self.vhost = settings.virtual_host
+
+    async def connect(self, client_properties: Any = None) -> bool:
+        """As aiormq's."""
+        opened = bool(await super().connect(client_properties))
+        self.was_open = True
+        self._credentials = None
+        return opened
+
+    async def end(self) -> None:
+        """Close, whatever the state, and wait for every task of its own."""
+        await self.close(None)
+        own = [getattr(self, name) for name in ("_reader_task", "_writer_task") if hasattr(self, name)]
+        await asyncio.gather(*(task.task for task in own), return_exceptions=True)
+
+    def _credentials_class(self, start_frame: Any) -> Any:
+        credentials = self._credentials
+        name, response = "EXTERNAL", ""
+        if credentials is not None:
+            name, response = "PLAIN", f"\0{credentials.username}\0{credentials.password}"
+        if name not in str(start_frame.mechanisms).split():
+            raise MechanismNotOffered(f"the broker does not offer SASL mechanism {name}")
+        return _Sasl(name, response)
+
+    def __str__(self) -> str:
+        return f"amqp://{self._endpoint}"

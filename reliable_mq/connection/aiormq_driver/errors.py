@@ -1,0 +1,56 @@
+"""The one place where the exceptions of aiormq become ours."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiormq.exceptions
+
+from reliable_mq.connection.errors import broker_unavailable, is_certificate_problem, system_problem
+
+if TYPE_CHECKING:
+    from reliable_mq.errors import BrokerUnavailable
+    from reliable_mq.settings import Endpoint
+
+__all__ = ["Aborted", "MechanismNotOffered", "link_error"]
+
+
+class Aborted(Exception):
+    """We closed the socket."""
+
+
+class MechanismNotOffered(Exception):
+    """The broker does not do SASL our way."""
+
+
+def link_error(
+    cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
+) -> BrokerUnavailable:
+    """Return our error for the end of a link: the one place where aiormq's exceptions are mapped.
+
+    Args:
+        cause: what aiormq or the transport reported.
+        endpoint: named in the message.
+        closed_with: code and text of the broker's ``connection.close``, if it sent one.
+        opened: whether the handshake had been completed.
+    """
+    if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
+        cause = cause.__cause__
+    what = _what_happened(cause, opened=opened)
+    permanent = is_certificate_problem(cause) or isinstance(cause, MechanismNotOffered)
+    return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=what, permanent=permanent)
+
+
+def _what_happened(cause: BaseException | None, *, opened: bool) -> str:
+    match cause:
+        case MechanismNotOffered() | Aborted():
+            return str(cause)
+        case aiormq.exceptions.ProtocolSyntaxError() | aiormq.exceptions.IncompatibleProtocolError():
+            return "the broker wants another version of the protocol"
+        case aiormq.exceptions.AMQPConnectionError() if not opened:
+            return "closed before the handshake (does the broker start or stop, or expect TLS on this port?)"
+        case None | asyncio.CancelledError() | aiormq.exceptions.AMQPConnectionError():
+            return "the connection was closed"
+        case _:
+            return system_problem(cause) or f"connection lost: {cause!r}"

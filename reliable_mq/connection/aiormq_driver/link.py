@@ -1,0 +1,377 @@
+"""A link to a broker: a transport that cuts out content, and one task that lives as long as the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import aiormq
+
+from reliable_mq._util.threads import in_background
+from reliable_mq.codec import CodecError, InboundReader, methods
+from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
+from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
+from reliable_mq.connection.channel import DataChannel
+from reliable_mq.connection.driver_logs import demoted_driver_logs
+from reliable_mq.connection.read_throttle import ReadPace
+from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.reconnect import Loss
+
+if TYPE_CHECKING:
+    from reliable_mq.codec import ChannelSink
+    from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
+    from reliable_mq.connection.interfaces import ChannelEvents, LinkEvents, Secrets
+    from reliable_mq.settings import ConnectionSettings, Endpoint
+
+__all__ = ["Link"]
+
+logger = logging.getLogger(__name__)
+
+_ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
+_PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer: below the latter, ``link_drained``
+_HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
+_SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which waits for a millisecond
+_TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
+_LOOKS = 20  # at the clock, in one heartbeat
+_PROTOCOL_HEADER = b"AMQP"
+
+
+class Link:
+    """One attempt at a connection to one endpoint, and the connection when it succeeds.
+
+    Args:
+        loop: to run on.
+        endpoint: host and port.
+        settings: the rest.
+        secrets: credentials and TLS context, fresh.
+        name: of the connection, shown by the management UI.
+        events: whom to tell.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        endpoint: Endpoint,
+        settings: ConnectionSettings,
+        secrets: Secrets,
+        name: str,
+        events: LinkEvents,
+    ) -> None:
+        self.endpoint = endpoint
+        self._loop = loop
+        self._settings = settings
+        self._context = secrets.context
+        self._events = events
+        self._reader = InboundReader(self._on_foreign_frame, Delivery)
+        self._pace = ReadPace()
+        self._stream: asyncio.StreamReader | None = None
+        self._transport: asyncio.Transport | None = None
+        self._opened = False
+        self._closing = False
+        self._over = False
+        self._begun = False  # its task runs
+        self._aborted: Aborted | None = None
+        self._closed_with: tuple[int, str] | None = None
+        self._told_at = 0.0  # when aiormq was last told that the peer lives
+        self._channels: dict[int, DataChannel] = {}
+        self._last_number = 0
+        self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
+        self._end: asyncio.Future[None] = loop.asyncio.create_future()
+        self._watch: Timer | None = None
+        self._server: ServerInfo | None = None
+        with demoted_driver_logs(aiormq.__name__):  # and so for every task that it starts
+            self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
+            self._task = loop.asyncio.create_task(self._live(), name=f"{name} {endpoint}")
+        loop.tasks.add(self._task)
+        self._task.add_done_callback(loop.tasks.discard)
+
+    @property
+    def server(self) -> ServerInfo:
+        """What the broker said of itself; once open."""
+        if self._server is None:
+            self._server = ServerInfo.of(self._connection.server_properties or {})
+            self._connection.server_properties = {}
+        return self._server
+
+    @property
+    def frame_max(self) -> int:
+        """The negotiated maximum size of a frame, bytes; once open."""
+        return self._tune.frame_max
+
+    @property
+    def write_buffer_size(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Send whole frames in one piece. Does nothing on a link that is over."""
+        if self._opened and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def open_channel(self, sink: ChannelSink, events: ChannelEvents) -> DataChannel:
+        """Open a data channel, whose content goes to `sink` from its first frame on."""
+        while True:
+            self._last_number = self._last_number % self._tune.channel_max + 1
+            if self._last_number not in self._channels:
+                break
+        channel = DataChannel(self._last_number, self.write, self._reader, self._pace, events)
+        self._channels[channel.number] = channel
+        channel.attach(sink)
+        self.write(methods.encode_channel_open(channel.number))
+        return channel
+
+    def close(self) -> None:
+        """Begin the closing handshake; where the link is not open yet, abort.
+
+        Channels go first, as on the sync face: their close-ok says that what was sent on them has been handled.
+        """
+        if not self._opened:
+            self.abort("closed while it was opening")
+            return
+        self._closing = True
+        for channel in self._channels.values():
+            channel.silence()
+            channel.close()
+        if not self._channels:
+            self._end_now()
+
+    def abort(self, reason: str) -> None:
+        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+        if self._over or self._aborted is not None:
+            return
+        self._aborted = Aborted(reason)
+        self._reader.reset()
+        if self._transport is not None:
+            self._transport.abort()
+        elif self._begun:  # a task that is cancelled before its first step never gets to say that it is over
+            self._task.cancel()
+        self._end_now()
+
+    # -- its one task ----------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """Connect, wait for the end, clean up after aiormq."""
+        cause: BaseException | None = None
+        self._begun = True
+        try:
+            if self._aborted is None:
+                await self._connection.connect()
+            if self._aborted is None:
+                self._opened = True
+                self._connection.closing.add_done_callback(self._end_now)
+                self._watch_the_clock(time.monotonic())
+                self._loop.guard(self._events.link_opened, self)
+            await self._end
+        except Exception as error:  # noqa: BLE001  # of every kind; handed on
+            cause = error
+        except asyncio.CancelledError as error:
+            cause = error
+            if self._aborted is None:
+                self.abort("its task was cancelled")
+                self._loop.on_cancelled()
+        finally:
+            try:
+                await self._connection.end()
+            finally:
+                if self._transport is not None:
+                    self._transport.abort()  # where it is closed already, this does nothing
+                self._report_closed(cause)
+
+    def _end_now(self, _closing: object = None) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def _report_closed(self, cause: BaseException | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._opened = False
+        self._end_now()
+        if self._watch is not None:
+            self._watch.cancel()
+        opened = self._connection.was_open
+        if opened and self._connection.is_connection_was_stuck:
+            cause = Aborted("no heartbeat: the connection is dead")
+        error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
+        code, text = self._closed_with or (None, str(error))
+        loss = Loss(code, text, "connection", self._closed_with is not None)
+        self._loop.guard(self._events.link_closed, self, error, loss)
+
+    def _watch_the_clock(self, due: float) -> None:
+        """Say so where the event loop stood still for so long that the broker may soon give the connection up.
+
+        What is seen of a time of standing still may be short by one look at the clock, so half a heartbeat always is.
+        """
+        heartbeat = self._settings.heartbeat
+        pause = heartbeat / _LOOKS
+        late = time.monotonic() - due
+        if late >= heartbeat / 2 - pause:
+            self._loop.stalled += late
+            logger.warning(
+                "the event loop stood still for %.1f s: no heartbeat was sent to %s meanwhile, which closes a "
+                "connection after about two heartbeats (%d s) of silence; something that blocks runs on the loop",
+                late,
+                self.endpoint,
+                2 * heartbeat,
+            )
+        self._watch = self._loop.call_later(pause, partial(self._watch_the_clock, time.monotonic() + pause))
+
+    # -- the transport ---------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to one of the host's addresses, with TLS where that is wanted."""
+        loop = self._loop.asyncio
+        error: Exception = OSError("the host name has no address")
+        server_name = None
+        if self._settings.tls is not None:
+            server_name = self._settings.tls.server_name or self.endpoint.host
+        for family, _, _, _, address in await self._addresses():
+            stream = asyncio.StreamReader(loop=loop)
+            try:
+                async with asyncio.timeout(self._settings.connect_timeout / _ADDRESSES_TRIED):
+                    transport, protocol = await loop.create_connection(
+                        lambda stream=stream: _Protocol(self, stream, loop),
+                        host=str(address[0]),
+                        port=self.endpoint.port,
+                        family=family,
+                        ssl=self._context,
+                        server_hostname=server_name,
+                    )
+            except (OSError, TimeoutError) as failure:
+                error = failure
+            else:
+                return stream, asyncio.StreamWriter(transport, protocol, stream, loop)
+        raise error
+
+    async def _addresses(self) -> list[Any]:
+        """Resolve the host on a daemon thread: asyncio's would hold up the program's end while a lookup hangs."""
+        found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
+
+        def tell(answer: Any) -> None:
+            if found.done():
+                return
+            if isinstance(answer, Exception):
+                found.set_exception(answer)
+            else:
+                found.set_result(answer)
+
+        in_background(
+            "reliable_mq host name",
+            partial(socket.getaddrinfo, self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM),
+            lambda answer: self._loop.call_soon(partial(tell, answer)),
+        )
+        return await found
+
+    def _transport_made(self, transport: asyncio.Transport, stream: asyncio.StreamReader) -> None:
+        transport.set_write_buffer_limits(_PAUSE_BYTES, _RESUME_BYTES)
+        self._transport, self._stream = transport, stream
+        if self._aborted is not None:
+            transport.abort()
+
+    def _transport_lost(self, cause: BaseException | None) -> None:
+        """Report it, unless the handshake is still going on, which fails by it and says how."""
+        if self._opened:
+            self._report_closed(cause)
+        self._end_now()
+
+    def _drained(self) -> None:
+        if not self._over:
+            self._loop.guard(self._events.link_drained, self)
+
+    def _received(self, data: bytes) -> None:
+        if self._aborted is not None:
+            return
+        try:
+            self._reader.feed(data)
+            if self._opened:
+                self._tell_that_the_peer_lives()
+                self._events.link_read(self)
+                gap = self._pace.gap_after(len(data))
+                if gap > _SHORTEST_GAP:
+                    self._pause_reading(gap)
+        except CodecError as error:
+            self.abort(str(error))
+        except Exception as error:  # noqa: BLE001  # of the client, or of the frame that it was for
+            self._loop.on_error(error)
+
+    def _pause_reading(self, seconds: float) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._loop.asyncio.call_later(seconds, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _tell_that_the_peer_lives(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _TOLD_EVERY:
+            self._told_at = now
+            self._pass_on(_HEARTBEAT_FRAME)
+
+    def _pass_on(self, frame: bytes) -> None:
+        if self._stream is not None and not self._stream.at_eof():
+            self._stream.feed_data(frame)
+
+    # -- frames that are not content -------------------------------------------------------------------------------
+
+    def _on_foreign_frame(self, frame: bytes) -> None:
+        if self._aborted is not None:
+            return
+        if frame[:4] == _PROTOCOL_HEADER:
+            self._pass_on(frame)
+            return
+        method = methods.method_of(frame)
+        number = int.from_bytes(frame[1:3], "big")
+        if number:
+            channel = self._channels.get(number)
+            if channel is None or method is None:
+                return  # of a channel that is closed already, or content of one that is silenced
+            if channel.take(method, frame):
+                del self._channels[number]
+                if self._closing and not self._channels:
+                    self._end_now()
+            return
+        if method == methods.CONNECTION_BLOCKED:
+            self._events.link_blocked(self, methods.decode_text(frame))
+        elif method == methods.CONNECTION_UNBLOCKED:
+            self._events.link_unblocked(self)
+        else:
+            if method == methods.CONNECTION_TUNE:
+                frame, self._tune = methods.negotiated(
+                    frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
+                )
+                self._reader.agree(self._tune.frame_max)
+            elif method == methods.CONNECTION_CLOSED:
+                self._closed_with = methods.decode_close(frame)
+            self._pass_on(frame)
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Hands input to the link, and the events of the transport to it and to the stream that aiormq reads."""
+
+    def __init__(self, link: Link, stream: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(stream, loop=loop)
+        self._link = link
+        self._stream = stream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._link._transport_made(transport, self._stream)  # type: ignore[arg-type]  # noqa: SLF001
+
+    def data_received(self, data: bytes) -> None:
+        self._link._received(data)  # noqa: SLF001
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        # Not at once: asyncio (of 3.11) closes a transport twice where a write from in here finds the peer gone.
+        asyncio.get_running_loop().call_soon(self._link._drained)  # noqa: SLF001
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._link._transport_lost(exc)  # noqa: SLF001

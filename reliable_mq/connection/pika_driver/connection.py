@@ -1,0 +1,196 @@
+"""pika's connection, with content cut out of its input and a way past its encoder."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pika
+from pika import frame, spec
+from pika.adapters.select_connection import SelectConnection
+from pika.credentials import ExternalCredentials, PlainCredentials
+
+from reliable_mq._util.version import client_properties
+from reliable_mq.codec import CodecError, InboundReader
+from reliable_mq.connection.pika_driver.errors import Aborted
+from reliable_mq.connection.read_throttle import ReadPace
+from reliable_mq.core.consumer.delivery import Delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.connection.interfaces import Secrets
+    from reliable_mq.connection.pika_driver.loop import EventLoop
+    from reliable_mq.settings import ConnectionSettings, Endpoint
+
+__all__ = ["Connection", "connection_parameters"]
+
+_RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
+_ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
+_CONTENT = frozenset(
+    struct.pack(">I", method.INDEX)
+    for method in (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Deliver, spec.Basic.Return, spec.Basic.GetOk)
+)
+
+
+class Connection(SelectConnection):  # type: ignore[misc]
+    """pika's connection, with content cut out of its input and a way past its encoder."""
+
+    def __init__(
+        self,
+        parameters: pika.ConnectionParameters,
+        loop: EventLoop,
+        *,
+        on_open: Callable[[Connection], None],
+        on_closed: Callable[[Connection, BaseException | None], None],
+        on_read: Callable[[], None],
+        on_drained: Callable[[], None],
+    ) -> None:
+        self.reader = InboundReader(self._on_foreign_frame, Delivery)
+        self.pace = ReadPace()
+        self.answers: dict[int, Callable[[bytes], bool]] = {}  # by channel: takes the answers to what pika did not send
+        self.closed_with: tuple[int, str] | None = None
+        self.was_open = False
+        self.broken_by: BaseException | None = None
+        self._report_error = loop.on_error
+        self._read_from = 0.0  # when to read again
+        self._never = threading.Event()  # a sleep has an absolute end, which a faked clock may find to be no time
+        self._aborted = False
+        self._plaintext = parameters.ssl_options is None
+        self._on_open = on_open
+        self._on_read = on_read
+        self._on_drained = on_drained
+        super().__init__(
+            parameters,
+            on_open_callback=self._opened_now,
+            on_open_error_callback=on_closed,
+            on_close_callback=on_closed,
+            custom_ioloop=loop.services,
+        )
+
+    def send(self, data: bytes) -> None:
+        """Send one piece: at once what the socket takes, the rest when it takes more."""
+        transport = self._transport
+        if transport is None or transport._state != transport._STATE_ACTIVE:  # noqa: SLF001
+            return
+        rest: bytes | memoryview = data
+        if self._plaintext and not transport.get_write_buffer_size():
+            # Three system calls and a turn of the loop less than waiting for the socket to be writable.
+            try:
+                taken = transport._sock.send(data)  # noqa: SLF001
+            except OSError:  # it would block, or is broken: the transport will meet that again
+                taken = 0
+            self.bytes_sent += taken
+            rest = memoryview(data)[taken:]
+        if rest:
+            self._output_marshaled_frames([rest])
+
+    def buffered(self) -> int:
+        return 0 if self._transport is None else int(self._transport.get_write_buffer_size())
+
+    def abort(self, cause: Exception) -> None:
+        if not self._aborted:
+            self._aborted = True
+            self.reader.reset()
+            self._terminate_stream(cause)
+
+    def _opened_now(self, connection: Connection) -> None:
+        self.was_open = True
+        self.reader.agree(int(self.params.frame_max))
+        self._on_open(connection)
+
+    def _proto_connection_made(self, transport: Any) -> None:
+        transport._MAX_RECV_BYTES = _RECEIVE_BYTES  # noqa: SLF001
+        if self._plaintext:  # TLS hands out a record at a time, so there it takes several
+            transport._MAX_CONSUME_BYTES = 1  # noqa: SLF001  # one read per turn, not a second one that would block
+        transport._consume = partial(self._consume, transport._consume)  # noqa: SLF001
+        transport._produce = partial(self._produce, transport, transport._produce)  # noqa: SLF001
+        super()._proto_connection_made(transport)
+
+    def _proto_connection_lost(self, error: BaseException | None) -> None:
+        self.broken_by = error  # pika makes a text of it
+        super()._proto_connection_lost(error)
+
+    def _consume(self, consume: Callable[[], None]) -> None:
+        """The transport's: receive what is there, and what comes until it is time."""
+        if self._read_from:
+            early = self._read_from - time.monotonic()
+            if early > 0:
+                self._never.wait(early)
+        before = self.bytes_received
+        consume()
+        size = self.bytes_received - before
+        if size:  # TLS looks twice
+            gap = self.pace.gap_after(size)
+            self._read_from = time.monotonic() + gap if gap else 0.0
+
+    def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
+        """The transport's: send what is buffered; it raises where the socket does not take all."""
+        produce()
+        if not transport.get_write_buffer_size():
+            self._on_drained()
+
+    def _on_data_available(self, data_in: bytes) -> None:
+        if self._aborted:
+            return
+        self.bytes_received += len(data_in)  # heartbeats look at it
+        try:
+            self.reader.feed(data_in)
+            self._on_read()
+        except CodecError as error:
+            self.abort(Aborted(str(error)))
+        except Exception as error:  # noqa: BLE001  # pika would log it and go on with half a frame lost
+            self._report_error(error)
+
+    def _on_foreign_frame(self, data: bytes) -> None:
+        if self._aborted:
+            return
+        number = int.from_bytes(data[1:3], "big")
+        if number and (number not in self._channels or data[0] != spec.FRAME_METHOD or data[7:11] in _CONTENT):
+            return  # of a channel that is closed already, or content of one that is silenced
+        take = self.answers.get(number)
+        if take is not None and take(data):
+            return
+        try:
+            _, value = frame.decode_frame(data)
+        except Exception as error:  # noqa: BLE001  # pika's decoder raises whatever struct, dict and codecs raise
+            self.abort(Aborted(f"what the broker sent cannot be decoded: {error!r}"))
+        else:
+            self._process_frame(value)
+
+    def _on_connection_close_from_broker(self, method_frame: Any) -> None:
+        # pika forgets code and text where the handshake was not completed.
+        method: spec.Connection.Close = method_frame.method
+        self.closed_with = (method.reply_code, method.reply_text)
+        super()._on_connection_close_from_broker(method_frame)
+
+
+def connection_parameters(
+    endpoint: Endpoint, settings: ConnectionSettings, secrets: Secrets, name: str
+) -> pika.ConnectionParameters:
+    if secrets.credentials is None:
+        credentials = ExternalCredentials()
+    else:
+        given = secrets.credentials
+        credentials = PlainCredentials(given.username, given.password, erase_on_connect=True)
+    tls = None
+    if settings.tls is not None:
+        tls = pika.SSLOptions(secrets.context, settings.tls.server_name or endpoint.host)
+    return pika.ConnectionParameters(
+        host=endpoint.host,
+        port=endpoint.port,
+        virtual_host=settings.virtual_host,
+        credentials=credentials,
+        channel_max=settings.channel_max,
+        frame_max=settings.frame_max,
+        heartbeat=settings.heartbeat,
+        ssl_options=tls,
+        connection_attempts=1,
+        socket_timeout=settings.connect_timeout / _ADDRESSES_TRIED,
+        stack_timeout=None,  # pika counts it anew for each address; the caller bounds the whole attempt
+        blocked_connection_timeout=None,  # being blocked is a state that is shown, not an error
+        client_properties=client_properties(settings.connection_name or name, f"pika {pika.__version__}"),
+    )

@@ -1,0 +1,72 @@
+"""The one place where pika's exceptions become ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pika.exceptions
+from pika.adapters.utils import connection_workflow
+
+from reliable_mq.connection.errors import broker_unavailable, is_certificate_problem, system_problem
+
+if TYPE_CHECKING:
+    from reliable_mq.errors import BrokerUnavailable
+    from reliable_mq.settings import Endpoint
+
+__all__ = ["Aborted", "broker_error"]
+
+
+class Aborted(Exception):
+    """We closed the socket."""
+
+
+def broker_error(
+    cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
+) -> BrokerUnavailable:
+    """Return our error for the end of a connection: the one place where pika's exceptions are mapped.
+
+    Args:
+        cause: what pika reported.
+        endpoint: named in the message.
+        closed_with: code and text of the broker's ``connection.close``, if it sent one.
+        opened: whether the handshake had been completed.
+    """
+    root = _root(cause)
+    return broker_unavailable(
+        endpoint,
+        root,
+        closed_with,
+        opened=opened,
+        otherwise=system_problem(root) or _what_happened(root),
+        permanent=is_certificate_problem(root) or isinstance(root, pika.exceptions.AuthenticationError),
+    )
+
+
+def _what_happened(root: BaseException | None) -> str:
+    match root:
+        case pika.exceptions.AuthenticationError():
+            return f"the broker does not offer SASL mechanism {root.args[0]}"
+        case pika.exceptions.AMQPHeartbeatTimeout():
+            return "no heartbeat: the connection is dead"
+        case pika.exceptions.IncompatibleProtocolError():
+            return "closed before the handshake (does the broker start or stop, or expect TLS on this port?)"
+        case pika.exceptions.ConnectionClosedByClient():
+            return "closed by us"
+        case Aborted() | pika.exceptions.StreamLostError(args=(_,)):
+            return str(root.args[0])
+        case _:
+            return f"connection lost: {root!r}"
+
+
+def _root(error: BaseException | None) -> BaseException | None:
+    """Unwrap what pika wraps around the cause of a failed attempt."""
+    while True:
+        match error:
+            case connection_workflow.AMQPConnectionWorkflowFailed(exceptions=(*_, last)):
+                error = last
+            case connection_workflow.AMQPConnectorPhaseErrorBase(exception=inner):
+                error = inner
+            case pika.exceptions.AMQPConnectionError(args=(BaseException() as inner,)):
+                error = inner
+            case _:
+                return error

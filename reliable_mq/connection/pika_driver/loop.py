@@ -1,0 +1,202 @@
+"""pika's I/O loop, which an exception in a callback does not end.
+
+Wakes up an event loop from any thread, without a lock.
+
+A signal handler may interrupt a wake-up anywhere, call the loop itself and wait for its thread: a lock held by what it
+interrupted would keep that thread from ever answering.
+
+Invariant: the descriptors stay open as long as anybody refers to the waker, so that none that was closed, and opened
+again for something else, is ever written to; they are closed with the last reference.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pika
+from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
+
+from reliable_mq._util.threads import Cancellable, in_background
+from reliable_mq.connection.driver_logs import demoted_driver_logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EventLoop", "Timer", "Waker"]
+
+
+class Waker:
+    """A pair of sockets of which the loop watches one."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Make it readable. Thread-safe, and safe in signal handlers."""
+        with suppress(BlockingIOError):  # it is readable many times over
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Make it unreadable again. On the loop only."""
+        with suppress(BlockingIOError):
+            self._reader.recv(4096)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # its making was interrupted
+            self._reader.close()
+            self._writer.close()
+
+
+class EventLoop:
+    """pika's I/O loop. It outlives the links that run on it, so what is queued here never vanishes with a connection.
+
+    Args:
+        on_error: called on the loop with every exception that a callback raises.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._loop = _GuardedLoop(on_error)
+        self.services = _IOServices(self._loop)
+        self.on_error = on_error
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop. Thread-safe, without a lock; one wake-up write."""
+        self._loop.queue(fn)
+
+    def queue(self, fn: Callable[[], None]) -> object:
+        """`call_soon`; returns what `withdraw` takes."""
+        return self._loop.queue(fn)
+
+    def withdraw(self, call: object) -> bool:
+        """Take back what `queue` queued; return whether that was in time."""
+        return self._loop.withdraw(call)
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+        """Run `fn` on the loop in `delay` seconds."""
+        return Timer(self._loop, self._loop.call_later(max(0.0, delay), fn))
+
+    def run(self) -> None:
+        """Run until `stop`. An exception is one of the poller itself."""
+        with demoted_driver_logs(pika.__name__):
+            self._loop.start()
+
+    def stop(self) -> None:
+        """End `run`. On the loop only."""
+        self._loop.stop()
+
+    def drain(self) -> None:
+        """Run what is queued, and what that queues."""
+        with demoted_driver_logs(pika.__name__):
+            self._loop.drain()
+
+    def close(self) -> None:
+        """Close the descriptors of the loop itself. After `run` only."""
+        self._loop.close()
+
+
+class Timer:
+    """A call to come."""
+
+    __slots__ = ("_handle", "_loop")
+
+    def __init__(self, loop: _GuardedLoop, handle: object) -> None:
+        self._loop = loop
+        self._handle = handle
+
+    def cancel(self) -> None:
+        """Cancel the call; does nothing where it was made or cancelled already."""
+        self._loop.remove_timeout(self._handle)
+
+
+class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
+    """A loop that an exception in a callback does not end."""
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._on_error = on_error
+        waker = Waker()
+        self._waker: Waker | None = waker
+        super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
+
+    def queue(self, callback: Callable[[], None]) -> object:
+        """Pika's own way takes a lock for the wake-up: see `reliable_mq.connection.pika_driver.loop`."""
+        call = partial(self._guard, callback)
+        self._callbacks.append(call)
+        waker = self._waker
+        if waker is not None:
+            waker.wake()
+        return call
+
+    def withdraw(self, call: object) -> bool:
+        try:
+            self._callbacks.remove(call)
+        except ValueError:
+            return False
+        return True
+
+    def add_callback_threadsafe(self, callback: Callable[[], None]) -> None:
+        self.queue(callback)
+
+    add_callback = add_callback_threadsafe
+
+    def close(self) -> None:
+        waker, self._waker = self._waker, None
+        if waker is not None:
+            self.remove_handler(waker.fileno())
+        super().close()
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
+        return super().call_later(delay, partial(self._guard, callback))
+
+    def add_handler(self, fd: int, handler: Callable[[int, int], None], events: int) -> None:
+        super().add_handler(fd, partial(self._guard, handler), events)
+
+    def drain(self) -> None:
+        while self._callbacks:
+            self._callbacks.popleft()()
+
+    def _guard(self, callback: Callable[..., None], *args: int) -> None:
+        try:
+            callback(*args)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on
+            self._on_error(error)
+
+
+class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
+    """Resolves host names on daemon threads: pika's would hold up the interpreter's exit while a lookup hangs."""
+
+    def __init__(self, loop: _GuardedLoop) -> None:
+        super().__init__(loop)
+        self._call_soon = loop.add_callback_threadsafe
+
+    def getaddrinfo(
+        self,
+        host: str,
+        port: int,
+        on_done: Callable[[Any], None],
+        family: int = 0,
+        socktype: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> Cancellable[Any]:
+        lookup = Cancellable[Any](on_done)
+        resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
+
+        def found(result: Any) -> None:
+            self._call_soon(partial(lookup.done, result))
+
+        try:
+            found(resolve(flags | socket.AI_NUMERICHOST))
+        except (OSError, UnicodeError):  # not an address, but a name, or no name at all
+            in_background("reliable_mq host name", partial(resolve, flags), found)
+        return lookup

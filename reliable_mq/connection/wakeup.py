@@ -1,0 +1,43 @@
+"""One wake-up to come on a loop: the earliest of those that were asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.connection.interfaces import TimerHandle
+
+__all__ = ["Alarm"]
+
+
+class Alarm:
+    """Calls a function at a time. On its loop only.
+
+    Args:
+        fn: what to call; it may set the alarm again.
+    """
+
+    def __init__(self, fn: Callable[[], None]) -> None:
+        self._fn = fn
+        self._timer: TimerHandle | None = None
+        self._at = 0.0
+
+    def set(self, at: float | None, now: float, call_later: Callable[[float, Callable[[], None]], TimerHandle]) -> None:
+        """Call at ``at``, on the clock of ``now``, unless that is to be done earlier anyway; None asks for nothing."""
+        if at is None or (self._timer is not None and self._at <= at):
+            return
+        self.cancel()
+        self._at = at
+        self._timer = call_later(max(at - now, 0.0), self._ring)
+
+    def cancel(self) -> None:
+        """Call no more, until it is set again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._fn()

@@ -1,0 +1,512 @@
+"""What to do on a fresh channel before it is used, as generators of steps that either face can carry out.
+
+A generator yields one step at a time and is sent the broker's reply; where the broker closes the channel over a step,
+`StepRefused` is thrown in at that ``yield``. What the generator raises ends the attempt; when it returns, the channel
+is ready.
+
+Invariants:
+
+- One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
+  to the step that was yielded last, or to the first of the pipeline that was not answered.
+- A declaration that differs from what exists is compared with it, argument by argument (`compare`), before the error
+  is raised: at a set-up only, where a step may cost the channel.
+- A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
+- A refusal leaves as one of our errors, which names the step; whether trying again can help is in its type
+  (`core.reconnect.is_permanent`).
+- Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
+- Prefetch is set per consumer: a channel-wide one is refused by RabbitMQ 4.3.
+
+What a declaration becomes when one of its arguments is corrected to the value that exists on the broker.
+
+AMQP does not return the arguments of a queue or an exchange. Its refusal of a declaration that differs names one
+argument with both values. A declaration with that argument corrected gets the next one named, until the broker agrees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from reliable_mq.codec.methods import (
+    Arguments,
+    Bind,
+    CheckExchange,
+    CheckQueue,
+    ConfirmSelect,
+    Consume,
+    DeclareExchange,
+    DeclareQueue,
+    DeleteQueue,
+    Reply,
+    SetPrefetch,
+    Step,
+)
+from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.errors import BrokerUnavailable, Difference, ReliableMQError, TopologyMismatch
+from reliable_mq.topology import (
+    Declaration,
+    Exchange,
+    Queue,
+    declarations,
+    inequivalence_from_reply,
+    mismatch_from_differences,
+    mismatch_from_reply,
+)
+
+if TYPE_CHECKING:
+    from reliable_mq.core.new_queues import Maker
+    from reliable_mq.topology import Inequivalence
+
+__all__ = [
+    "Comparison",
+    "Pipeline",
+    "ServerInfo",
+    "SetupGenerator",
+    "StepGenerator",
+    "StepRefused",
+    "compare",
+    "consumer_setup",
+    "corrected",
+    "declare",
+    "is_away",
+    "is_missing",
+    "parse_version",
+    "publisher_setup",
+    "pull_setup",
+    "refusal",
+    "round_trip",
+]
+
+_PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
+
+
+def corrected(
+    step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
+) -> DeclareQueue | DeclareExchange | None:
+    """Return a declaration with the argument that differs as it exists; None where nothing can be corrected.
+
+    Args:
+        step: the declaration that was refused.
+        inequivalence: from the text of the refusal, code 406.
+    """
+    argument = inequivalence.argument
+    if not inequivalence.is_known:
+        return None
+    if argument in _PROPERTIES and hasattr(step, argument):
+        value = inequivalence.existing_value(getattr(step, argument))
+        fields: dict[str, Any] = {argument: value}
+        return None if value is None else replace(step, **fields)
+    arguments = dict(step.arguments)
+    declared = arguments.pop(argument, None)
+    value = inequivalence.existing_value(declared)
+    if type(value) is type(declared) and value == declared:  # True equals 1
+        return None
+    if value is not None:
+        arguments[argument] = value
+    return replace(step, arguments=arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the broker says of itself.
+
+    Attributes:
+        product: ``"RabbitMQ"``.
+        version: as sent, e.g. ``"4.3.6"``.
+        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty where there are none.
+        properties: all of ``server-properties``.
+    """
+
+    product: str
+    version: str
+    version_tuple: tuple[int, ...]
+    properties: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+    @property
+    def cluster_name(self) -> str:
+        """The name of the cluster, by default that of its first node; empty where the broker gives none."""
+        return str(self.properties.get("cluster_name", ""))
+
+    @classmethod
+    def of(cls, properties: Mapping[str, object]) -> ServerInfo:
+        """Read ``server-properties``."""
+        version = printable(str(properties.get("version", "")))
+        return cls(printable(str(properties.get("product", ""))), version, parse_version(version), dict(properties))
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Declarations and checks that are sent in one piece, for one round trip; the reply is a tuple of theirs."""
+
+    steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | CheckExchange | Bind | ConfirmSelect, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a declaration compares with what exists.
+
+    Attributes:
+        existing: the declaration that the broker agrees to; None where it is not known.
+        differences: the arguments in which the declaration differs, in the order in which the broker named them.
+        ended_by: the code and text of the refusal that ended the search; empty where `existing` is known.
+    """
+
+    existing: DeclareQueue | DeclareExchange | None
+    differences: tuple[Difference, ...]
+    ended_by: str = ""
+
+
+StepGenerator = Generator[Step | Pipeline, Any, Any]
+SetupGenerator = Generator[Step | Pipeline, Any, None]
+
+
+class StepRefused(Exception):
+    """The broker closed the channel, or the connection, over a step. Thrown into generators, never at a user.
+
+    A generator of a set-up may go on where the connection lives: the next step is taken on a new channel.
+
+    Attributes:
+        code: the AMQP reply code.
+        text: the broker's text.
+        answered: the replies to the steps of a `Pipeline` before the refused one.
+        connection: whether the connection is lost, too.
+    """
+
+    def __init__(self, code: int, text: str, *, answered: tuple[Reply, ...] = (), connection: bool = False) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.text = text
+        self.answered = answered
+        self.connection = connection
+
+
+def publisher_setup(
+    topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+) -> SetupGenerator:
+    """Declare `topology`, in order, and select confirms.
+
+    Args:
+        topology: what to declare.
+        version: the broker's, which decides which arguments it can be given.
+        maker: is told which quorum queues are made; None where nobody wants to know, and the broker is not asked.
+
+    Raises:
+        TopologyMismatch: something exists that differs, or something named is missing.
+        BrokerUnavailable: the broker refused a step for another reason.
+    """
+    yield from _declare_all(topology, version, maker)
+    yield from _carry_out(ConfirmSelect())
+
+
+def consumer_setup(
+    queue: Queue | str,
+    topology: Iterable[Declaration],
+    version: tuple[int, ...],
+    *,
+    prefetch: int,
+    consumer_tag: str,
+    arguments: Arguments | None = None,
+    ack_mode: Literal["manual", "automatic"] = "manual",
+    exclusive: bool = False,
+    maker: Maker | None = None,
+) -> SetupGenerator:
+    """Declare `topology` and `queue` (or check that it exists, where it is a name), set the prefetch and consume.
+
+    Args:
+        queue: what to consume from.
+        topology: what else to declare, before the queue is checked.
+        version: the broker's.
+        prefetch: deliveries that may be unacked, for this consumer; 0 for no limit.
+        consumer_tag: unique on the channel.
+        arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
+        ack_mode: ``"automatic"`` for deliveries that need no ack.
+        exclusive: refuse other consumers of the queue.
+        maker: as in `publisher_setup`.
+
+    Raises:
+        TopologyMismatch: something exists that differs, or something named is missing.
+        BrokerUnavailable: the broker refused a step for another reason.
+    """
+    name = yield from _queue_setup(queue, topology, version, maker)
+    yield from _carry_out(SetPrefetch(prefetch))
+    yield from _carry_out(Consume(name, consumer_tag, ack_mode == "automatic", exclusive, arguments or {}))
+
+
+def pull_setup(
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+) -> SetupGenerator:
+    """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
+
+    Args:
+        queue: what to get from.
+        topology: what else to declare.
+        version: the broker's.
+        maker: as in `publisher_setup`.
+
+    Raises:
+        TopologyMismatch: as `consumer_setup` does.
+        BrokerUnavailable: likewise.
+    """
+    yield from _queue_setup(queue, topology, version, maker)
+
+
+def declare(queue: Queue, version: tuple[int, ...], maker: Maker | None = None) -> SetupGenerator:
+    """Declare one queue on a channel that is in use.
+
+    The broker is not asked first whether it has the queue: a no would close the channel. The queue counts as new.
+
+    Raises:
+        TopologyMismatch: it exists and differs.
+        BrokerUnavailable: the broker refused it for another reason.
+    """
+    yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare(queue, version)))
+
+
+def round_trip() -> StepGenerator:
+    """Ask on a channel that is in use, and in confirm mode, something that changes nothing: an answer is wanted."""
+    yield Pipeline((ConfirmSelect(),))
+
+
+def compare(
+    declared: DeclareQueue | DeclareExchange, refused: StepRefused | None = None
+) -> Generator[Pipeline, Any, Comparison]:
+    """Find every argument in which something that exists differs from a declaration. The broker is not changed.
+
+    Each round declares with one more argument corrected (`core.channel_setup`), on a channel of its own. The broker
+    checks in the same round trip that it still exists, so that a declaration does not create what was deleted.
+
+    Args:
+        declared: the declaration.
+        refused: the broker's refusal of it; None where it was not declared yet.
+    """
+    kind, name = _subject(declared)
+    check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)
+    assumed: DeclareQueue | DeclareExchange = declared
+    found: dict[str, Difference] = {}
+    while True:
+        if refused is None:
+            try:
+                yield Pipeline((check, assumed))
+            except StepRefused as again:
+                refused = again
+                if not again.answered:  # it is gone, or nothing is said of it
+                    break
+            else:
+                return Comparison(assumed, tuple(found.values()))
+        different = refused.code == _PRECONDITION_FAILED and not refused.connection
+        inequivalence = inequivalence_from_reply(kind, name, refused.text) if different else None
+        if inequivalence is None or inequivalence.argument in found or len(found) == _MOST_DIFFERENCES:
+            break
+        found[inequivalence.argument] = inequivalence.difference
+        correction = corrected(assumed, inequivalence)
+        if correction is None:
+            break
+        assumed, refused = correction, None
+    return Comparison(None, tuple(found.values()), f"{refused.code} {refused.text}")
+
+
+def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
+    """Return the error for a step that the broker refused."""
+    code, text = refused.code, refused.text
+    kind, name = _subject(step)
+    away = is_away(refused)
+    if code == _NOT_FOUND and kind and not away:
+        if isinstance(step, CheckQueue):
+            to_do = "a plain name is not declared: create the queue, or give a Queue"
+        else:
+            to_do = "declare it in the same topology, or create it first"
+        return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
+    if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
+        return mismatch_from_reply(kind, name, code, text)
+    taken = "in exclusive use" in text  # 403 where another consumer is exclusive: it may go away
+    permanent = code in _PERMANENT and not away and not taken
+    return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
+
+
+def is_away(refused: StepRefused) -> bool:
+    """Whether a queue was refused that exists and is not there for now: its broker starts, or its node is away."""
+    return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
+
+
+def is_missing(error: ReliableMQError) -> bool:
+    """Whether a set-up ended because something named does not exist; it may come to exist."""
+    cause = error.__cause__
+    return isinstance(cause, StepRefused) and cause.code == _NOT_FOUND and not is_away(cause)
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with: ``(4, 3, 0)`` for ``"4.3.0-rc.1"``, empty where there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+_NOT_FOUND = 404
+_PRECONDITION_FAILED = 406
+_MOST_DIFFERENCES = 24  # rounds of a comparison, each of which costs a channel
+_AWAY_CODES = frozenset({_NOT_FOUND, _PRECONDITION_FAILED})
+# RabbitMQ has no code for these, only texts. AMQP is up before the replicas of streams and quorum queues are.
+_AWAY = (
+    "is down or inaccessible",
+    "due to timeout",
+    "process is stopped by supervisor",
+    "does not have a running replica on the local node",
+)
+_DELAYED_RETRY = (4, 3)
+# The second one is command-invalid: an exchange type that does not exist.
+_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
+# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. The
+# others heal: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
+_PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
+
+
+def _queue_setup(
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None
+) -> Generator[Step | Pipeline, Any, str]:
+    if isinstance(queue, Queue):
+        yield from _declare_all([*topology, queue], version, maker)
+        return queue.name
+    yield from _declare_all(topology, version, maker)
+    yield from _carry_out(CheckQueue(queue))
+    return queue
+
+
+def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None) -> SetupGenerator:
+    """Declare, in two round trips: the second one is the declarations'."""
+    declared = declarations(topology)
+    steps = tuple(_declare(declaration, version) for declaration in declared)
+    if not steps:
+        return
+    quorum = [item.name for item in declared if isinstance(item, Queue) and item.type == "quorum"]
+    missing = (yield from _missing(quorum)) if maker is not None else []
+    yield from _make(missing, maker, _carry_out_all(steps))
+
+
+def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
+    """Ask the broker for queues; return those that it is not known to have.
+
+    It closes the channel over the first that it has not, and says nothing of those behind that. To ask for each of them
+    would take a channel each; to count one as missing that exists takes time alone.
+    """
+    if not names:
+        return []
+    try:
+        yield Pipeline(tuple(map(CheckQueue, names)))
+    except StepRefused as refused:
+        missing = names[len(refused.answered) :]
+        if refused.connection:
+            raise refusal(CheckQueue(missing[0]), refused) from refused
+        return missing  # also where it exists and is locked, say: the declaration meets that again
+    return []
+
+
+def _make(names: list[str], maker: Maker | None, steps: SetupGenerator) -> SetupGenerator:
+    """Carry out the steps that make these queues."""
+    if maker is None or not names:
+        yield from steps
+        return
+    maker.begin(names)
+    try:
+        yield from steps
+    finally:
+        maker.end(names)  # refused, or nobody waits for the answer any more: they may have been made
+
+
+def _declare(declaration: Declaration, version: tuple[int, ...]) -> DeclareQueue | DeclareExchange | Bind:
+    if isinstance(declaration, Queue):
+        if declaration.delayed_retry is not None and version and version < _DELAYED_RETRY:
+            # It would take the arguments and not know them: what is rejected would come back at once.
+            raise TopologyMismatch(
+                f"queue {declaration.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
+                f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",
+                kind="queue",
+                name=declaration.name,
+            )
+        return DeclareQueue(
+            declaration.name,
+            declaration.durable,
+            declaration.exclusive,
+            declaration.auto_delete,
+            declaration.arguments_for(version),
+        )
+    if isinstance(declaration, Exchange):
+        return DeclareExchange(
+            declaration.name,
+            declaration.type,
+            declaration.durable,
+            declaration.auto_delete,
+            declaration.internal,
+            declaration.arguments_for(version),
+        )
+    destination, source = declaration.destination, declaration.source
+    return Bind(
+        "exchange" if isinstance(destination, Exchange) else "queue",
+        destination if isinstance(destination, str) else destination.name,
+        source if isinstance(source, str) else source.name,
+        declaration.routing_key,
+        declaration.arguments,
+    )
+
+
+def _carry_out(step: Step) -> SetupGenerator:
+    try:
+        yield step
+    except StepRefused as refused:
+        raise refusal(step, refused) from refused
+
+
+def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> SetupGenerator:
+    try:
+        yield Pipeline(steps)
+    except StepRefused as refused:
+        raise (yield from _explained(steps[len(refused.answered)], refused)) from refused
+
+
+def _explained(
+    step: DeclareQueue | DeclareExchange | Bind, refused: StepRefused
+) -> Generator[Pipeline, Any, ReliableMQError]:
+    """Return the error for a declaration that the broker refused, with every difference from what exists."""
+    if not isinstance(step, Bind):
+        comparison = yield from compare(step, refused)
+        if comparison.differences:
+            kind, name = _subject(step)
+            return mismatch_from_differences(kind, name, comparison.differences, more=comparison.ended_by)
+    return refusal(step, refused)
+
+
+def _subject(step: Step) -> tuple[str, str]:
+    """What a step is about: kind and name, both empty where that is the channel."""
+    match step:
+        case DeclareQueue(name=name) | CheckQueue(name=name) | DeleteQueue(name=name) | Consume(queue=name):
+            return "queue", name
+        case DeclareExchange(name=name) | CheckExchange(name=name):
+            return "exchange", name
+        case Bind(destination=name):
+            return "binding", name
+        case _:
+            return "", ""
+
+
+def _describe(step: Step) -> str:
+    match step:
+        case DeclareQueue(name=name):
+            return f"declare queue {name!r}"
+        case CheckQueue(name=name):
+            return f"find queue {name!r}"
+        case DeleteQueue(name=name):
+            return f"delete queue {name!r}"
+        case DeclareExchange(name=name):
+            return f"declare exchange {name!r}"
+        case CheckExchange(name=name):
+            return f"find exchange {name!r}"
+        case Bind(kind=kind, destination=name, source=source, routing_key=key):
+            return f"bind {kind} {name!r} to exchange {source!r} with routing key {key!r}"
+        case ConfirmSelect():
+            return "confirm publishes on this channel"
+        case SetPrefetch(count=count):
+            return f"set the prefetch to {count}"
+        case Consume(queue=name):
+            return f"let us consume from queue {name!r}"
+        case _:
+            return f"cancel consumer {step.consumer_tag!r}"

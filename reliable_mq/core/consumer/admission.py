@@ -1,0 +1,167 @@
+"""Whether a delivery that came in may be handed to a handler at all.
+
+Invariants: what is above a limit is refused without an attempt; so is what is in a newer format, or undecodable where
+we have to look, unless that would lose it; what has failed as often as it may is refused, whoever counted; refusing
+concerns this delivery alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.core import headers
+from reliable_mq.core.consumer.attempts import Failures, NewerFormat
+from reliable_mq.core.consumer.quarantine import failures_by_broker, returns
+from reliable_mq.core.retry.retry_headers import PLAIN, Transit, unpack
+from reliable_mq.errors import ConsumeError
+
+if TYPE_CHECKING:
+    from reliable_mq.core.consumer.attempts import FailureBook
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.core.statistics import ConsumerStatistics
+
+__all__ = ["Admission", "Finding", "used_up"]
+
+_OURS: Final = headers.PREFIX.encode()
+_UNLIMITED: Final = 1 << 62
+_MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has waited
+
+
+class Finding(NamedTuple):
+    """What a look at a delivery has found.
+
+    Attributes:
+        refusal: why it is to be dead-lettered unseen; None where it is not.
+        path: the delay queues that it has still to go through before its next attempt.
+        suspect: whether it was in quarantine before.
+        lost: how many attempts have failed since it was published last, with the loss of their consumer.
+    """
+
+    refusal: str | None
+    path: tuple[int, ...] = ()
+    suspect: bool = False
+    lost: int = 0
+
+
+class Admission:
+    """See the module. Not thread-safe.
+
+    Args:
+        book: what is remembered of messages that failed.
+        max_attempts: after how many failed attempts a message is refused.
+        max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
+        broker_counts: whether the broker's own count of failures is that of attempts.
+        keeps: whether what is refused is kept somewhere. Else what cannot be understood is passed as a first attempt.
+        statistics: where to count.
+    """
+
+    __slots__ = ("_book", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
+
+    def __init__(
+        self,
+        *,
+        book: FailureBook,
+        max_attempts: int,
+        max_body_bytes: int | None,
+        max_header_bytes: int | None,
+        keeps: bool,
+        broker_counts: bool = False,
+        statistics: ConsumerStatistics,
+    ) -> None:
+        self._book = book
+        self._keeps = keeps
+        self._broker_counts = broker_counts
+        self._max_attempts = max_attempts
+        self._max_body = _UNLIMITED if max_body_bytes is None else max_body_bytes
+        self._max_header = _UNLIMITED if max_header_bytes is None else max_header_bytes
+        self._statistics = statistics
+
+    def plain(self, deliveries: list[Delivery]) -> bool:
+        """Whether all of these are ordinary first deliveries, which `look` would pass. Cheap."""
+        max_body, max_header = self._max_body, self._max_header
+        for delivery in deliveries:
+            properties = delivery.properties
+            if (
+                delivery.redelivered
+                or _OURS in properties
+                or len(delivery.body) > max_body
+                or len(properties) > max_header
+            ):
+                return False
+        return True
+
+    def look(self, delivery: Delivery, *, forgiven: int | None = None) -> Finding:
+        """Look closely at a delivery.
+
+        One that has waited is what it was before then, and what is known of its failures is on it.
+
+        Args:
+            delivery: as it came.
+            forgiven: where each time that the broker took it back is a failed attempt, how many of them are not.
+        """
+        if delivery.redelivered:
+            self._statistics.redelivered += 1
+        transit: Transit | str = PLAIN
+        if _OURS in delivery.properties and len(delivery.properties) <= self._max_header + _MOST_OF_OURS:
+            transit = self._unpacked(delivery)
+        unfit = transit if isinstance(transit, str) else self._too_large(delivery)
+        if unfit is not None:
+            self._statistics.quarantined += 1
+            return Finding(f"not handed to a handler: {unfit}")
+        if self._broker_counts and delivery.redelivered:
+            counted = failures_by_broker(delivery)
+            if counted:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count = max(failures.count, counted)
+        lost = 0
+        if forgiven is not None and delivery.redelivered:
+            lost = max(returns(delivery) - forgiven, 0)
+            if lost:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count += lost
+                failures.lost += lost
+        return Finding(self._given_up(delivery), *transit)._replace(lost=lost)
+
+    def without_body(self, delivery: Delivery, size: int) -> str:
+        """Return why a delivery is refused whose body of `size` bytes was not taken in."""
+        self._statistics.redelivered += delivery.redelivered
+        self._statistics.quarantined += 1
+        return (
+            f"not handed to a handler: {size} bytes of body are far above the limit of {self._max_body}, and not read"
+        )
+
+    def _given_up(self, delivery: Delivery) -> str | None:
+        if delivery.redelivered or delivery.failures is not None:
+            delivery.failures = self._book.recall(delivery)
+        failures = delivery.failures
+        if failures is None:
+            return None
+        delivery.redelivered = True
+        if failures.verdict is not None:
+            return failures.verdict
+        if failures.count < self._max_attempts:
+            return None
+        lost = f"; {failures.lost} of them by the loss of their consumer" if failures.lost else ""
+        return used_up(failures.count, self._max_attempts) + lost
+
+    def _too_large(self, delivery: Delivery) -> str | None:
+        for what, size, limit in (
+            ("body", len(delivery.body), self._max_body),
+            ("properties", len(delivery.properties), self._max_header),
+        ):
+            if size > limit:
+                return f"{size} bytes of {what} are above the limit of {limit}"
+        return None
+
+    def _unpacked(self, delivery: Delivery) -> Transit | str:
+        """Take over what our headers say of earlier attempts; answer why they cannot be understood, if so."""
+        try:
+            return unpack(delivery)
+        except (NewerFormat, ConsumeError) as error:
+            delivery.flaw = None  # the handler has not asked for what cannot be read
+            return str(error) if self._keeps else PLAIN
+
+
+def used_up(failed: int, max_attempts: int) -> str:
+    """Say that there are no attempts left."""
+    return f"{failed} of {max_attempts} attempts failed"

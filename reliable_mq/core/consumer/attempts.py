@@ -1,0 +1,306 @@
+"""How often a message has failed, and which of those who claim to know are believed.
+
+RabbitMQ's own counts say something else on every version (``x-delivery-count`` counts lost connections on 4.0 to 4.2
+and skips ``basic.nack`` on 4.3), and a client can send them, and ``x-death``, itself: they are never read. What counts
+is a header of ours, within bounds and in a format that is known, the count of the idempotency store, and what this
+process remembers.
+
+Invariants: a count never goes down for as long as it is remembered; a header that is out of range, of the wrong type or
+without a known format counts as none; at most ``capacity`` messages are remembered, the ones that failed last.
+
+An attempt that failed, described where it failed.
+
+The description is made at once, on the thread or task that ran the handler: ``str(exception)`` is the user's code,
+which an I/O thread must not run, and an exception that is kept keeps every frame of its traceback alive.
+
+Of an exception group, each exception in it counts, however deep. The strictest wins: the first `DeadLetter` is the
+verdict; else the policy gives up where it would on one of the others; else the longest delay that a `RetryLater` asks
+for is waited for; else that of the policy.
+
+Invariants: a description is bounded, printable, and encodable as UTF-8; making one never raises, whatever the
+exception's class, text or attributes do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq._util.validation import seconds
+from reliable_mq.core import headers
+from reliable_mq.errors import ConsumeError
+from reliable_mq.retry import MOST_ATTEMPTS, DeadLetter, RetryLater
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from reliable_mq.core.consumer.delivery import Delivery
+
+__all__ = [
+    "Failure",
+    "FailureBook",
+    "Failures",
+    "Kinds",
+    "NewerFormat",
+    "describe",
+    "failures_from_headers",
+    "printable",
+    "shown",
+    "whole",
+]
+
+MESSAGE_LIMIT: Final = 512  # characters
+_TYPE_LIMIT: Final = 128
+_SHOWN: Final = 5  # exceptions of a group that its description shows
+_NO_TEXT: Final = "(its text cannot be shown)"
+_NO_NAME: Final = "(a class that cannot be named)"
+_WRONG_DELAY: Final = " (its delay is no number of seconds: that of the policy counts)"
+_INSIDE: Final = BaseExceptionGroup.__dict__["exceptions"]  # that a subclass may hide
+
+#: The class of an exception, and those of the groups that it was in, from the inside out.
+Kinds = tuple[type[BaseException], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a handler raised.
+
+    Attributes:
+        exception_type: the class, with its module.
+        exception_message: its text, printable and cut.
+        at: when, in seconds since 1970.
+        delay: seconds to wait for the next attempt, where the handler chose them.
+        verdict: why it is to be dead-lettered now, where the handler chose that.
+        kinds: the exceptions for which the policy is to decide: another attempt follows if it does after each of them.
+    """
+
+    exception_type: str
+    exception_message: str
+    at: float
+    delay: float | None = None
+    verdict: str | None = None
+    kinds: tuple[Kinds, ...] = field(default=(), compare=False, repr=False)
+
+
+class _Leaf(NamedTuple):
+    error: BaseException
+    kinds: Kinds
+
+    def is_a(self, kind: type[BaseException]) -> bool:
+        return issubclass(self.kinds[0], kind)  # not isinstance, which reads the exception's __class__
+
+
+def describe(error: BaseException, at: float) -> Failure:
+    """Describe what a handler raised, or returned as its verdict on an item, at ``at`` (seconds since 1970)."""
+    name, text = _name(error), _text(error)
+    leaves = _leaves(error)
+    if leaves[0].error is not error:
+        text += ": " + "; ".join(shown(leaf.error) for leaf in leaves[:_SHOWN])
+        if len(leaves) > _SHOWN:
+            text += f"; and {len(leaves) - _SHOWN} more"
+    delays, usable = _delays(leaf.error for leaf in leaves if leaf.is_a(RetryLater))
+    if not usable:
+        text = text[: MESSAGE_LIMIT - len(_WRONG_DELAY)] + _WRONG_DELAY
+    return Failure(
+        name,
+        printable(text),
+        at,
+        delay=max(delays, default=None),
+        verdict=next((_reason(leaf.error) for leaf in leaves if leaf.is_a(DeadLetter)), None),
+        kinds=tuple(leaf.kinds for leaf in leaves if not leaf.is_a(RetryLater) and not leaf.is_a(DeadLetter)),
+    )
+
+
+def shown(error: BaseException) -> str:
+    """Name an exception, with its text, whatever is wrong with it."""
+    name = _guarded(lambda: printable(type(error).__name__, _TYPE_LIMIT), _NO_NAME)
+    text = _text(error)
+    return printable(f"{name}: {text}") if text else name
+
+
+def _leaves(error: BaseException) -> list[_Leaf]:
+    """Return the exceptions of a group, in their order; of any other, itself."""
+    found: list[_Leaf] = []
+    waiting: list[_Leaf] = [_Leaf(error, (type(error),))]
+    while waiting:
+        leaf = waiting.pop()
+        if leaf.is_a(BaseExceptionGroup) and not leaf.is_a(RetryLater) and not leaf.is_a(DeadLetter):
+            inside: tuple[BaseException, ...] = _INSIDE.__get__(leaf.error)
+            waiting += [_Leaf(one, (type(one), *leaf.kinds)) for one in reversed(inside)]
+        else:
+            found.append(leaf)
+    return found
+
+
+def _delays(errors: Iterable[BaseException]) -> tuple[list[float], bool]:
+    """Return the delays that these `RetryLater` ask for, and whether all that are asked for can be used."""
+    delays: list[float] = []
+    usable = True
+    for error in errors:
+        try:
+            asked = error.delay  # type: ignore[attr-defined]  # a RetryLater
+            if asked is not None:
+                delays.append(seconds("delay", asked))
+        except BaseException:  # noqa: BLE001 -- the attribute may be anything by now
+            usable = False
+    return delays, usable
+
+
+def _reason(error: BaseException) -> str:
+    given = _guarded(lambda: printable(str(error.reason)), _NO_TEXT)  # type: ignore[attr-defined]  # a DeadLetter
+    return given or _text(error) or _name(error)
+
+
+def _name(error: BaseException) -> str:
+    return _guarded(lambda: printable(_qualified(type(error)), _TYPE_LIMIT), _NO_NAME)
+
+
+def _qualified(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    return _guarded(lambda: printable(str(error)), _NO_TEXT)
+
+
+def _guarded(make: Callable[[], str], instead: str) -> str:
+    """Run the user's code that makes a text."""
+    try:
+        return make()
+    except BaseException:  # noqa: BLE001 -- whatever it raises: SystemExit would end the worker
+        return instead
+
+
+def printable(text: str, limit: int = MESSAGE_LIMIT) -> str:
+    """Escape what does not print (control characters, line ends, lone surrogates) and cut at ``limit`` characters."""
+    text = str.__str__(text)[: limit + 1]  # a subclass may change what the methods below do
+    if not text.isprintable():
+        text = "".join(
+            char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii")
+            for char in text
+        )
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class NewerFormat(Exception):
+    """The message carries headers of ours in a format that is newer than this package knows."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"headers of format {version}, and {headers.FORMAT_VERSION} is the newest that is known here")
+        self.version = version
+
+
+class Failures:
+    """The failed attempts of one message.
+
+    Attributes:
+        count: how many.
+        first_at: when the first of them failed, in seconds since 1970; None where nobody said.
+        lost: how many of them ended with the loss of their consumer.
+        last: the last of them, as far as it is known.
+        due: before when, on the monotonic clock, the next attempt must not be made.
+        verdict: why the message is to be dead-lettered, once that is decided.
+        alone: whether it is to be handled by itself, since the batch that it was in did not end.
+    """
+
+    __slots__ = ("alone", "count", "due", "first_at", "last", "lost", "verdict")
+
+    def __init__(self, count: int = 0, first_at: float | None = None) -> None:
+        self.count = count
+        self.first_at = first_at
+        self.last: Failure | None = None
+        self.lost = 0
+        self.due = 0.0
+        self.verdict: str | None = None
+        self.alone = False
+
+    def add(self, failure: Failure) -> None:
+        """One more attempt failed."""
+        self.count += 1
+        self.last = failure
+        if self.first_at is None:
+            self.first_at = failure.at
+
+
+def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
+    """Read what our headers say of earlier attempts; None where they say nothing, or nothing to be trusted.
+
+    Raises:
+        NewerFormat: they are from a newer version of this package, and cannot be understood.
+    """
+    version = whole(table.get(headers.FORMAT))
+    if version > headers.FORMAT_VERSION:
+        raise NewerFormat(version)
+    attempt = whole(table.get(headers.ATTEMPT))
+    if version < 1 or not 1 < attempt <= MOST_ATTEMPTS:
+        return None
+    retry = table.get(headers.RETRY)
+    said = retry if isinstance(retry, Mapping) else {}
+    failures = Failures(attempt - 1, _time(said.get("first-failure")))
+    failures.lost = min(max(whole(said.get("lost")), 0), failures.count)
+    kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
+    if isinstance(kind, str) and isinstance(text, str) and at is not None:
+        failures.last = Failure(printable(kind), printable(text), at)
+    return failures
+
+
+def _time(value: object) -> float | None:
+    return value.timestamp() if isinstance(value, datetime) else None
+
+
+def whole(value: object) -> int:
+    """Read a count from a table of headers; 0 where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+class FailureBook:
+    """What this process remembers of messages that failed, by ``message_id``; without one, nothing. Not thread-safe.
+
+    Args:
+        capacity: messages that are remembered at most.
+    """
+
+    __slots__ = ("_capacity", "_failures")
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        self._failures: OrderedDict[str, Failures] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    def recall(self, delivery: Delivery) -> Failures | None:
+        """Answer what is known of a message: what is remembered of it, or else what its delivery says."""
+        claimed = delivery.failures
+        known = self._failures.get(_identity(delivery)) if self._failures else None
+        if known is None:
+            return claimed
+        if claimed is not None:
+            known.count = max(known.count, claimed.count)
+            known.lost = max(known.lost, claimed.lost)
+        return known
+
+    def remember(self, delivery: Delivery, failures: Failures) -> None:
+        """A message failed; the one that failed longest ago may be forgotten for it."""
+        message_id = _identity(delivery)
+        if not message_id:
+            return
+        self._failures[message_id] = failures
+        self._failures.move_to_end(message_id)
+        if len(self._failures) > self._capacity:
+            self._failures.popitem(last=False)
+
+    def forget(self, delivery: Delivery) -> None:
+        """A message was handled or dead-lettered."""
+        if self._failures:
+            self._failures.pop(_identity(delivery), None)
+
+
+def _identity(delivery: Delivery) -> str:
+    try:
+        return delivery.message_id or ""
+    except ConsumeError:
+        return ""

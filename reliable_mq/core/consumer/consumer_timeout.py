@@ -1,0 +1,152 @@
+"""How old the unacked deliveries of a channel are: the broker takes back what is older than its consumer timeout.
+
+That is 30 minutes unless the broker, a policy or the queue says otherwise, and no client can ask. Up to RabbitMQ 4.2
+the broker closes the channel, with 406 and a text that says so; from 4.3 on it cancels the consumer of a quorum queue.
+Either way it does so some time after the deadline (a channel looks once a minute), and does not say which delivery it
+was.
+
+What came with one read from the socket is kept together, so that a delivery which is handled in time costs nothing of
+its own.
+
+Invariants: a delivery is overdue once; what is kept of deliveries that are settled is at most as much as is
+outstanding, and a little more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.codec import CodecError, Properties
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reliable_mq.core.consumer.acks import AckBatcher
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.core.reconnect import Loss
+
+__all__ = ["WARN_AT", "Ages", "Strike", "named", "names", "strike_of"]
+
+#: The part of the consumer timeout after which a delivery that is still unacked is warned of.
+WARN_AT: Final = 0.75
+_SLACK_SHARE: Final = 0.02  # of the timeout: a delivery was on its way when its time began
+_SLACK: Final = 1.0  # seconds, at least
+_NAMED: Final = 5  # deliveries that a log line names
+_SPARE: Final = 64  # deliveries that are kept without need, at least
+_PRECONDITION_FAILED: Final = 406
+_TIMED_OUT: Final = re.compile(r"timed out", re.IGNORECASE)
+_VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
+
+
+class Strike(NamedTuple):
+    """The broker has taken back what was unacked for too long.
+
+    Attributes:
+        timeout: seconds, where the broker said so.
+        consumer_tag: of the subscription that it has ended; None where it closed the channel.
+    """
+
+    timeout: float | None = None
+    consumer_tag: str | None = None
+
+
+def strike_of(loss: Loss) -> Strike | None:
+    """Say whether a channel was closed for the consumer timeout: the code alone (406) may mean much else."""
+    if loss.code != _PRECONDITION_FAILED or not _TIMED_OUT.search(loss.text):
+        return None
+    value = _VALUE.search(loss.text)
+    return Strike(None if value is None else int(value[1]) / 1000)
+
+
+class Ages:
+    """The unacked deliveries of one channel at a time, by age. Not thread-safe.
+
+    Args:
+        timeout: the broker's consumer timeout, in seconds; None where it has none.
+        acks: knows what is unfinished.
+
+    Attributes:
+        timeout: as given.
+    """
+
+    __slots__ = ("_acks", "_kept", "_old", "_young", "timeout")
+
+    def __init__(self, timeout: float | None, acks: AckBatcher) -> None:
+        self.timeout = timeout
+        self._acks = acks
+        self._young: deque[tuple[float, list[Delivery]]] = deque()  # when they came in
+        self._old: deque[tuple[float, list[Delivery]]] = deque()  # the overdue ones
+        self._kept = 0
+
+    def delivered(self, deliveries: list[Delivery], now: float) -> None:
+        """These came in, in the order of their tags; at least one. The list stays as it is."""
+        self._young.append((now, deliveries))
+        self._kept += len(deliveries)
+        if self._kept > 2 * self._acks.outstanding + _SPARE:
+            self._forget()
+
+    def clear(self) -> None:
+        """The channel is gone, or another one is open."""
+        self._young.clear()
+        self._old.clear()
+        self._kept = 0
+
+    def look(self, now: float) -> list[Delivery]:
+        """Answer what is overdue since the last look, and forget what was finished."""
+        lowest, young = self._acks.lowest, self._young
+        while young and young[0][1][-1].delivery_tag < lowest:
+            self._kept -= len(young.popleft()[1])
+        found: list[Delivery] = []
+        if self.timeout is not None:
+            since = now - self.timeout * WARN_AT
+            while young and young[0][0] <= since:
+                at, deliveries = young.popleft()
+                self._kept -= len(deliveries)
+                found += self._keep(at, deliveries, self._old)
+        return found
+
+    def unacked(self, age: float, now: float) -> list[Delivery]:
+        """Answer what has been unacked for so many seconds, by the broker's clock."""
+        since = now - age + max(_SLACK, age * _SLACK_SHARE)
+        old = [read for at, read in (*self._old, *self._young) if at <= since]
+        return [delivery for read in old for delivery in self._acks.unfinished(read)]
+
+    @property
+    def deadline(self) -> float | None:
+        """When to `look` again, though nothing happens until then; None for never."""
+        if self.timeout is None or not self._young:
+            return None
+        return self._young[0][0] + self.timeout * WARN_AT
+
+    def _forget(self) -> None:
+        """Keep what is unfinished alone: a delivery that is not has held up all that came later."""
+        self._kept = 0
+        for reads in (self._old, self._young):
+            for _ in range(len(reads)):
+                self._keep(*reads.popleft(), reads)
+
+    def _keep(
+        self, at: float, deliveries: list[Delivery], reads: deque[tuple[float, list[Delivery]]]
+    ) -> list[Delivery]:
+        left = self._acks.unfinished(deliveries)
+        if left:
+            reads.append((at, left))
+            self._kept += len(left)
+        return left
+
+
+def named(delivery: Delivery) -> str:
+    """Name a message for a log, whatever is wrong with it."""
+    try:
+        message_id = Properties(delivery.properties).message_id
+    except CodecError:
+        message_id = None
+    return f"message {message_id!r}" if message_id else f"a message without an id ({len(delivery.body)} bytes)"
+
+
+def names(deliveries: Sequence[Delivery]) -> str:
+    """Name messages for a log, the first few of them."""
+    others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
+    return f"{', '.join(map(named, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

@@ -1,0 +1,261 @@
+"""What a handler gets: a message, where it came from, and which attempt at it this is.
+
+Invariants: properties and headers are decoded when first asked for, and an error in them concerns this delivery alone;
+the generation of its channel is stamped on a delivery before anybody sees it, so that a result for a channel that is
+gone is known as such.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from reliable_mq.codec import CodecError, Properties, RawDelivery, plain_message_id
+from reliable_mq.errors import ConsumeError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from reliable_mq.core.consumer.attempts import Failures
+    from reliable_mq.core.idempotency import Claim, Hold
+
+__all__ = ["Delivery", "Source"]
+
+
+class Source:
+    """The channel that deliveries came from; one object per generation, compared by identity.
+
+    Attributes:
+        generation: of the channel; never used again.
+        channel: its number on the connection.
+        queue: the name of the queue.
+        namespace: of the virtual host that the queue is in, see `reliable_mq.core.idempotency.namespace_of`.
+    """
+
+    __slots__ = ("channel", "generation", "namespace", "queue")
+
+    def __init__(self, generation: int, channel: int, queue: str, namespace: str = "") -> None:
+        self.generation = generation
+        self.channel = channel
+        self.queue = queue
+        self.namespace = namespace
+
+
+class Delivery(RawDelivery):
+    """A message delivered to a handler.
+
+    A property that the message does not have is None. Reading a property or the headers of a message whose properties
+    are broken raises `ConsumeError`; let it pass, and the message is dead-lettered at once.
+
+    Attributes:
+        body: the bytes of the message.
+        exchange: where it was published to.
+        routing_key: with which key.
+        redelivered: whether it may have been delivered before: by the broker's word, or because this is not the first
+            attempt.
+        consumer_tag: of the consumer that it was delivered to.
+        delivery_tag: its number on its channel.
+        properties: the encoded properties, as they came.
+        source: the channel it came from.
+        failures: its attempts that failed so far, if any did.
+        claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
+        flaw: what is wrong with its properties, once they were found broken.
+        hold: what it holds of the idempotency store while its handler runs; None without one that has transactions.
+        store_failures: how often the idempotency store failed for it.
+    """
+
+    __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "store_failures")
+
+    source: Source
+
+    def __init__(
+        self,
+        consumer_tag: str,
+        delivery_tag: int,
+        redelivered: bool,
+        exchange: str,
+        routing_key: str,
+        properties: bytes,
+        body: bytes,
+    ) -> None:
+        # Spelt out instead of super().__init__(): there is one of these calls per message.
+        self.consumer_tag = consumer_tag
+        self.delivery_tag = delivery_tag
+        self.redelivered = redelivered
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._properties = properties
+        self._body = body
+        self.failures: Failures | None = None
+        self.claim: Claim | None = None
+        self.flaw: str | None = None
+        self.hold: Hold | None = None
+        self.store_failures = 0
+        self._decoded: Properties | None = None
+
+    @property
+    def queue(self) -> str:
+        """The queue that it was consumed from."""
+        return self.source.queue
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt at this message this is: 1 on the first."""
+        return 1 if self.failures is None else self.failures.count + 1
+
+    def transaction(self) -> Any:
+        """Begin a transaction of the idempotency store, in which the message becomes done (an inbox).
+
+        What the handler writes in it and the record that the message is done are committed together, when its block
+        ends, or not at all. Where another holder has taken over meanwhile, nothing is committed. In a function, with a
+        ``SQLAlchemyStore``::
+
+            with delivery.transaction() as session:
+                session.execute(insert(Order), delivery.json())
+
+        In a coroutine, with an ``AsyncSQLAlchemyStore``::
+
+            async with delivery.transaction() as session:
+                await session.execute(insert(Order), delivery.json())
+
+        Returns:
+            The context manager that the store's ``transaction`` gives for this delivery; for several at once, in a
+            batch handler, call that.
+
+        Raises:
+            UsageError: the consumer has no idempotency store, or one without transactions.
+        """
+        if self.hold is None:
+            raise UsageError(
+                f"{self!r} has no transaction: its consumer has no idempotency store with transactions, as "
+                "SQLAlchemyStore has"
+            )
+        return self.hold.transaction(self)
+
+    def json(self) -> Any:
+        """Parse the body as JSON.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        return json.loads(self.body)
+
+    @property
+    def headers(self) -> Mapping[str, object]:
+        """The headers; empty where there are none. Read-only."""
+        headers: Mapping[str, object] = self._read("headers")
+        return headers
+
+    @property
+    def content_type(self) -> str | None:
+        """The MIME type of the body."""
+        return self._text("content_type")
+
+    @property
+    def content_encoding(self) -> str | None:
+        """The MIME content encoding of the body."""
+        return self._text("content_encoding")
+
+    @property
+    def message_id(self) -> str | None:
+        """The id that its publisher gave it."""
+        found = plain_message_id(self._properties) if self._decoded is None else None
+        return self._text("message_id") if found is None else found
+
+    @property
+    def correlation_id(self) -> str | None:
+        """The id of what it belongs to, or answers."""
+        return self._text("correlation_id")
+
+    @property
+    def reply_to(self) -> str | None:
+        """The queue that answers are to go to."""
+        return self._text("reply_to")
+
+    @property
+    def type(self) -> str | None:
+        """The type that its publisher gave it."""
+        return self._text("type")
+
+    @property
+    def user_id(self) -> str | None:
+        """The user that published it.
+
+        RabbitMQ checks the property of a message as it is published. A message that has waited for a retry has it in a
+        header meanwhile, which RabbitMQ does not check, and which any client that may publish to the queue can make up.
+        So it is no proof of who sent a message.
+        """
+        return self._text("user_id")
+
+    @property
+    def app_id(self) -> str | None:
+        """The application that published it."""
+        return self._text("app_id")
+
+    @property
+    def expiration(self) -> float | None:
+        """Its time to live in a queue, in seconds."""
+        text = self._text("expiration")
+        return int(text) / 1000 if text is not None and text.isdecimal() else None
+
+    @property
+    def priority(self) -> int | None:
+        """Its priority."""
+        priority: int | None = self._read("priority")
+        return priority
+
+    @property
+    def timestamp(self) -> datetime | int | None:
+        """When it was made, says its publisher; a number where that is no date (milliseconds for seconds)."""
+        timestamp: datetime | int | None = self._read("timestamp")
+        return timestamp
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a durable queue keeps it over a restart of the broker."""
+        return bool(self._read("delivery_mode") == 2)
+
+    @property
+    def offset(self) -> int | None:
+        """Its offset in a stream; None where the queue is no stream."""
+        offset = self.headers.get("x-stream-offset")
+        return offset if isinstance(offset, int) else None
+
+    def headers_beginning(self, prefix: str) -> Mapping[str, object]:
+        """The headers whose names begin with ``prefix``; what is wrong with the values of others does not matter.
+
+        Raises:
+            ConsumeError: the header table itself is broken.
+        """
+        try:
+            return Properties(self.properties).headers_beginning(prefix)
+        except CodecError as error:
+            raise self._broken(error) from error
+
+    def restore(self, exchange: str, routing_key: str, properties: bytes) -> None:
+        """Make it what it was before it waited for this attempt; before anybody sees it."""
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._properties = properties
+        self._decoded = None
+
+    def _text(self, name: str) -> str | None:
+        text: str | None = self._read(name)
+        return text
+
+    def _read(self, name: str) -> Any:
+        decoded = self._decoded
+        if decoded is None:
+            decoded = self._decoded = Properties(self.properties)
+        try:
+            return getattr(decoded, name)
+        except CodecError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: CodecError) -> ConsumeError:
+        self.flaw = str(error)
+        return ConsumeError(f"the properties of {self!r} are broken: {error}")
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self.delivery_tag} with routing key {self.routing_key!r}, {len(self.body)} bytes>"

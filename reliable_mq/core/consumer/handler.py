@@ -1,0 +1,469 @@
+"""What is done with deliveries on the thread or task that runs the handler, step by step.
+
+`handling` is a generator: it yields what it wants done (a handler called, keys claimed, ...), is sent the answer, or
+has the exception thrown in, and returns what became of each delivery. So the order of claim, effect and completion is
+decided here, once, for both faces; carrying a step out may block or await, as the face does.
+
+Without a store: call the handler. With one::
+
+    claim --done--> duplicate        --in progress--> wait, no attempt        --store failed--> wait, no attempt
+          --unreadable--> as where the store failed
+          --new--> call the handler --not now--> release --> not begun
+                                    --raised--> release (failed) --> failed
+                                                      --its transaction may be committed--> claim again later
+                                    --returned, done by its own transaction--> handled
+                                    --returned--> complete --taken--> handled
+                                                           --token stale--> claim again later
+                                                           --store failed--> complete again later, without the handler
+
+Where the store did not answer when a claim was released or completed, it is told again before that key is claimed, and
+at the end (`settling`).
+
+Invariants:
+
+- every delivery has exactly one result;
+- with a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
+  as done;
+- a handler that has returned is not called again for want of the store's answer;
+- a failed attempt is released before it is reported, or before its key is claimed again, so that the next one may;
+- where the handler's own transaction may be committed though it raised, no attempt is counted unless the store still
+  has the claim: else its last attempt would be dead-lettered with its effect done.
+
+What a handler may be, and what its return value means.
+
+Calling a generator function, or a coroutine function, runs nothing of it. A verdict that is returned is meant as one
+that is raised. Invariant: a delivery is never taken for handled because of either; acking it would lose it.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, Final, TypeAlias
+
+from reliable_mq.core.consumer.attempts import Failure, Failures, describe, printable, shown
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import verdicts
+from reliable_mq.core.idempotency import Claim, ClaimStatus, Commit, Hold, Owed
+from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.retry import DeadLetter, RetryLater
+
+__all__ = [
+    "Call",
+    "ClaimKeys",
+    "Claiming",
+    "Complete",
+    "Failed",
+    "Handling",
+    "NotBegun",
+    "Outcome",
+    "Release",
+    "Result",
+    "Step",
+    "What",
+    "check_answer",
+    "check_handler",
+    "handling",
+    "is_coroutine_function",
+    "settling",
+]
+
+_STALE: Final = "the lease ended before the handler did, and another holder took over"
+_UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
+_UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
+
+
+class What(enum.Enum):
+    """What became of a delivery whose handler was not called, or not for the last time."""
+
+    DUPLICATE = "duplicate"
+    """The store has it as done."""
+    IN_PROGRESS = "in progress"
+    """Another holder has claimed it."""
+    EXHAUSTED = "exhausted"
+    """The store has counted as many failed attempts as there may be."""
+    UNIDENTIFIED = "unidentified"
+    """There is no key to claim."""
+    STORE_FAILED = "store failed"
+    """The store did not answer, or refused the token."""
+    NOT_BEGUN = "not begun"
+    """The shell did not call the handler; the claim was given up."""
+    CANCELLED = "cancelled"
+    """The handler's task was cancelled; the claim was given up."""
+
+
+class NotBegun(Exception):
+    """Thrown in by the shell in place of a `Call` that it does not carry out (now)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A delivery that was neither handled nor failed.
+
+    Attributes:
+        delivery: which.
+        what: what became of it.
+        detail: what the store said, where it failed.
+    """
+
+    delivery: Delivery
+    what: What
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A delivery whose handler raised, or gave a verdict that is no ack.
+
+    Attributes:
+        delivery: which.
+        failure: what the handler raised.
+        alone: whether the failure is this delivery's own; else it was in a batch, and nobody knows whose fault it was.
+        detail: what the store said, where it failed to release the claim.
+    """
+
+    delivery: Delivery
+    failure: Failure
+    alone: bool = True
+    detail: str = ""
+
+
+#: What became of a delivery: itself where it was handled.
+Result: TypeAlias = Delivery | Outcome | Failed
+
+
+@dataclass(slots=True)  # not frozen: there is one for each delivery, and that would double its cost
+class Call:
+    """Call the handler with ``argument``; answer with what it returns, or throw what it raises."""
+
+    argument: Delivery | list[Delivery]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimKeys:
+    """Claim; answer with one `Claim` per key."""
+
+    keys: list[str]
+    lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Complete; answer with one truth value per claim."""
+
+    claims: list[Claim]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Release, as failed or as not tried; answer with one truth value per claim."""
+
+    claims: list[Claim]
+    failed: bool
+
+
+Step: TypeAlias = Call | ClaimKeys | Complete | Release
+
+
+class Claiming:
+    """How deliveries are claimed.
+
+    Args:
+        queue: its name.
+        namespace: of the queue; None for that of the virtual host that a delivery comes from.
+        key: gives the key of a delivery, None where it has none; by default its ``message_id``.
+        lease: seconds after which a claim that nobody settled may be taken over.
+        max_attempts: after how many failed attempts the handler is not called any more.
+        transaction: the store's method of that name, for the handler; None where it has none.
+
+    Attributes:
+        key, lease, max_attempts, transaction: as given.
+        owed: what the store is to be told again.
+    """
+
+    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "owed", "transaction")
+
+    def __init__(
+        self,
+        *,
+        queue: str,
+        namespace: str | None = None,
+        key: Callable[[Delivery], str | None] | None,
+        lease: float,
+        max_attempts: int,
+        transaction: Callable[..., Any] | None = None,
+    ) -> None:
+        self._queue = queue
+        self._namespace = namespace
+        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery, and what its key began with
+        self.key = key
+        self.lease = lease
+        self.max_attempts = max_attempts
+        self.transaction = transaction
+        self.owed = Owed()
+
+    def key_of(self, delivery: Delivery) -> str | None:
+        """Answer what to claim for a delivery; None where it has no key."""
+        key = delivery.message_id if self.key is None else self.key(delivery)
+        if not key:
+            return None
+        namespace = delivery.source.namespace if self._namespace is None else self._namespace
+        prefix = self._prefix
+        if prefix is None or prefix[0] != namespace:
+            # Escaped, so that no key of one namespace or queue can be read as one of another.
+            parts = [part.replace("%", "%25").replace("|", "%7C") for part in (namespace, self._queue)]
+            self._prefix = prefix = namespace, "|".join((*parts, ""))
+        return prefix[1] + key
+
+
+Handling: TypeAlias = Generator[Step, Any, list[Result]]
+
+
+def handling(
+    deliveries: Sequence[Delivery], *, batch: bool, claiming: Claiming | None, wall_clock: Callable[[], float]
+) -> Handling:
+    """Handle deliveries; see the module.
+
+    Args:
+        deliveries: at least one. The handler is called for one after the other, or once if ``batch``.
+        batch: whether the handler takes a list.
+        claiming: how they are claimed; None without a store.
+        wall_clock: the time of a failure, in seconds since 1970.
+
+    Returns:
+        What became of each delivery, in any order.
+    """
+    results: list[Result] = []
+    if claiming is None:
+        handled, failed, left = yield from _judge(list(deliveries), batch, wall_clock)
+        return [*handled, *failed, *(Outcome(delivery, What.NOT_BEGUN) for delivery in left)]
+    owed = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
+    fresh = [delivery for delivery in deliveries if delivery.claim is None]
+    claims = yield from _claim(fresh, claiming, results, wall_clock)
+    handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
+    detail = yield from _give_up(claiming, [claims[delivery] for delivery in left])
+    results.extend(Outcome(delivery, What.NOT_BEGUN, detail) for delivery in left)
+    for counts in (True, False):
+        some = [result for result in failed if result.alone is counts]
+        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
+        results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
+    if claiming.transaction is not None:
+        results.extend(delivery for delivery in handled if _is_completed(delivery))
+        handled = [delivery for delivery in handled if not _is_completed(delivery)]
+    owed += [(delivery, claims[delivery]) for delivery in handled]
+    yield from _complete(claiming, owed, results)
+    return results
+
+
+def settling(claiming: Claiming) -> Generator[Step, Any, None]:
+    """Tell the store again of all that it did not answer to. What it still does not answer to stays owed."""
+    for claims, failed in claiming.owed.settlements():
+        yield from _settle(claiming, claims, failed)
+
+
+def _is_completed(delivery: Delivery) -> bool:
+    """Whether its handler has completed it, in a transaction of the store."""
+    return delivery.hold is not None and delivery.hold.commit is Commit.DONE
+
+
+def _failed_or_unknown(result: Failed, released: object) -> Result:
+    """Say what became of a delivery whose handler raised, and whose claim was released: True, False or an error."""
+    detail = released if isinstance(released, str) else ""
+    hold = result.delivery.hold
+    if (detail or not released) and hold is not None and hold.commit is Commit.UNKNOWN:
+        said = f"{result.failure.exception_type}: {result.failure.exception_message}"
+        return Outcome(result.delivery, What.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
+    return replace(result, detail=detail) if detail else result
+
+
+def _judge(
+    deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float]
+) -> Generator[Step, Any, tuple[list[Delivery], list[Failed], list[Delivery]]]:
+    """Call the handler; answer with the deliveries that it handled, those that it did not, and those not begun."""
+    handled: list[Delivery] = []
+    failed: list[Failed] = []
+    left: list[Delivery] = []
+    if not batch:
+        for delivery in deliveries:
+            try:
+                yield Call(delivery)
+            except NotBegun:
+                left.append(delivery)
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
+                failed.append(Failed(delivery, describe(error, wall_clock())))
+            else:
+                handled.append(delivery)
+    elif deliveries:
+        try:
+            given = list(deliveries)  # the handler's own, to do with as it likes
+            found = verdicts((yield Call(given)), deliveries, given)
+        except NotBegun:
+            left = deliveries
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
+            failure = describe(error, wall_clock())
+            failed.extend(Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries)
+        else:
+            for delivery, verdict in found:
+                if verdict is None:
+                    handled.append(delivery)
+                else:
+                    failed.append(Failed(delivery, describe(verdict, wall_clock())))
+    return handled, failed, left
+
+
+def _claim(
+    deliveries: list[Delivery], claiming: Claiming, results: list[Result], wall_clock: Callable[[], float]
+) -> Generator[Step, Any, dict[Delivery, Claim]]:
+    """Claim; answer with the deliveries that are to be handled, and put the others among the results."""
+    keys: dict[Delivery, str] = {}
+    for delivery in deliveries:
+        try:
+            key = claiming.key_of(delivery)
+        except KeyboardInterrupt:
+            raise  # on an event loop it is the program's
+        except BaseException as error:  # noqa: BLE001 -- the key function's, whatever it is
+            results.append(Failed(delivery, describe(error, wall_clock())))
+        else:
+            if key is None:
+                results.append(Outcome(delivery, What.UNIDENTIFIED))
+            else:
+                keys[delivery] = key
+    new: dict[Delivery, Claim] = {}
+    exhausted: list[Delivery] = []
+    if claiming.owed:
+        yield from _settle_before(claiming, keys, results)
+    answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
+    if isinstance(answer, str):
+        results.extend(Outcome(delivery, What.STORE_FAILED, detail=answer) for delivery in keys)
+        return new
+    for delivery, claim in zip(keys, answer, strict=True):
+        if claim.status is ClaimStatus.NEW:
+            new[delivery] = claim
+            if claiming.transaction is not None:
+                delivery.hold = Hold(claim, claiming.transaction)
+            if claim.attempts:
+                failures = delivery.failures = delivery.failures or Failures()
+                failures.count = max(failures.count, claim.attempts)
+                delivery.redelivered = True
+                if failures.count >= claiming.max_attempts:
+                    exhausted.append(delivery)
+        elif claim.status is ClaimStatus.UNREADABLE:
+            results.append(Outcome(delivery, What.STORE_FAILED, _UNREADABLE))
+        else:
+            what = What.DUPLICATE if claim.status is ClaimStatus.DONE else What.IN_PROGRESS
+            results.append(Outcome(delivery, what))
+    if keys and claiming.owed:  # the store answers: a good time for what is owed of other keys
+        for claims, failed in claiming.owed.settlements():
+            yield from _settle(claiming, claims, failed)
+    detail = yield from _give_up(claiming, [new.pop(delivery) for delivery in exhausted])
+    results.extend(Outcome(delivery, What.EXHAUSTED, detail) for delivery in exhausted)
+    return new
+
+
+def _give_up(claiming: Claiming, claims: list[Claim]) -> Generator[Step, Any, str]:
+    """Release what was not tried. Where the store did not answer, answer with what it said."""
+    answer = yield from _settle(claiming, claims, failed=False)
+    return answer if isinstance(answer, str) else ""
+
+
+def _complete(
+    claiming: Claiming, finished: list[tuple[Delivery, Claim]], results: list[Result]
+) -> Generator[Step, Any, None]:
+    answer = yield from _settle(claiming, [claim for _, claim in finished], failed=None)
+    if isinstance(answer, str):
+        for delivery, claim in finished:
+            delivery.claim = claim
+            results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+        return
+    for (delivery, _), taken in zip(finished, answer, strict=True):
+        delivery.claim = None
+        results.append(delivery if taken else Outcome(delivery, What.STORE_FAILED, detail=_STALE))
+
+
+def _settle_before(claiming: Claiming, keys: dict[Delivery, str], results: list[Result]) -> Generator[Step, Any, None]:
+    """Tell the store again what it did not answer to of these keys; where it still does not, they are not claimed."""
+    for claims, failed in claiming.owed.settlements(set(keys.values())):
+        answer = yield from _settle(claiming, claims, failed)
+        if isinstance(answer, str):
+            unsettled = {claim.key for claim in claims}
+            for delivery in [delivery for delivery, key in keys.items() if key in unsettled]:
+                del keys[delivery]
+                results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+
+
+def _settle(claiming: Claiming, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
+    """Complete claims, or release them, as ``failed`` or not; answer as `_ask` does."""
+    answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
+    if isinstance(answer, str):
+        claiming.owed.add(claims, failed)
+    elif claiming.owed:
+        claiming.owed.answered(claims, failed)
+    return answer
+
+
+def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:
+    """Ask the store for ``count`` answers; a text where it did not give them. It is not asked for none."""
+    if not count:
+        return []
+    try:
+        answer = list((yield step))
+    except Exception as error:  # noqa: BLE001 -- a store is the user's to write
+        return shown(error)
+    if len(answer) != count:
+        return f"the store gave {len(answer)} answers to {count} questions"
+    return answer
+
+
+def is_coroutine_function(handler: object) -> bool:
+    """Whether this is to be awaited: a coroutine function, or an object that is called as one."""
+    return _is(inspect.iscoroutinefunction, handler)
+
+
+def check_handler(handler: object) -> None:
+    """Refuse what cannot handle anything.
+
+    Raises:
+        ConfigurationError: it cannot be called, or is a generator function.
+    """
+    if not callable(handler):
+        raise ConfigurationError(f"handler must be callable, not {handler!r}")
+    if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
+        raise ConfigurationError("handler is a generator function, of which a call runs nothing: take out its yield")
+
+
+def check_answer(answer: object, *, batch: bool) -> None:
+    """Raise what a handler returned, if that is a verdict; refuse it where it shows that nothing was done.
+
+    Args:
+        answer: what it returned.
+        batch: whether the handler takes a list; its verdicts are read elsewhere.
+
+    Raises:
+        RetryLater, DeadLetter: it is that, or that class.
+        UsageError: it is a coroutine or a generator.
+    """
+    if not batch:
+        if isinstance(answer, (RetryLater, DeadLetter)):
+            raise answer
+        if isinstance(answer, type) and issubclass(answer, (RetryLater, DeadLetter)):
+            raise answer
+    if isinstance(answer, CoroutineType):
+        answer.close()  # or Python says that it was never awaited
+        raise UsageError(
+            "the handler returned a coroutine, of which nothing has run; define it with async def, await what it "
+            "calls, and give it to an AsyncConsumer"
+        )
+    if isinstance(answer, (GeneratorType, AsyncGeneratorType)):
+        raise UsageError("the handler returned a generator, of which nothing has run: take out its yield")
+
+
+def _is(kind: Callable[[object], bool], handler: object) -> bool:
+    return kind(handler) or kind(type(handler).__call__)

@@ -1,0 +1,167 @@
+"""The quarantine of a queue: where messages are handled one at a time that may be what kills or hangs their consumer.
+
+A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
+(``x-delivery-count``); what has come back twice without a verdict is suspect, more often where this process has lost
+channels itself and lives, unless that was over the consumer timeout. A suspect is moved, confirmed, to a queue of its
+own beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as
+a failed attempt. The next one follows after its delay, and so does the first one there: at once, a killer would have
+one consumer after the other, and its neighbours none. So a killer is handed out twice from its queue and
+``max_attempts`` times from quarantine, and then dead-lettered; its neighbours are handed out twice beside it, then by
+themselves.
+
+From 4.3 on, what a consumer hands back as it stops is counted in ``x-acquired-count`` alone, with every return; so is
+what the consumer timeout takes back. Only a process that has seen that suspects for it as soon; for others it takes
+more than a few restarts. Up to 4.2 there is one count of all returns, and two restarts are as good as two crashes.
+
+Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
+them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
+process which quarantine kills has had time for the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.codec import CodecError, Properties
+from reliable_mq.core.consumer.attempts import whole
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Queue
+from reliable_mq.topology.arguments import SHORT_STRING_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from reliable_mq.core.consumer.delivery import Delivery
+
+__all__ = ["QUARANTINE_SUFFIX", "Quarantine", "failures_by_broker", "returns"]
+
+#: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
+SUSPECT_FROM: Final = 2
+#: The same, of returns that may have been in good order.
+SUSPECT_FROM_ANY: Final = 10
+AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
+_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+QUARANTINE_SUFFIX: Final = ".quarantine"
+
+
+class Quarantine:
+    """What a session knows of the quarantine of its queue. Not thread-safe.
+
+    Args:
+        queue: as it is declared.
+        consumer_tag: of the subscription to it.
+
+    Attributes:
+        queue: as given.
+        consumer_tag: as given.
+        work: its deliveries that are to be handed out; one at a time.
+        active: whether it was subscribed to, on this channel.
+        losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
+        forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
+            that.
+        struck: whether it has seen the consumer timeout take something back.
+    """
+
+    def __init__(self, queue: Queue, consumer_tag: str) -> None:
+        self.queue = queue
+        self.consumer_tag = consumer_tag
+        self.work: list[Delivery] = []
+        self.losses = self.forgiven = 0
+        self.active = self.struck = False
+        self._due: float | None = None
+        self._here = False  # there is a channel
+        self._received = False  # and something has come from quarantine on that
+        self._open = False  # and it is not subscribed to on that
+
+    @staticmethod
+    def of(queue: Queue) -> Queue:
+        """Return the queue to declare beside this one.
+
+        Raises:
+            ConfigurationError: the name leaves no room for its own.
+        """
+        if len(queue.name.encode()) + len(QUARANTINE_SUFFIX) > SHORT_STRING_BYTES:
+            raise ConfigurationError(
+                f"the name of queue {queue.name!r} leaves no room for {QUARANTINE_SUFFIX!r}: shorten it"
+            )
+        return Queue(
+            queue.name + QUARANTINE_SUFFIX,
+            dead_letter=queue.dead_letter_name,
+            single_active_consumer=queue.single_active_consumer,
+        )
+
+    def opened(self) -> None:
+        """A channel is open."""
+        self._open, self._due, self._here = True, None, True
+
+    def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
+        """It is gone; ``timed_out``: what the consumer timeout has taken back then, where that was the reason."""
+        self.losses += self._here and timed_out is None
+        self.forgiven += self._received and not any(map(self.has, timed_out or ()))
+        self.active = self._open = self._here = self._received = False
+        self._due = None
+
+    def ended(self) -> None:
+        """The subscription to the queue has ended: there is to be none to quarantine on this channel."""
+        self._open, self._due = False, None
+
+    def subscribe(self, now: float) -> bool:
+        """Whether it is time to subscribe; true once per channel."""
+        if self._open and self._due is None:
+            self._due = now + AFTER
+        if self._due is None or now < self._due:
+            return False
+        self._open, self._due, self.active = False, None, True
+        return True
+
+    @property
+    def deadline(self) -> float | None:
+        """When to ask `subscribe` again."""
+        return self._due
+
+    def has(self, delivery: Delivery) -> bool:
+        """Whether it came from quarantine."""
+        return delivery.consumer_tag == self.consumer_tag
+
+    def received(self) -> int:
+        """A delivery came from it: answer how many of its returns are no failed attempts."""
+        self._received = True
+        return self.forgiven
+
+    def suspects(self, delivery: Delivery) -> bool:
+        """Whether a delivery from the queue is to be moved."""
+        if not delivery.redelivered:
+            return False
+        if _crashes(delivery) >= SUSPECT_FROM + self.losses:
+            return True
+        return returns(delivery) >= (SUSPECT_FROM if self.struck else SUSPECT_FROM_ANY) + self.losses
+
+
+def returns(delivery: Delivery) -> int:
+    """How often the broker has taken a delivery back from a consumer, by its own count; 0 where it does not say."""
+    return max(_counts(delivery))
+
+
+def failures_by_broker(delivery: Delivery) -> int:
+    """How many attempts have failed by the count of a broker from 4.3 on, lost consumers included.
+
+    A client can send that count, until the broker has one; but not one of returns beside it, which a delivery that came
+    back always has from the broker, and which is never less.
+    """
+    return min(_counts(delivery))
+
+
+def _crashes(delivery: Delivery) -> int:
+    """How often it came back since its consumer was lost, or rejected it; up to 4.2, how often at all."""
+    failed, acquired = _counts(delivery)
+    return min(failed, acquired) if acquired else failed
+
+
+def _counts(delivery: Delivery) -> tuple[int, int]:
+    """Read what the broker counts."""
+    view = Properties(delivery.properties)
+    try:
+        failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in _COUNTS)
+    except CodecError:
+        return 0, 0
+    return failed, acquired

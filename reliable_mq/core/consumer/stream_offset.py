@@ -1,0 +1,73 @@
+"""Where to go on in a stream when its channel is lost: a stream keeps what was consumed, and no count of acks.
+
+Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; what was settled behind
+an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams. Memory is
+bounded by what is between the oldest unsettled delivery and the newest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from reliable_mq.errors import ConsumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reliable_mq.core.consumer.delivery import Delivery
+
+__all__ = ["StreamPosition"]
+
+
+class StreamPosition:
+    """The next offset to consume. Not thread-safe.
+
+    Attributes:
+        following: the offset at which the next channel is to begin; None where nothing came in yet.
+        upcoming: the offset, at least, of what comes next on this channel; None likewise.
+    """
+
+    __slots__ = ("_first", "_offsets", "_unseen", "following", "upcoming")
+
+    def __init__(self) -> None:
+        self.following: int | None = None
+        self.upcoming: int | None = None
+        self._offsets: deque[int | None] = deque()  # of deliveries, from the delivery tag _first on
+        self._first = 1
+        self._unseen = 0  # offsets below were delivered on this channel or an earlier one
+
+    def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
+        """These came in, in order; all with a delivery tag below ``lowest`` are settled."""
+        self._forget(lowest)
+        for delivery in deliveries:
+            offset = _offset(delivery)
+            if offset is None:
+                offset = self.upcoming
+            self._offsets.append(offset)
+            if offset is not None:
+                self.upcoming = offset + 1
+                if offset < self._unseen:
+                    delivery.redelivered = True
+                else:
+                    self._unseen = self.upcoming
+
+    def lost(self, lowest: int) -> None:
+        """The channel is lost: what is not below ``lowest`` is to be delivered again."""
+        self._forget(lowest)
+        self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
+        self._offsets.clear()
+        self._first = 1
+
+    def _forget(self, lowest: int) -> None:
+        while self._first < lowest and self._offsets:
+            self._offsets.popleft()
+            self._first += 1
+
+
+def _offset(delivery: Delivery) -> int | None:
+    try:
+        return delivery.offset
+    except ConsumeError:
+        delivery.flaw = None  # the handler has not asked for what cannot be read
+        return None

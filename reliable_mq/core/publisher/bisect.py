@@ -1,0 +1,205 @@
+"""Which publish did the broker close the channel over?
+
+A channel exception (404 no such exchange, 406 message too large, 403 not permitted, ...) names no publish.
+Re-publishing everything that was outstanding closes the next channel too, for ever; failing everything would fail the
+innocent. What is known:
+
+- the broker processes a channel in order. Everything before the culprit was processed, and its confirm may be lost;
+  nothing after the culprit was;
+- where the text of the error names an exchange, or a value, only publishes with it can be the culprit.
+
+So the publishes that the text names (`reliable_mq.core.publisher.bisect`) are separated from the others. A single one
+is the culprit. Several are published once more, as a group of their own, behind the others: where the channel closes
+again with an error that names all of them, they have the same flaw, and all are culprits. Where the text names nobody,
+all are suspects, and are narrowed down twice: in groups of the square root of their number, then one by one.
+
+States and what moves between them::
+
+    idle     --closed: one is named, or was alone--> that one is the culprit; those before it are a group, those after
+                                                     it are another; idle where there are none
+    idle     --closed: several are named-->          groups: those before the first that is named, the others that are
+                                                     not named, those that are named
+    idle     --closed: none is named-->              groups of the square root of their number
+    probing  --next_group()-->                       probing the group returned; idle where none is left
+    probing  --closed: as when idle, but-->          a group of those named, all named again: all are culprits;
+                                                     a group of the narrowing, none named: one by one
+    probing  --interrupted: lost for another reason--> the same group again
+
+Invariants:
+
+- every suspect is either returned as a culprit, settled by the broker, or still in a group: none is forgotten, none is
+  in two;
+- groups keep the order of publishing, except that those who are named come last;
+- any number of culprits that one error names are found by one further channel close, one alone by none; a culprit that
+  no text names, by two;
+- an innocent publish is processed by the broker once more than without the error at most where the text names the
+  culprit, and twice more at most where it does not; what comes after the culprit is not processed twice at all.
+
+Which publishes can a channel error be about?
+
+A channel exception names no publish. RabbitMQ's text names the exchange, the routing key or the value that it objects
+to, though: only publishes that have it can have caused the error. The texts are those of RabbitMQ 4.0 to 4.3; a reply
+text is cut at 255 bytes, and ends with three dots then.
+
+Invariants:
+
+- a publish is named where its own exchange, routing key, property or size stands in the text; a text that is not known
+  names nobody;
+- properties that cannot be decoded are no error here.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+
+from reliable_mq.codec import Properties
+from reliable_mq.core.publisher.publication import Publication
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from reliable_mq.core.publisher.publication import Reply
+
+__all__ = ["Isolation", "named_by"]
+
+T = TypeVar("T")
+
+_Kind = Literal["any", "named", "narrowed"]
+
+
+class _Group(NamedTuple, Generic[T]):
+    members: list[T]
+    kind: _Kind
+
+
+class Isolation(Generic[T]):
+    """The groups of suspects still to be probed. Not thread-safe.
+
+    Attributes:
+        active: whether suspects are being probed; nothing else may be published meanwhile.
+    """
+
+    __slots__ = ("_groups", "_kind", "active")
+
+    def __init__(self) -> None:
+        self.active = False
+        self._groups: list[_Group[T]] = []  # a stack: the next group to probe is last
+        self._kind: _Kind = "any"  # of the group that is probed
+
+    def closed(self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = ()) -> list[T]:
+        """The broker closed the channel over a publish.
+
+        Args:
+            unsettled: what was on the channel, in publish order: the culprit is among them.
+            unwritten: what of the group that is probed had not been written yet.
+            named: those of both whom the text of the error can be about, in this order; empty where it says nothing.
+
+        Returns:
+            The culprits, where they are known.
+        """
+        kind, self._kind = self._kind, "any"
+        if not unsettled:
+            self._push(unwritten, kind)
+            return []
+        everyone = [*unsettled, *unwritten]
+        culprits = self._culprits(kind, unsettled, everyone, named)
+        if culprits:
+            first, last = everyone.index(culprits[0]), everyone.index(culprits[-1])
+            self._push(everyone[last + 1 :])
+            self._push(everyone[:first])
+        elif named:
+            first = everyone.index(named[0])
+            those = set(map(id, named))
+            self._push(named, "named")
+            self._push([one for one in everyone[first:] if id(one) not in those])
+            self._push(everyone[:first])
+        else:
+            self._push(unwritten, kind)
+            size = 1 if kind == "narrowed" else isqrt(len(unsettled))
+            for start in reversed(range(0, len(unsettled), size)):
+                self._push(unsettled[start : start + size], "narrowed")
+        return culprits
+
+    def interrupted(self, unsettled: Sequence[T]) -> None:
+        """The channel was lost for a reason that blames no publish: the group is probed again."""
+        self._push(unsettled, self._kind)
+
+    def innocent(self, publications: Sequence[T]) -> None:
+        """These were confirmed, and are published again before the next group."""
+        self._push(publications)
+
+    def next_group(self) -> list[T]:
+        """The group to publish now, alone, until all of it is settled or the channel is lost.
+
+        Empty when all are probed: idle.
+        """
+        if self._groups:
+            members, self._kind = self._groups.pop()
+            return members
+        self.active = False
+        self._kind = "any"
+        return []
+
+    def _culprits(self, kind: _Kind, unsettled: Sequence[T], everyone: list[T], named: Sequence[T]) -> list[T]:
+        if kind == "named" and len(named) == len(everyone):
+            return everyone
+        if len(unsettled) == 1:
+            return list(unsettled)
+        on_channel = set(map(id, unsettled))
+        of_these = [one for one in named if id(one) in on_channel]
+        return of_these if len(of_these) == 1 else []
+
+    def _push(self, group: Sequence[T], kind: _Kind = "any") -> None:
+        if group:
+            self.active = True
+            self._groups.append(_Group(list(group), kind))
+
+
+P = TypeVar("P", bound=Publication)
+
+_CUT = "..."
+_CUT_FROM = 240  # bytes of a text that may have been cut; a character that was cut through is missing, too
+
+
+def named_by(reply: Reply, publications: Iterable[P]) -> list[P]:
+    """Return the publishes that the broker's text can be about, in order. Empty where it names none of them."""
+    return [one for one in publications if _is_named(reply, one)]
+
+
+def _is_named(reply: Reply, publication: Publication) -> bool:
+    text = reply.text
+    cut = text.endswith(_CUT) and len(text.encode("utf-8", "surrogateescape")) > _CUT_FROM
+    try:
+        for phrase in _phrases(reply.code, publication):
+            if phrase.startswith(text.removesuffix(_CUT)) if cut else text.startswith(phrase):
+                return True
+    except Exception:  # noqa: BLE001 -- a damaged message, or a user's own: the broker got something else
+        return False
+    return False
+
+
+def _phrases(code: int, publication: Publication) -> Iterator[str]:
+    """Yield the beginnings of the texts that the broker can have for this publish."""
+    exchange = publication.exchange
+    match code:
+        case 404:
+            yield f"NOT_FOUND - no exchange '{exchange}' in vhost '"
+        case 403:
+            yield f"ACCESS_REFUSED - write access to exchange '{exchange or 'amq.default'}' in vhost '"
+            key = publication.routing_key
+            yield f"ACCESS_REFUSED - write access to topic '{key}' in exchange '{exchange}' in vhost '"
+            yield f"ACCESS_REFUSED - cannot publish to internal exchange '{exchange}' in vhost '"
+        case 406:
+            yield f"PRECONDITION_FAILED - message size {publication.size} is larger than "
+            encoded = publication.message.encoded_properties
+            if encoded is not None:
+                yield from _of_properties(Properties(encoded))
+
+
+def _of_properties(properties: Properties) -> Iterator[str]:
+    yield f"PRECONDITION_FAILED - invalid expiration '{properties.expiration}': "
+    yield f"PRECONDITION_FAILED - user_id property set to '{properties.user_id}' but "
+    for name in ("CC", "BCC"):
+        if name in properties.header_names() and not isinstance(properties.headers[name], list):
+            yield f'PRECONDITION_FAILED - invalid message: {{unacceptable_type_in_header,"{name}",'

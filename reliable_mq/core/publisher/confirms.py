@@ -1,0 +1,248 @@
+"""An ordered record of items under contiguous numbers, settled in any order.
+
+Sequence numbers of publishes and delivery tags of deliveries have the same shape: they are given out one by one, and
+come back singly, in any order, or as "all up to and including N". The ledger keeps what is not yet settled.
+
+Invariants:
+
+- numbers are given out contiguously, from 1 on, and never twice;
+- an item leaves the ledger once: a second removal of its number finds nothing;
+- ``pop_through`` and ``clear`` go in order of the numbers;
+- every operation is O(1) amortised per item, however many are held;
+- memory is in proportion to what was held at once, however far apart the numbers of the oldest and the newest item are.
+
+Items stand in a list by number, 8 bytes each. Its settled front is cut off once it is half of the list. Where the list
+is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others are
+confirmed), what is left moves to a dictionary: each item is written once, cleared once and moved at most twice on
+average.
+
+Publisher confirms: which publish does a ``basic.ack`` or ``basic.nack`` from the broker settle?
+
+In confirm mode both sides count the publishes on a channel, from 1. The broker answers every publish exactly once, in
+any order and at any time, singly or with ``multiple``: everything outstanding up to and including the tag. The count
+starts again on every new channel, so a tag means nothing without the generation of its channel.
+
+Invariants:
+
+- every item handed to :meth:`ConfirmTracker.published` comes back exactly once: from :meth:`~ConfirmTracker.settle` or,
+  in the order of publishing, from :meth:`~ConfirmTracker.channel_lost`;
+- a confirm that is unknown (beyond the last publish, with ``multiple`` too), repeated, or of another generation settles
+  nothing, changes nothing, and is counted in ``stale``;
+- nothing is outstanding between :meth:`~ConfirmTracker.channel_lost` and the next
+  :meth:`~ConfirmTracker.channel_opened`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reliable_mq.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["ConfirmTracker", "Ledger"]
+
+T = TypeVar("T")
+
+_TIDY_EVERY = 1024  # slots
+_SPARSE = 4  # slots per item held from which on a dictionary is smaller
+
+
+class Ledger(Generic[T]):
+    """Items, none of them None, under contiguous numbers; see the module's invariants. Not thread-safe."""
+
+    __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
+
+    def __init__(self) -> None:
+        self._slots: list[T | None] = []
+        self._base = 1  # the number of _slots[0]
+        self._head = 0  # no slot before this index holds an item
+        self._held = 0  # items in _slots
+        self._stragglers: OrderedDict[int, T] = OrderedDict()  # items with numbers below _base
+
+    def __len__(self) -> int:
+        return self._held + len(self._stragglers)
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next item gets."""
+        return self._base + len(self._slots)
+
+    def extend(self, items: Iterable[T]) -> None:
+        """Hold all of ``items``, in order."""
+        slots = self._slots
+        before = len(slots)
+        slots.extend(items)
+        self._held += len(slots) - before
+        if before // _TIDY_EVERY != len(slots) // _TIDY_EVERY:
+            self._tidy()
+
+    def pop(self, number: int) -> T | None:
+        """Remove and return the item with this number; None if it is not held."""
+        index = number - self._base
+        slots = self._slots
+        if index < 0:
+            return self._stragglers.pop(number, None)
+        if index >= len(slots):
+            return None
+        item = slots[index]
+        if item is not None:
+            slots[index] = None
+            self._held -= 1
+            if not self._held:
+                self._restart()
+        return item
+
+    def pop_through(self, number: int) -> list[T]:
+        """Remove and return all items up to and including ``number``, in order."""
+        items: list[T] = []
+        stragglers = self._stragglers
+        while stragglers and next(iter(stragglers)) <= number:
+            items.append(stragglers.popitem(last=False)[1])
+        head = self._head
+        end = min(number - self._base + 1, len(self._slots))
+        if head < end:
+            settled = [item for item in self._slots[head:end] if item is not None]
+            self._slots[head:end] = [None] * (end - head)
+            self._head = end
+            self._held -= len(settled)
+            if not self._held:
+                self._restart()
+            items += settled
+        return items
+
+    def holds(self, number: int) -> bool:
+        """Whether the item with this number is held."""
+        index = number - self._base
+        if index < 0:
+            return number in self._stragglers
+        return index < len(self._slots) and self._slots[index] is not None
+
+    def numbers_through(self, number: int) -> list[int]:
+        """The numbers of the items that `pop_through` would remove, in order."""
+        head = self._base + self._head
+        slots = enumerate(self._slots[self._head : max(number - self._base + 1, 0)], head)
+        return [
+            *(straggler for straggler in self._stragglers if straggler <= number),
+            *(at for at, item in slots if item is not None),
+        ]
+
+    def clear(self) -> list[T]:
+        """Remove and return all items, in order. Numbering goes on."""
+        return self.pop_through(self.next_number - 1)
+
+    def _restart(self) -> None:
+        """No slot holds an item: let go of them all."""
+        self._base += len(self._slots)
+        self._head = 0
+        self._slots.clear()
+
+    def _tidy(self) -> None:
+        """Keep the list in proportion to what it holds; something has been added, so it holds something."""
+        slots = self._slots
+        head = self._head
+        while slots[head] is None:
+            head += 1
+        self._head = head
+        if head * 2 >= len(slots):
+            del slots[:head]
+            self._base += head
+            self._head = 0
+        elif self._held * _SPARSE <= len(slots):
+            for number, item in enumerate(slots, self._base):
+                if item is not None:
+                    self._stragglers[number] = item
+            self._held = 0
+            self._restart()
+
+
+class ConfirmTracker(Generic[T]):
+    """The outstanding publishes of one confirming channel at a time. Not thread-safe.
+
+    Attributes:
+        generation: of the channel that is open; None while none is.
+        stale: confirms that settled nothing, counted over all generations.
+    """
+
+    __slots__ = ("_ledger", "generation", "stale")
+
+    def __init__(self) -> None:
+        self.generation: int | None = None
+        self.stale = 0
+        self._ledger: Ledger[T] = Ledger()
+
+    def __len__(self) -> int:
+        """How many publishes are outstanding."""
+        return len(self._ledger)
+
+    @property
+    def open(self) -> bool:
+        """Whether a channel is open."""
+        return self.generation is not None
+
+    @property
+    def none_settled(self) -> bool:
+        """Whether everything that was published on this channel is outstanding."""
+        return len(self._ledger) == self._ledger.next_number - 1
+
+    def channel_opened(self, generation: int) -> None:
+        """A new channel is in confirm mode; its sequence numbers start at 1.
+
+        Raises:
+            UsageError: the previous channel was not reported lost.
+        """
+        if self.open:
+            raise UsageError(f"channel {self.generation} is still open: report it lost before opening {generation}")
+        self.generation = generation
+        self._ledger = Ledger()
+
+    def published(self, items: Sequence[T]) -> int:
+        """``items`` are published now, in this order. Returns the sequence number that the next publish will have.
+
+        Raises:
+            UsageError: no channel is open.
+        """
+        if not self.open:
+            raise UsageError("no channel is open: nothing can be published")
+        self._ledger.extend(items)
+        return self._ledger.next_number
+
+    def settle(self, generation: int, tag: int, multiple: bool) -> list[T]:
+        """The broker confirmed ``tag``, positively or negatively. Returns what that settles, in publish order.
+
+        ``multiple`` with tag 0 means everything outstanding, as the protocol has it.
+        """
+        settled: list[T] = []
+        if generation == self.generation:
+            if not multiple:
+                item = self._ledger.pop(tag)
+                if item is not None:
+                    settled.append(item)
+            elif not tag:
+                settled = self._ledger.clear()
+            elif tag < self._ledger.next_number:
+                settled = self._ledger.pop_through(tag)
+        if not settled:
+            self.stale += 1
+        return settled
+
+    def numbers(self, generation: int, tag: int, multiple: bool) -> list[int]:
+        """The sequence numbers of what `settle` would return for the same confirm, in its order."""
+        if generation != self.generation:
+            return []
+        if not multiple:
+            return [tag] if self._ledger.holds(tag) else []
+        last = tag or self._ledger.next_number - 1
+        return self._ledger.numbers_through(last) if last < self._ledger.next_number else []
+
+    @property
+    def outstanding_numbers(self) -> list[int]:
+        """The sequence numbers of what `channel_lost` would return, in its order."""
+        return self._ledger.numbers_through(self._ledger.next_number - 1)
+
+    def channel_lost(self) -> list[T]:
+        """The channel is gone. Returns everything unsettled, in publish order: its outcome is unknown."""
+        self.generation = None
+        return self._ledger.clear()

@@ -1,0 +1,1 @@
+"""Retries and dead letters, as messages."""

@@ -1,0 +1,214 @@
+"""The dead letter of a delivery: the same message, with what happened to it in headers of ours.
+
+Invariants: the body and every property and header that is not ours are copied byte for byte, with these exceptions,
+which travel in headers of ours instead, because of what RabbitMQ does with them in a message that is published again:
+``CC`` and ``BCC`` (it would be routed there again), ``user_id`` (another user's closes the channel with 406) and
+``expiration`` (the dead letter would expire). RabbitMQ's counts of deliveries (``x-delivery-count``,
+``x-acquired-count``) are left out: they are of the queue that it leaves. The ``message_id`` stays what it was, none
+included. What is said to be original stays so when a dead letter is dead-lettered again.
+"""
+
+from __future__ import annotations
+
+import enum
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.codec import CodecError, Properties, encode_table, join_properties, rewrite_properties
+from reliable_mq.core import headers
+from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.topology import Queue
+
+__all__ = ["DeadLetters", "Purpose", "Republish", "Target"]
+
+_EMPTY: Final[Mapping[str, object]] = {}
+_CLEARED: Final = ("user_id", "expiration")
+_DROPPED: Final = (
+    "CC",
+    "BCC",
+    # They tell of deliveries from the queue that it leaves, and would pass for those of the next.
+    "x-delivery-count",
+    "x-acquired-count",
+    headers.ATTEMPT,
+    headers.EXCEPTION_TYPE,
+    headers.EXCEPTION_MESSAGE,
+    headers.FIRST_FAILURE,
+    headers.LAST_FAILURE,
+)
+_PERSISTENT: Final = b"\x02"
+
+
+class Target(NamedTuple):
+    """Where dead letters are published to.
+
+    Attributes:
+        exchange: its name; empty for the default exchange.
+        routing_key: the routing key; the queue's name with the default exchange.
+    """
+
+    exchange: str
+    routing_key: str
+
+
+class Purpose(enum.Enum):
+    """What for a message is published again."""
+
+    DEAD_LETTER = "dead letter"
+    """It is given up."""
+    RETRY = "retry"
+    """It waits in a delay queue for its next attempt."""
+    QUARANTINE = "quarantine"
+    """It may be what kills its consumer, and is handled by itself from here on."""
+
+
+class Republish:
+    """A message to publish, mandatory and confirmed, before its original may be acked.
+
+    Attributes:
+        delivery: the original, unsettled until this is confirmed.
+        exchange, routing_key: where to.
+        properties: encoded.
+        reason: why, of a dead letter.
+        purpose: what for.
+        queue: the queue that it goes to, where that may have to be declared.
+        tries: how often it was not confirmed.
+    """
+
+    __slots__ = ("delivery", "exchange", "properties", "purpose", "queue", "reason", "routing_key", "tries")
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        target: Target,
+        properties: bytes,
+        reason: str,
+        *,
+        purpose: Purpose = Purpose.DEAD_LETTER,
+        queue: Queue | None = None,
+    ) -> None:
+        self.purpose = purpose
+        self.queue = queue
+        self.delivery = delivery
+        self.exchange = target.exchange
+        self.routing_key = target.routing_key
+        self.properties = properties
+        self.reason = reason
+        self.tries = 0
+
+    @property
+    def body(self) -> bytes:
+        """The body of the original."""
+        return self.delivery.body
+
+
+class DeadLetters:
+    """Makes the dead letters of one consumer.
+
+    Args:
+        target: where they go.
+        consumer: the name of the consumer.
+        version: of this package.
+    """
+
+    __slots__ = ("_consumer", "_target", "_version")
+
+    def __init__(self, target: Target, *, consumer: str, version: str) -> None:
+        self._target = target
+        self._consumer = printable(consumer)
+        self._version = version
+
+    def make(self, delivery: Delivery, reason: str) -> Republish:
+        """Make the dead letter of ``delivery``."""
+        reason = printable(reason)
+        return Republish(delivery, self._target, self._properties(delivery, reason), reason)
+
+    def _properties(self, delivery: Delivery, reason: str) -> bytes:
+        raw = delivery.properties
+        view = Properties(raw)
+        try:
+            theirs = view.headers
+        except CodecError:
+            theirs = _readable(view)
+            sendable = not _may_copy(raw)
+        else:
+            sendable = True
+        ours = self._ours(delivery, theirs, reason)
+        if sendable:
+            try:
+                return rewrite_properties(
+                    raw, set_headers=ours | _moved(view, theirs), drop_headers=_DROPPED, clear=_CLEARED
+                )
+            except (CodecError, ConfigurationError):
+                pass  # broken altogether, or a CC that is no list of names
+        ours[headers.ORIGINAL_PROPERTIES] = raw
+        return join_properties({"headers": encode_table(ours), "delivery_mode": _PERSISTENT})
+
+    def _ours(self, delivery: Delivery, theirs: Mapping[str, object], reason: str) -> dict[str, object]:
+        table: dict[str, object] = {
+            headers.FORMAT: headers.FORMAT_VERSION,
+            headers.DEAD_LETTER_REASON: reason,
+            headers.CONSUMER: self._consumer,
+            headers.PACKAGE_VERSION: self._version,
+            headers.ATTEMPTS: 0,
+        }
+        if not _is_ours(theirs) or headers.ORIGINAL_QUEUE not in theirs:
+            table[headers.ORIGINAL_QUEUE] = _text(delivery.queue)
+            table[headers.ORIGINAL_EXCHANGE] = _text(delivery.exchange)
+            table[headers.ORIGINAL_ROUTING_KEY] = _text(delivery.routing_key)
+        failures = delivery.failures
+        if failures is not None:
+            table[headers.ATTEMPTS] = failures.count
+            if failures.first_at is not None:
+                table[headers.FIRST_FAILURE] = _time(failures.first_at)
+            if failures.last is not None:
+                table[headers.LAST_FAILURE] = _time(failures.last.at)
+                table[headers.EXCEPTION_TYPE] = failures.last.exception_type
+                table[headers.EXCEPTION_MESSAGE] = failures.last.exception_message
+        return table
+
+
+def _moved(view: Properties, theirs: Mapping[str, object]) -> dict[str, object]:
+    """Collect what may not stay where it is."""
+    values = {
+        headers.ORIGINAL_CC: theirs.get("CC"),
+        headers.ORIGINAL_BCC: theirs.get("BCC"),
+        headers.ORIGINAL_USER_ID: None if view.user_id is None else _text(view.user_id),
+        headers.ORIGINAL_EXPIRATION: None if view.expiration is None else _text(view.expiration),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _is_ours(theirs: Mapping[str, object]) -> bool:
+    return theirs.get(headers.FORMAT) == headers.FORMAT_VERSION
+
+
+def _readable(view: Properties) -> Mapping[str, object]:
+    """Read those headers that are ours, where others cannot be read."""
+    try:
+        return view.headers_beginning(headers.PREFIX)
+    except CodecError:
+        return _EMPTY
+
+
+def _may_copy(properties: bytes) -> bool:
+    """Whether a header table that we cannot read may hold a CC or BCC, which the broker would read."""
+    return b"\x02CC" in properties or b"\x03BCC" in properties
+
+
+def _text(value: str) -> str | bytes:
+    """Give what is no UTF-8, and was read with surrogate escapes, back as the bytes that it is."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape")
+    return value
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

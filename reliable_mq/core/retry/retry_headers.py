@@ -1,0 +1,163 @@
+"""A delivery as the message that waits for its next attempt, and back.
+
+Invariants: what comes out is what went in: the body, the exchange, the routing key, and of the properties every one and
+every header byte for byte (RabbitMQ sorts headers by name when it dead-letters, which is how a message leaves a delay
+queue). What may not travel where it is gives way meanwhile: ``CC`` and ``BCC`` (it would be routed there again) and
+what the broker says of earlier dead-lettering (it says it anew) change their names, ``user_id`` (another user's closes
+the channel) and ``expiration`` (it would cut the delay short) move into the header `headers.RETRY`, with the exchange
+and routing key that a delay queue does not keep. What cannot be made to come out the same does not go in. The attempt
+is in `headers.ATTEMPT`; neither it nor anything else that is out of its range is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from reliable_mq.codec import CodecError, Properties, join_properties, rewrite_properties, split_properties
+from reliable_mq.core import headers
+from reliable_mq.core.consumer.attempts import failures_from_headers
+from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
+from reliable_mq.errors import ConfigurationError, ConsumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reliable_mq.core.consumer.delivery import Delivery
+
+__all__ = ["Transit", "pack", "unpack"]
+
+DEATHS: Final = (
+    "x-death",
+    "x-first-death-exchange",
+    "x-first-death-queue",
+    "x-first-death-reason",
+    "x-last-death-exchange",
+    "x-last-death-queue",
+    "x-last-death-reason",
+)
+_MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", *DEATHS)}
+#: The broker's own count of this delivery's queue; in a message that is published it would only mislead.
+_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+_CLEARED: Final = ("user_id", "expiration")
+
+
+class Transit(NamedTuple):
+    """What a message said that came out of a delay queue, or out of the quarantine of a queue.
+
+    Attributes:
+        path: the delay queues that it has still to go through, in milliseconds.
+        suspect: whether it is suspected of killing its consumer.
+    """
+
+    path: tuple[int, ...] = ()
+    suspect: bool = False
+
+
+PLAIN: Final = Transit()
+
+
+def pack(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
+    """Give the properties of the message that waits; None where it would not come out as it is.
+
+    Args:
+        delivery: with its failures so far.
+        path: the delay queues after the first one.
+        suspect: see `Transit`.
+    """
+    raw = delivery.properties
+    view = Properties(raw)
+    failures = delivery.failures
+    try:
+        names = view.header_names()
+        moved = {name: new for name, new in _MOVED.items() if name in names}
+        table: dict[str, object] = {
+            "exchange": _text(delivery.exchange),
+            "routing-key": _text(delivery.routing_key),
+            "path": list(path),
+            "suspect": suspect,
+            "moved": list(moved),
+        }
+        for name, value in (("user-id", view.user_id), ("expiration", view.expiration)):
+            if value is not None:
+                table[name] = _text(value)
+        if failures is not None:
+            if failures.lost:
+                table["lost"] = failures.lost
+            if failures.first_at is not None:
+                table["first-failure"] = datetime.fromtimestamp(failures.first_at, UTC)
+            if failures.last is not None:
+                table["last-failure"] = datetime.fromtimestamp(failures.last.at, UTC)
+                table["exception-type"] = failures.last.exception_type
+                table["exception-message"] = failures.last.exception_message
+        ours: dict[str, object] = {
+            headers.FORMAT: headers.FORMAT_VERSION,
+            headers.ATTEMPT: delivery.attempt,
+            headers.RETRY: table,
+        }
+        stale = [new for name, new in _MOVED.items() if name in moved]
+        return rewrite_properties(
+            raw, set_headers=ours, drop_headers=(*_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
+        )
+    except (CodecError, ConfigurationError):
+        return None
+
+
+def unpack(delivery: Delivery) -> Transit:
+    """Make a delivery what it was before it waited, and put what is known of its failures on it.
+
+    Raises:
+        NewerFormat: its headers are from a newer version of this package.
+        ConsumeError: they cannot be read.
+    """
+    ours = delivery.headers_beginning(headers.PREFIX)
+    delivery.failures = failures_from_headers(ours)
+    version, table = ours.get(headers.FORMAT), ours.get(headers.RETRY)
+    if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
+        return PLAIN
+    moved = table.get("moved")
+    said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
+    back = {_MOVED[name]: name for name in said if name in _MOVED}
+    dropped = [headers.ATTEMPT, headers.RETRY, *DEATHS]
+    if headers.DEAD_LETTER_REASON not in ours:  # else the format is the dead letter's
+        dropped.append(headers.FORMAT)
+    try:
+        # In two steps: what the broker has written must be gone before the original takes its name again.
+        properties = rewrite_properties(delivery.properties, drop_headers=dropped)
+        segments = split_properties(rewrite_properties(properties, rename_headers=back))
+    except CodecError as error:  # pragma: no cover -- its headers were read above
+        raise ConsumeError(str(error)) from error
+    for name, key in (("user_id", "user-id"), ("expiration", "expiration")):
+        value = _bytes(table.get(key))
+        if value is not None:
+            segments[name] = bytes((len(value),)) + value
+    exchange, routing_key = _bytes(table.get("exchange")), _bytes(table.get("routing-key"))
+    delivery.restore(
+        delivery.exchange if exchange is None else exchange.decode("utf-8", "surrogateescape"),
+        delivery.routing_key if routing_key is None else routing_key.decode("utf-8", "surrogateescape"),
+        join_properties(segments),
+    )
+    return Transit(_path(table.get("path")), table.get("suspect") is True)
+
+
+def _path(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > LONGEST_PATH:
+        return ()
+    steps = tuple(step for step in value if isinstance(step, int) and not isinstance(step, bool))
+    return steps if len(steps) == len(value) and all(0 < step <= LONGEST for step in steps) else ()
+
+
+def _text(value: str) -> str | bytes:
+    """Give what is no UTF-8, and was read with surrogate escapes, as the bytes that it is."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape")
+    return value
+
+
+def _bytes(value: object) -> bytes | None:
+    """Give what `_text` made as the bytes of a short string; None where it is none."""
+    encoded = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+    return encoded if isinstance(encoded, bytes) and len(encoded) <= 255 else None

@@ -1,0 +1,216 @@
+"""A message as one line of JSON: what ``consume --json`` writes and ``publish --json`` reads.
+
+Keys: ``body`` (text) or ``body_base64``; ``exchange`` and ``routing_key``; the properties of `Message` by its names, as
+far as they are set (``timestamp`` as ISO 8601, ``expiration`` in seconds); ``redelivered``, which is told and not read.
+Where JSON cannot carry the properties exactly (byte strings, timestamps or 32-bit floats in headers, names twice,
+properties that are broken), ``properties_base64`` holds them as they were on the wire, beside what can be shown.
+
+Invariants:
+
+- A message that is written and read again has the same body and the same properties, byte for byte.
+- What is read is understood completely or refused: an unknown key, a wrong type, and a property that was changed beside
+  a ``properties_base64`` that says otherwise are errors that name the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from math import isfinite
+from typing import Any, Final, NamedTuple, Protocol
+
+from reliable_mq.codec import CodecError, Properties, encode_properties
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.message import Message, MessageProperties
+
+__all__ = ["Line", "Written", "read_line", "write_line"]
+
+_PROPERTIES: Final = tuple(MessageProperties.__annotations__)
+_BODY, _BODY_BASE64, _RAW = "body", "body_base64", "properties_base64"
+_KEYS: Final = frozenset({_BODY, _BODY_BASE64, _RAW, "exchange", "routing_key", "redelivered", *_PROPERTIES})
+
+
+class Line(NamedTuple):
+    """What a line says: a message, and where to publish it, as far as the line says so."""
+
+    message: Message
+    exchange: str | None
+    routing_key: str | None
+
+
+class Written(Protocol):
+    """What is written: a delivery."""
+
+    redelivered: bool
+
+    @property
+    def body(self) -> bytes:
+        """The bytes of the message."""
+
+    @property
+    def properties(self) -> bytes:
+        """Its properties, undecoded."""
+
+    @property
+    def exchange(self) -> str:
+        """Where it was published to."""
+
+    @property
+    def routing_key(self) -> str:
+        """With which key."""
+
+
+def write_line(delivery: Written) -> bytes:
+    """Give a delivery as a line, without the line end."""
+    line: dict[str, object] = _written_body(delivery.body)
+    line |= {"exchange": delivery.exchange, "routing_key": delivery.routing_key, "redelivered": delivery.redelivered}
+    shown = _shown_properties(delivery.properties)
+    line |= shown
+    if not _carries(shown, delivery.properties):
+        line[_RAW] = base64.b64encode(delivery.properties).decode()
+    return _dumps(line)
+
+
+def read_line(text: bytes) -> Line:
+    """Read a line.
+
+    Raises:
+        ConfigurationError: it is no message; says which key is wrong.
+    """
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ConfigurationError("not read: its JSON is nested too deeply") from None
+    if not isinstance(line, dict):
+        raise ConfigurationError(f"a JSON object is needed, not {type(line).__name__}")
+    unknown = sorted(line.keys() - _KEYS)
+    if unknown:
+        raise ConfigurationError(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+    properties = {name: line[name] for name in _PROPERTIES if line.get(name) is not None}
+    body = _read_body(line)
+    raw = line.get(_RAW)
+    message = _message(body, properties) if raw is None else _exact(body, _decoded(_RAW, raw), properties)
+    return Line(message, _optional_text(line, "exchange"), _optional_text(line, "routing_key"))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _written_body(body: bytes) -> dict[str, object]:
+    try:
+        return {_BODY: body.decode()}
+    except UnicodeDecodeError:
+        return {_BODY_BASE64: base64.b64encode(body).decode()}
+
+
+def _shown_properties(raw: bytes) -> dict[str, object]:
+    """What can be shown of properties, by the names of `Message`; nothing where they are broken."""
+    view = Properties(raw)
+    try:
+        values: dict[str, Any] = {
+            name: getattr(view, name) for name in _PROPERTIES if name not in ("headers", "persistent")
+        }
+        values["persistent"] = None if view.delivery_mode is None else view.delivery_mode == 2
+    except CodecError:
+        return {}
+    try:
+        values["headers"] = dict(view.headers) or None
+    except CodecError:
+        values["headers"] = None
+    expiration = values["expiration"]
+    if expiration is not None:
+        values["expiration"] = int(expiration) / 1000 if expiration.isdecimal() else None
+    return {name: _shown(values[name]) for name in _PROPERTIES if values[name] is not None}
+
+
+def _shown(value: object) -> object:
+    """The nearest that JSON has."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if isfinite(value) else str(value)
+        case datetime():
+            return value.isoformat()
+        case bytes():
+            return value.decode("utf-8", "backslashreplace")
+        case Mapping():
+            return {str(name): _shown(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_shown(item) for item in value]
+        case _:
+            return str(value)
+
+
+def _carries(shown: Mapping[str, object], raw: bytes) -> bool:
+    """Whether what is shown is all of it: whether reading it gives the same bytes."""
+    if "message_id" not in shown or "persistent" not in shown:
+        return False  # reading would make an id, and a persistent message
+    try:
+        return encode_properties(_message(b"", dict(shown))) == raw
+    except ConfigurationError:
+        return False
+
+
+def _dumps(line: Mapping[str, object]) -> bytes:
+    # Bytes that are no UTF-8 were read as lone surrogates, of which this makes JSON's escapes.
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read_body(line: Mapping[str, object]) -> bytes:
+    if (_BODY in line) == (_BODY_BASE64 in line):
+        raise ConfigurationError(f"one of {_BODY} (text) and {_BODY_BASE64} is needed")
+    if _BODY_BASE64 in line:
+        return _decoded(_BODY_BASE64, line[_BODY_BASE64])
+    body = line[_BODY]
+    if not isinstance(body, str):
+        raise ConfigurationError(f"{_BODY} must be text, not {type(body).__name__}: write JSON in it as a string")
+    try:
+        return body.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"{_BODY} holds a lone surrogate: give {_BODY_BASE64}") from error
+
+
+def _decoded(key: str, value: object) -> bytes:
+    try:
+        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ConfigurationError(f"{key} is not base64: {error}") from error
+
+
+def _message(body: bytes, properties: dict[str, Any]) -> Message:
+    timestamp = properties.get("timestamp")
+    if timestamp is not None:
+        try:
+            properties = {**properties, "timestamp": datetime.fromisoformat(timestamp)}
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"timestamp must be ISO 8601 with a zone, not {timestamp!r}") from error
+    return Message(body, **properties)
+
+
+def _exact(body: bytes, raw: bytes, properties: Mapping[str, object]) -> Message:
+    """The message with exactly these properties, which the shown ones must agree with."""
+    try:
+        message = Message.from_wire(body, raw)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{_RAW} holds no properties: {error.__cause__}") from error
+    shown = json.loads(_dumps(_shown_properties(raw)))
+    changed = sorted(name for name in shown.keys() | properties.keys() if shown.get(name) != properties.get(name))
+    if changed:
+        raise ConfigurationError(f"{changed[0]} contradicts {_RAW}: leave that out to publish what the line says")
+    return message
+
+
+def _optional_text(line: Mapping[str, object], key: str) -> str | None:
+    value = line.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ConfigurationError(f"{key} must be text, not {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""What the sync API and the asyncio API share, driven by callbacks."""

@@ -1,0 +1,437 @@
+"""What a consumer is asked to do: checked as a whole, and made into the parts that do it, for either face.
+
+Invariants: what RabbitMQ would refuse, what contradicts another option, and what would lose messages by mistake is
+refused here, before anything is connected, with a text that names the option; a session and a set-up made here fit each
+other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.version import OWN_VERSION
+from reliable_mq.codec import LARGEST_BODY
+from reliable_mq.codec.methods import Consume, SetPrefetch
+from reliable_mq.core.channel_setup import consumer_setup, pull_setup
+from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.circuit_breaker import Breaker
+from reliable_mq.core.consumer.dispatch import Batcher
+from reliable_mq.core.consumer.handler import Claiming, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.quarantine import Quarantine
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
+from reliable_mq.core.retry.dead_letters import DeadLetters, Target
+from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.retry import KillSwitch, RetryPolicy
+from reliable_mq.topology import OWN, Declaration, OwnDeadLetter, Queue, declarations
+from reliable_mq.topology.arguments import Arguments, check_name
+
+if TYPE_CHECKING:
+    from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.core.new_queues import Maker
+
+__all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
+
+AckMode = Literal["manual", "automatic"]
+Offset = str | int | datetime
+
+_LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
+_LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
+_OFFSETS: Final = ("first", "last", "next")
+_OFFSET: Final = "x-stream-offset"
+_REST: Final = 0.01  # seconds from one ack to the next that is sent since no handler runs: so few cost nothing
+_CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
+_SINGLE_ACTIVE: Final = "x-single-active-consumer"
+_TAKEN_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are taken in, to be dead-lettered with a reason
+
+CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
+
+
+class ConsumerOptions:
+    """The arguments of a consumer, as its class describes them.
+
+    Args:
+        handler: None for a consumer that is asked for deliveries.
+        idempotency: whether there is a store.
+
+    Attributes:
+        queue_name: of the queue.
+        dead_letter: the name of the queue for what is given up; None where there is none that is known here.
+        warnings: what is allowed, and had better be known.
+
+    Raises:
+        ConfigurationError: one is wrong, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        queue: Queue | str,
+        handler: object,
+        *,
+        name: str,
+        topology: Iterable[Declaration] = (),
+        prefetch: int = 200,
+        concurrency: int = 1,
+        retry: RetryPolicy | None = None,
+        kill_switch: KillSwitch | None = None,
+        idempotency: bool = False,
+        idempotency_key: Callable[[Delivery], str | None] | None = None,
+        idempotency_lease: Duration = 300.0,
+        idempotency_namespace: str | None = None,
+        ack_every: int | None = None,
+        ack_interval: Duration = 0.2,
+        ack_mode: AckMode = "manual",
+        batch_size: int | None = None,
+        batch_wait: Duration = 1.0,
+        dead_letter: Queue | str | OwnDeadLetter | None = OWN,
+        offset: Offset | None = None,
+        exclusive: bool = False,
+        consumer_arguments: Mapping[str, object] | None = None,
+        max_body_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
+        stop_timeout: Duration = 30.0,
+        new_queue_grace: Duration = NEW_QUEUE_GRACE,
+    ) -> None:
+        if not isinstance(queue, Queue | str) or not queue:
+            _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
+        self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
+        if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
+            _refuse(f"name must be text of 1 to {_LONGEST_NAME} bytes, not {name!r}")
+        if handler is not None:
+            check_handler(handler)
+        _check_whole("prefetch", prefetch, 0, _LARGEST_PREFETCH)
+        _check_whole("concurrency", concurrency, 1)
+        for limit, value in (("max_body_bytes", max_body_bytes), ("max_header_bytes", max_header_bytes)):
+            if value is not None:
+                _check_whole(limit, value, 0)
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            _refuse(f"retry must be a RetryPolicy, not {retry!r}")
+        if kill_switch is not None and not isinstance(kill_switch, KillSwitch):
+            _refuse(f"kill_switch must be a KillSwitch, not {kill_switch!r}")
+        if idempotency_key is not None and not callable(idempotency_key):
+            _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
+        if is_coroutine_function(idempotency_key):
+            _refuse("idempotency_key is a coroutine function, which nothing here would await")
+        if idempotency_namespace is not None and not isinstance(idempotency_namespace, str):
+            _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
+        if ack_every is not None:
+            _check_whole("ack_every", ack_every, 1)
+        if batch_size is not None:
+            _check_whole("batch_size", batch_size, 1)
+        if not isinstance(exclusive, bool):
+            _refuse(f"exclusive must be True or False, not {exclusive!r}")
+        if exclusive and isinstance(queue, Queue) and queue.type != "classic":
+            _refuse(
+                f"exclusive is ignored by RabbitMQ on a {queue.type} queue; give queue {queue.name!r} "
+                "single_active_consumer=True, so that one consumer at a time gets its messages"
+            )
+        if ack_mode not in ("manual", "automatic"):
+            _refuse(f"ack_mode must be 'manual' or 'automatic', not {ack_mode!r}")
+
+        self.name = name
+        self.prefetch = prefetch
+        self.concurrency = concurrency
+        self.batch = batch_size is not None
+        self.stop_timeout = seconds("stop_timeout", stop_timeout)
+        self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
+        self.ack_interval = seconds("ack_interval", ack_interval)
+        self._consumer_timeout = None
+        if consumer_timeout is not None:
+            self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
+        self.dead_letter = self._dead_letter(queue, dead_letter)
+        self._drops = dead_letter is None  # the user said so, and need not be told
+        self.topology = declarations([*topology, *([dead_letter] if isinstance(dead_letter, Queue) else [])])
+        self._queue = queue
+        self._pushed = handler is not None
+        self._retry = RetryPolicy() if retry is None else retry
+        self._kill_switch = kill_switch
+        self._idempotency = idempotency
+        self._key = idempotency_key
+        self._namespace = idempotency_namespace
+        self._lease = seconds("idempotency_lease", idempotency_lease, positive=True)
+        self._ack_every = ack_every
+        self._ack_mode: AckMode = ack_mode
+        self._batch_size = batch_size
+        self._batch_wait = seconds("batch_wait", batch_wait)
+        self._exclusive = exclusive
+        self._limits = max_body_bytes, max_header_bytes
+        self._arguments = _arguments(consumer_arguments, queue, offset)
+        self._broker_retries = self._retried_by_the_broker(queue)
+        self._ladder = self._new_ladder(queue)
+        self._quarantine = self._new_quarantine(queue)
+        self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
+
+        given = {
+            "retry": retry is not None,
+            "kill_switch": kill_switch is not None,
+            "idempotency": idempotency,
+            "batch_size": self.batch,
+            "dead_letter": dead_letter not in (OWN, None),
+        }
+        if ack_mode == "automatic":
+            self._refuse_with(given, "ack_mode='automatic': the broker forgets what it sends")
+        if handler is None:
+            del given["retry"], given["dead_letter"]
+            given["ack_mode='automatic'"] = ack_mode == "automatic"
+            given["a stream"] = self.is_stream
+            self._refuse_with(given, "a consumer without a handler: what get() gives is settled one by one")
+        if self.is_stream:
+            self._refuse_with(
+                {"ack_mode='automatic'": ack_mode == "automatic", "prefetch=0": prefetch == 0},
+                "a stream: RabbitMQ refuses it",
+            )
+        self.new_session()  # for what does not fit the prefetch
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed, and had better be known."""
+        found = []
+        if self.prefetch == 0:
+            found.append("prefetch=0 is no limit: a large backlog fills the memory of this process")
+        unsaid = self.dead_letter is None and not self._drops
+        if unsaid and self._pushed and self._ack_mode == "manual" and not self.is_stream:
+            found.append(
+                f"no dead-letter queue of {self.queue_name!r} is known here: what is given up is rejected, and lost "
+                "unless the broker has a dead-letter exchange for it; give dead_letter, or None where they may go"
+            )
+        return found
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of a body that are taken in; what is larger is rejected unread, and the broker dead-letters it.
+
+        Not where that would lose it: where only this consumer knows of a dead-letter queue.
+        """
+        most, _ = self._limits
+        ours_alone = self.dead_letter is not None and not self._broker_dead_letters
+        if most is None or ours_alone or self._ack_mode == "automatic":
+            return LARGEST_BODY
+        return min(most + _TAKEN_ABOVE, LARGEST_BODY)
+
+    @property
+    def republishes(self) -> bool:
+        """Whether anything is ever published: dead letters, or what waits in delay queues."""
+        return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
+
+    @property
+    def single_active(self) -> bool:
+        """Whether the queue gives its messages to one consumer at a time, as far as it is known here."""
+        queue = self._queue
+        if isinstance(queue, str):
+            return False
+        return queue.single_active_consumer or queue.arguments.get(_SINGLE_ACTIVE) is True
+
+    @property
+    def consumer_timeout(self) -> float | None:
+        """The broker's consumer timeout, in seconds, as far as it is known here: what the queue says counts."""
+        queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
+        given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
+        return min(given, default=self._consumer_timeout)
+
+    def change_prefetch(self, prefetch: int) -> None:
+        """Let sessions to come have this prefetch.
+
+        Raises:
+            ConfigurationError: it does not fit ``ack_every`` or ``batch_size``; nothing has changed.
+        """
+        _check_whole("prefetch", prefetch, 1 if self.is_stream else 0, _LARGEST_PREFETCH)
+        before, self.prefetch = self.prefetch, prefetch
+        try:
+            self.new_session()
+        except ConfigurationError:
+            self.prefetch = before
+            raise
+
+    def new_session(self) -> ConsumingSession:
+        """Make a session."""
+        acks = None
+        if self._ack_mode == "manual":
+            interval = self.ack_interval if self._pushed else 0.0  # get() needs the room
+            acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch, rest=_REST)
+        dead_letters = None
+        if self.dead_letter is not None:
+            dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
+        batcher = None
+        if self._batch_size is not None:
+            if 0 < self.prefetch < self._batch_size:
+                _refuse(
+                    f"batch_size={self._batch_size} does not fit prefetch={self.prefetch}: one of the two must change"
+                )
+            batcher = Batcher(self._batch_size, self._batch_wait)
+        max_body, max_header = self._limits
+        return ConsumingSession(
+            queue=self.queue_name,
+            retry=self._retry,
+            random=random.Random(),
+            dead_letters=dead_letters,
+            broker_dead_letters=self._broker_dead_letters,
+            acks=acks,
+            batcher=batcher,
+            max_body_bytes=max_body,
+            max_header_bytes=max_header,
+            position=StreamPosition() if self.is_stream else None,
+            ladder=self._ladder,
+            broker_retries=self._broker_retries,
+            breaker=None if self._kill_switch is None else Breaker(self._kill_switch),
+            consumer_timeout=self.consumer_timeout,
+            grouped=self._idempotency,
+            quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
+        )
+
+    def new_claiming(self, transaction: Callable[..., Any] | None = None) -> Claiming | None:
+        """Say how deliveries are claimed; None where there is no store.
+
+        Args:
+            transaction: the store's method of that name, where it has one.
+        """
+        if not self._idempotency:
+            return None
+        return Claiming(
+            queue=self.queue_name,
+            namespace=self._namespace,
+            key=self._key,
+            lease=self._lease,
+            max_attempts=self._retry.max_attempts,
+            transaction=transaction,
+        )
+
+    def setup(
+        self, server: ServerInfo, consumer_tag: str, following: int | None, maker: Maker | None = None
+    ) -> SetupGenerator:
+        """Return the steps after which the broker delivers; from the offset ``following`` on, in a stream.
+
+        `maker` is told of the quorum queues that they make.
+        """
+        return consumer_setup(
+            self._queue,
+            self._declared,
+            server.version_tuple,
+            prefetch=self.prefetch,
+            consumer_tag=consumer_tag,
+            arguments=self.consume(consumer_tag, following).arguments,
+            ack_mode=self._ack_mode,
+            exclusive=self._exclusive,
+            maker=maker,
+        )
+
+    def pull_setup(self, server: ServerInfo, maker: Maker | None = None) -> SetupGenerator:
+        """Return the steps after which the broker can be asked for deliveries; `maker` is as in `setup`."""
+        return pull_setup(self._queue, self._declared, server.version_tuple, maker)
+
+    def consume(self, consumer_tag: str, following: int | None) -> Consume:
+        """Give the step of `setup` that subscribes."""
+        arguments = self._arguments if following is None else {**self._arguments, _OFFSET: following}
+        return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether the queue has a quarantine."""
+        return self._quarantine is not None
+
+    @property
+    def isolated_tag(self) -> str:
+        """The consumer tag of the subscription to quarantine."""
+        return f"{self.name}#quarantine"
+
+    def subscribe_to_quarantine(self) -> StepGenerator:
+        """Give the steps after which the broker delivers from quarantine, too."""
+        if self._quarantine is not None:
+            yield SetPrefetch(1)
+            yield Consume(self._quarantine.name, self.isolated_tag)
+
+    @property
+    def _broker_dead_letters(self) -> bool:
+        return isinstance(self._queue, Queue) and self._queue.dead_letter_name is not None
+
+    @property
+    def _declared(self) -> list[Declaration]:
+        """What is declared at every connect, beside the queue."""
+        beside: list[Declaration] = [] if self._quarantine is None else [self._quarantine]
+        if self._ladder is not None:
+            beside += [self._ladder.queue(step) for step in self._ladder.own]
+        return [*self.topology, *beside]
+
+    def _new_quarantine(self, queue: Queue | str) -> Queue | None:
+        """The quarantine of the queue, where the broker counts what comes back and somebody hands out what is in it."""
+        if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
+            return None
+        if self._broker_retries:
+            return None  # its count of returns is that of failures, too, and bounds both
+        return Quarantine.of(queue)
+
+    def _retried_by_the_broker(self, queue: Queue | str) -> bool:
+        able = isinstance(queue, Queue) and queue.delayed_retry is not None
+        if self._retry.backend == "broker" and not able:
+            _refuse("retry has backend='broker', which needs a Queue(..., delayed_retry=(shortest, longest))")
+        return able and self._retry.backend != "memory" and self._ack_mode == "manual"
+
+    def _new_ladder(self, queue: Queue | str) -> Ladder | None:
+        """The delay queues, where there may be some beside the queue and something would ever wait in them."""
+        if (
+            self._retry.backend != "queues"
+            or self._broker_retries
+            or self._ack_mode == "automatic"
+            or isinstance(queue, str)
+        ):
+            return None
+        stays = queue.type != "stream" and queue.durable and not (queue.exclusive or queue.auto_delete)
+        return Ladder(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None
+
+    def _dead_letter(self, queue: Queue | str, given: object) -> str | None:
+        if isinstance(given, OwnDeadLetter):
+            return queue.dead_letter_name if isinstance(queue, Queue) else None
+        if given is None:
+            return None
+        if not isinstance(given, Queue | str) or not given:
+            _refuse(f"dead_letter must be a Queue, the name of one or None, not {given!r}")
+        name = check_name("dead_letter", given) if isinstance(given, str) else given.name
+        if name == self.queue_name:
+            _refuse("dead_letter is the queue itself: what is given up would come back for ever")
+        return name
+
+    @staticmethod
+    def _refuse_with(given: Mapping[str, bool], what: str) -> None:
+        for option, is_given in given.items():
+            if is_given:
+                _refuse(f"{option} does not go with {what}")
+
+
+def _arguments(given: Mapping[str, object] | None, queue: Queue | str, offset: Offset | None) -> dict[str, object]:
+    arguments: dict[str, object] = dict(Arguments("the consumer (consumer_arguments)", {} if given is None else given))
+    if offset is not None:
+        if isinstance(queue, Queue) and queue.type != "stream":
+            _refuse(f"offset is for streams, and queue {queue.name!r} is of type {queue.type}")
+        if _OFFSET in arguments:
+            _refuse(f"offset is given beside {_OFFSET} in consumer_arguments: leave one of them out")
+        arguments[_OFFSET] = _checked_offset(offset)
+    return arguments
+
+
+def _checked_offset(offset: object) -> Offset:
+    if isinstance(offset, datetime):
+        if offset.tzinfo is None:
+            _refuse("offset must be an aware datetime: which time a naive one means is not known")
+        return offset.astimezone(UTC)
+    if isinstance(offset, str) and offset in _OFFSETS:
+        return offset
+    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < 2**63:
+        _refuse(f"offset must be 'first', 'last', 'next', a number of at least 0 or a datetime, not {offset!r}")
+    return offset
+
+
+def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        _refuse(f"{name} must be a whole number {limits}, not {value!r}")
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ConfigurationError(text)

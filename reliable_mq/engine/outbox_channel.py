@@ -1,0 +1,287 @@
+"""The way into an outbox: what a publisher with one does in place of publishing, and the relay beside it.
+
+The same on both faces: callers leave a message with the writer, whose thread stores it; the relay's thread takes rows
+out again and publishes them through the publisher's own lane. A face adds how its callers wait, and how it asks the
+outbox, which may hang.
+
+Invariants: every confirmation that ``submit`` returned is settled, by the writer or by who waits for it beyond its
+deadline; no user code runs on the writer's or the relay's thread; every wait of a caller ends, also where the outbox
+does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from weakref import WeakSet
+
+from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.core.publisher.window import PublishWindow
+from reliable_mq.core.statistics import OutboxStatistics
+from reliable_mq.errors import OutboxError, UsageError
+from reliable_mq.outbox.relay import OutboxRelay
+from reliable_mq.outbox.writer import OutboxWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.engine.publisher_options import PublisherOptions
+    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.outbox.protocol import Claims, Outbox
+    from reliable_mq.outbox.relay import Carrier
+
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BaseStoringLane", "Looks", "not_open"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_GRACE: Final = 2.0
+"""Seconds for threads to end, beyond the caller's own timeout."""
+
+ANSWER_AT_LEAST: Final = 0.5
+"""Seconds that the outbox is given to answer, whatever is left of the caller's timeout."""
+
+QUESTIONS: Final = 8
+"""Questions to the outbox that may hang, each on a thread; further ones fail at once."""
+
+_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two looks into the outbox, the first and the longest
+_LOOK_SHARE: Final = 20  # where a look takes long, so many times longer until the next: it costs the relay its pace
+_FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the publisher is left
+_FAILURES_SAID_EVERY: Final = 10.0  # seconds
+
+
+class Looks:
+    """When to look into the outbox again, for somebody who waits until it is empty."""
+
+    def __init__(self) -> None:
+        self._shortest, self._longest = _LOOK_AFTER
+        self._pause = self._shortest
+        self._before: tuple[int, float] | None = None  # what was left, and when
+
+    def pause_after(self, left: int, now: float, took: float) -> float:
+        """Give the seconds until the next look, when the last one took so many and so many rows are left.
+
+        Half of the time until the last one may be gone, at the rate of late.
+        """
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        if self._before is not None and left < self._before[0]:
+            rows, since = self._before
+            pause = max(min(pause, left * (now - since) / (rows - left) / 2), self._shortest)
+        self._before = left, now
+        return max(pause, _LOOK_SHARE * took)
+
+
+C = TypeVar("C", bound=StoredPublication)
+
+
+class BaseStoringLane(Generic[C]):
+    """See the module.
+
+    Args:
+        outbox: where to store.
+        carrier: publishes the rows of the relay.
+        options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
+        measured: whether to count what is in the outbox now and then, for metrics.
+        guard: guards the window, failures, and the watchers of all confirmations; they may be on other threads.
+
+    Attributes:
+        fatal: None; nothing ends an outbox for good.
+        forked: whether this is a copy in a forked child.
+        begun: whether the outbox was opened.
+        relay: the relay.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        carrier: Carrier,
+        options: PublisherOptions,
+        *,
+        measured: bool,
+        guard: AbstractContextManager[object],
+    ) -> None:
+        self.fatal: ReliableMQError | None = None
+        self.forked = False
+        self.begun = False
+        self.outbox = outbox
+        self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
+        self._store_timeout = options.delivery_timeout
+        self._guard = guard
+        self._closed = False
+        self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
+        self._unseen = 0
+        self._said_at = float("-inf")
+        self._left_said = False  # by one of those who close it
+        statistics = OutboxStatistics()
+        self._writer: OutboxWriter[C] = OutboxWriter(
+            outbox,
+            name=f"{options.name}-outbox",
+            on_stored=self._stored,
+            on_settled=self._settled,
+            statistics=statistics,
+        )
+        self.relay = OutboxRelay(
+            outbox,
+            carrier,
+            settle=self._writer.settle,
+            limit=options.max_outstanding,
+            max_bytes=options.window.max_bytes,
+            name=f"{options.name}-relay",
+            statistics=statistics,
+            measured=measured,
+        )
+        _lanes.add(self)
+
+    # What a face adds
+
+    def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
+        """Have `_settle` called. On the writer's thread."""
+        raise NotImplementedError
+
+    def _settled(self, settlements: list[Settlement]) -> None:
+        """Tell the relay, and who waits for that. On the writer's thread."""
+        raise NotImplementedError
+
+    def _tell_room(self) -> None:
+        """Tell who waits for room, or for what was submitted before. Called under the guard."""
+        raise NotImplementedError
+
+    # For callers
+
+    def take_failures(self) -> tuple[list[C], int]:
+        """The failed confirmations that nobody has looked at (the last hundred), and how many there are in all."""
+        with self._guard:
+            unseen = [failed for failed in self._failures if not failed.seen]
+            count, self._unseen = self._unseen, 0
+            self._failures.clear()
+        return unseen, count
+
+    def give_up(self, confirmation: C) -> None:
+        """Its deadline has passed, and the writer has not answered."""
+        error = OutboxError(
+            f"{confirmation} was not stored in time, and may be stored yet: writing to {self.outbox!r} hangs",
+            message_id=confirmation.message.message_id,
+        )
+        error.may_have_arrived = True
+        with self._guard:
+            if confirmation.outcome is None:
+                self._fail(confirmation, error)
+                confirmation.settled()
+
+    def timeout_of(self, confirmation: C) -> float:
+        """Seconds that a message may take to be stored."""
+        return self._store_timeout if confirmation.timeout is None else confirmation.timeout
+
+    def failure_seen(self) -> None:
+        """Somebody looked at a failure; the caller holds the guard."""
+        self._unseen -= 1
+
+    def forget(self) -> None:
+        """This is a copy in a forked child."""
+        self.forked = True
+
+    @property
+    def outstanding(self) -> int:
+        """Messages submitted and not stored."""
+        return max(self._window.count, 0)
+
+    # For the faces
+
+    def _begin(self, claims: Claims) -> None:
+        """The outbox is open: store and relay."""
+        self.relay.start(claims)
+        self._writer.start()
+        self.begun = True
+
+    def _close_outbox(self) -> None:
+        """Close the outbox when the threads have ended. On a thread that nobody waits for."""
+        self.relay.join(CLOSE_GRACE)
+        self._writer.join(CLOSE_GRACE)
+        try:
+            self.outbox.close()
+        except Exception:
+            logger.exception("closing %r", self.outbox)
+
+    def _check_not_forked(self) -> None:
+        if self.forked:
+            raise UsageError(
+                "this publisher was made before fork(): its threads are the parent's; make one in the child"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this publisher is closed; nothing was stored")
+
+    def _check_relayed(self) -> None:
+        if self.relay.ended:
+            raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
+
+    def _no_room(self, confirmation: C) -> OutboxError:
+        return OutboxError(
+            f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
+            message_id=confirmation.message.message_id,
+        )
+
+    def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
+        """The writer has answered for these."""
+        with self._guard:
+            size = 0
+            for confirmation in confirmations:
+                size += confirmation.size
+                if confirmation.outcome is not None:  # given up by who waited for it
+                    continue
+                if error is None:
+                    confirmation.stored(None)
+                else:
+                    self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
+                if error is not None or confirmation.watchers is not None:
+                    self._tell_watchers(confirmation)
+            self._window.release(len(confirmations), size)
+            self._tell_room()
+        if error is not None:
+            self._say(len(confirmations), error)
+
+    def _tell_watchers(self, confirmation: C) -> None:
+        """Tell who watches; that it cannot be, as where no thread can be started, concerns no other message."""
+        try:
+            confirmation.settled()
+        except Exception:
+            logger.exception("what watches %s could not be told", confirmation)
+
+    def _fail(self, confirmation: C, error: OutboxError) -> None:
+        confirmation.stored(error)
+        if not confirmation.seen:
+            self._failures.append(confirmation)
+            self._unseen += 1
+
+    def _say(self, count: int, error: OutboxError) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= _FAILURES_SAID_EVERY:
+            self._said_at = now
+            logger.error("%d messages were not stored: %s", count, error)
+
+    def _say_left(self, left: int) -> None:
+        if left and not self._left_said:
+            self._left_said = True
+            logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
+
+
+def not_open(outbox: Outbox, limit: float) -> OutboxError:
+    """Make the error for an outbox that does not answer when it is opened."""
+    return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
+
+
+# A forked child has copies of the lanes and none of their threads.
+_lanes: WeakSet[BaseStoringLane[Any]] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for lane in _lanes:
+        lane.forget()
+
+
+in_child(ForkStage.MARK, _forget_in_child)

@@ -1,0 +1,532 @@
+"""The threads that run handlers.
+
+Invariants: a delivery is taken by one worker, and has exactly one result or is handed back; what no handler has begun
+with can be withdrawn; an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a
+handler runs; deliveries are begun in the order in which they were put; a batch handler gets a list of its own.
+
+An exception that comes where none can be expected (one that another thread has sent, no memory) is logged, and what the
+worker held has failed; the worker goes on, on another thread if need be.
+
+How many deliveries one worker or task claims with one question to the store, and which of them may still begin.
+
+Where handlers are quick, several deliveries are claimed at once; those whose turn does not come soon are put back,
+unclaimed, so that no lease runs while another handler takes its time. Where the store fails, half as many are claimed
+next, and then slowly more: it may have no room for so many.
+
+Invariants: a group is of one epoch of what waits: once that was withdrawn, none of the group begins any more; the first
+of a group may always begin; what is put back comes first again, in its order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reliable_mq.core.consumer.attempts import Failure, describe, shown
+from reliable_mq.core.consumer.consumer_timeout import names
+from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.dispatch import verdicts
+from reliable_mq.core.consumer.handler import (
+    Call,
+    ClaimKeys,
+    Complete,
+    Failed,
+    NotBegun,
+    Outcome,
+    Release,
+    What,
+    check_answer,
+    handling,
+    settling,
+)
+from reliable_mq.core.statistics import Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from reliable_mq.core.consumer.handler import Claiming, Handling, Result, Step
+    from reliable_mq.stores import IdempotencyStore
+
+__all__ = [
+    "LOOK_AT_OWED",
+    "OWED",
+    "Groups",
+    "ResultSink",
+    "Waiting",
+    "Work",
+    "Workers",
+    "all_failed",
+    "all_lost",
+    "judged",
+    "pauses",
+]
+
+_CLAIMED_TOGETHER = 64  # deliveries for which the store is asked at once, at most
+_GROUP_SECONDS = 0.05  # after which handlers that have not begun are put off: the lease of their claims is running
+
+Work = Delivery | list[Delivery]
+
+
+class Waiting(Protocol):
+    """What has been handed out and nobody has begun with. An epoch ends when it is withdrawn."""
+
+    items: deque[Work]
+    epoch: int
+
+    def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
+        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+
+
+class Groups:
+    """The groups of one worker or task, one after the other.
+
+    Args:
+        waiting: where to take from.
+        share: of what waits that it may take at once.
+    """
+
+    def __init__(self, waiting: Waiting, share: float) -> None:
+        self._waiting = waiting
+        self._share = share
+        self._together = 1  # deliveries to take at once, as long as their handlers are quick
+        self._most: float = _CLAIMED_TOGETHER  # that the store seems to take
+        self._calls = 0  # of the handler, since deliveries were taken
+        self._epoch = 0  # in which they were
+        self._end = 0.0  # until when they may begin
+
+    def take(self, first: Work) -> list[Delivery]:
+        """Begin a group with ``first``, and take a fair share of what waits along with it, unless that is a batch."""
+        self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
+        if not isinstance(first, Delivery):
+            return first
+        deliveries = [first]
+        items = self._waiting.items
+        together = min(self._together, int(len(items) * self._share) + 1)
+        while len(deliveries) < together:
+            try:
+                item = items.popleft()
+            except IndexError:
+                break
+            deliveries += [item] if isinstance(item, Delivery) else item
+        return deliveries
+
+    def may_begin(self, now: float) -> bool:
+        """Whether the next one of the group may begin now, by ``time.perf_counter``; asked once for each."""
+        self._calls += 1
+        return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
+
+    def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
+        """Put back what has not begun. Returns the results of what has, and what could not be put back."""
+        left = [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.NOT_BEGUN]
+        failed = any(isinstance(one, Outcome) and one.what is What.STORE_FAILED for one in results)
+        self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
+        self._together = 1 if left else min(2 * self._together, int(self._most))
+        if not left:
+            return results, left
+        begun = [one for one in results if not (isinstance(one, Outcome) and one.what is What.NOT_BEGUN)]
+        return begun, [] if self._waiting.put_back(left, self._epoch) else left
+
+
+logger = logging.getLogger(__name__)
+
+OWED = (
+    "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
+    "and one whose handler has returned is handled again then"
+)
+LOOK_AT_OWED = 0.1  # seconds between two looks whether it is still worth waiting for the store
+_LOST = "the worker that called its handler was ended"
+
+
+class ResultSink(Protocol):
+    """Where workers report. Any thread."""
+
+    def report(self, results: Sequence[Result]) -> None:
+        """These are the results."""
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """No handler has begun with these, and none will."""
+
+
+class Workers:
+    """See the module. `put`, `hold` and `withdraw` may be called from any thread.
+
+    Args:
+        name: of the threads.
+        count: how many.
+        handler: the user's.
+        batch: whether it takes a list of deliveries.
+        store: where to claim, with ``claiming``; None for no claims.
+        claiming: how to claim.
+        sink: where to report.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        count: int,
+        handler: Callable[[Any], object],
+        batch: bool,
+        store: IdempotencyStore | None,
+        claiming: Claiming | None,
+        sink: ResultSink,
+    ) -> None:
+        self._waiting = _Waiting()
+        if store is None or claiming is None:
+            new_worker: Callable[[], _Worker] = partial(_Worker, handler, batch, self._waiting, sink)
+        else:
+            new_worker = partial(
+                _ClaimingWorker, handler, batch, self._waiting, sink, store=store, claiming=claiming, share=1 / count
+            )
+        self._name = name
+        self._sink = sink
+        self._store = store
+        self._claiming = None if store is None else claiming
+        self._workers = [new_worker() for _ in range(count)]
+        self._threads = [self._new_thread(number) for number in range(count)]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, work: Iterable[Work]) -> None:
+        """Hand out deliveries, or batches. Does not block."""
+        self._waiting.put(work)
+
+    def hold(self) -> None:
+        """Begin with nothing more. What waits, and what is put in by now, is there to be withdrawn."""
+        self._waiting.hold()
+
+    def withdraw(self) -> list[Delivery]:
+        """Take back what no handler has begun with; what a worker holds of it is handed back to the sink instead."""
+        withdrawn: list[Delivery] = []
+        for item in self._waiting.withdraw():
+            if isinstance(item, Delivery):
+                withdrawn.append(item)
+            else:
+                withdrawn += item
+        return withdrawn
+
+    def stop(self, timeout: float) -> bool:
+        """End the threads, each after what it runs. Waits up to ``timeout`` seconds; returns whether all have ended."""
+        self._waiting.close()
+        deadline = time.monotonic() + timeout
+        for number in range(len(self._threads)):
+            thread = self._threads[number]
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Tell the store again what it did not answer to, after `stop`; again and again, while it is ``worth_waiting``.
+
+        Returns:
+            How many settlements it has not answered to within ``timeout`` seconds.
+        """
+        if not self._claiming or not self._claiming.owed:
+            return 0
+        over = threading.Event()
+        thread = threading.Thread(target=self._tell_owed, args=(over,), name=f"{self._name}-owed", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + timeout
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
+            thread.join(min(left, LOOK_AT_OWED))
+        over.set()
+        return len(self._claiming.owed)
+
+    def _tell_owed(self, over: threading.Event) -> None:
+        if self._store is None or self._claiming is None:
+            raise RuntimeError("there is no store")
+        for pause in pauses():
+            steps = settling(self._claiming)
+            try:
+                step = next(steps)
+                while True:
+                    try:
+                        answer = ask(self._store, step)
+                    except Exception as error:  # noqa: BLE001  # the generator decides what it means
+                        step = steps.throw(error)
+                    else:
+                        step = steps.send(answer)
+            except StopIteration:
+                if not self._claiming.owed or over.wait(pause):
+                    return
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a handler on one of these threads."""
+        return threading.current_thread() in self._threads
+
+    @property
+    def handler_seconds(self) -> Histogram:
+        """The time that handlers took, per call."""
+        total = Histogram()
+        for worker in self._workers:
+            total.add(worker.seconds)
+        return total
+
+    def _new_thread(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._work, args=(number,), name=f"{self._name}-worker-{number}", daemon=True)
+
+    def _work(self, number: int) -> None:
+        worker = self._workers[number]
+        ended = False
+        try:
+            while not ended:
+                try:
+                    worker.run()
+                    ended = True
+                except BaseException as error:  # noqa: BLE001  # not the handler's: those are results
+                    self._recover(worker, error)
+        finally:
+            if not ended:  # `_recover` was interrupted, too
+                self._threads[number] = self._new_thread(number)
+                self._threads[number].start()
+
+    def _recover(self, worker: _Worker, error: BaseException) -> None:
+        """A worker was ended by what no handler has raised: it goes on, and what it held has failed."""
+        held, worker.held = worker.held, ()
+        deliveries = [held] if isinstance(held, Delivery) else list(held)
+        if deliveries:
+            self._sink.report(all_lost(deliveries))
+        logger.error(
+            "a worker of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
+            self._name,
+            shown(error),
+            len(deliveries),
+            exc_info=error,
+        )
+
+
+class _Waiting:
+    """What no worker has taken yet. Taking it needs no lock; an epoch ends when what waits is withdrawn or held."""
+
+    def __init__(self) -> None:
+        self.items: deque[Work] = deque()
+        self.epoch = 0
+        self._changed = threading.Condition()
+        self._idle = 0
+        self._closed = False
+        self._held: deque[Work] | None = None  # what is not to be taken any more
+
+    def put(self, work: Iterable[Work]) -> None:
+        with self._changed:
+            (self.items if self._held is None else self._held).extend(work)
+            self._notify()
+
+    def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
+        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        with self._changed:
+            if epoch != self.epoch:
+                return False
+            self.items.extendleft(reversed(deliveries))
+            self._notify()
+            return True
+
+    def hold(self) -> None:
+        with self._changed:
+            if self._held is None:
+                self._held = deque(self._taken_out())
+
+    def withdraw(self) -> list[Work]:
+        with self._changed:
+            held, self._held = self._held, None if self._held is None else deque()
+            return [*(held or ()), *self._taken_out()]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """Wait for work; False where there is none and it is closed."""
+        with self._changed:
+            while not self.items:
+                if self._closed:
+                    return False
+                self._idle += 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._idle -= 1
+        return True
+
+    def _taken_out(self) -> list[Work]:
+        """Under the lock. What no worker has taken; nothing that one has taken begins any more."""
+        self.epoch += 1
+        items: list[Work] = []
+        while True:
+            try:
+                items.append(self.items.popleft())
+            except IndexError:
+                return items
+
+    def _notify(self) -> None:
+        if self._idle:
+            self._changed.notify(min(self._idle, len(self.items)))
+
+
+class _Worker:
+    """One thread's loop.
+
+    Attributes:
+        seconds: the time that the handler took, per call.
+        held: what it has taken, and not reported yet.
+    """
+
+    def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _Waiting, sink: ResultSink) -> None:
+        self.seconds = Histogram()
+        self.held: Work | tuple[()] = ()
+        self._handler = handler
+        self._batch = batch
+        self._waiting = waiting
+        self._sink = sink
+
+    def run(self) -> None:
+        items, sink = self._waiting.items, self._sink
+        while True:
+            try:
+                item = items.popleft()
+            except IndexError:
+                if not self._waiting.wait():
+                    return
+                continue
+            self.held = item
+            results = self._handle(item)
+            self.held = ()
+            sink.report(results)
+
+    def _handle(self, item: Work) -> Sequence[Result]:
+        """Call the handler without a store: what `handling` does step by step, at once."""
+        deliveries = [item] if isinstance(item, Delivery) else item
+        started = time.perf_counter()
+        try:
+            if isinstance(item, Delivery):
+                call(self._handler, item)
+                return deliveries
+            given = list(item)
+            found = verdicts(call(self._handler, given), item, given)
+        except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
+            return all_failed(deliveries, error)
+        finally:
+            self.seconds.observe(time.perf_counter() - started)
+        return judged(found)
+
+
+class _ClaimingWorker(_Worker):
+    """Carries out the steps of `handling` with a store."""
+
+    def __init__(
+        self,
+        handler: Callable[[Any], object],
+        batch: bool,
+        waiting: _Waiting,
+        sink: ResultSink,
+        *,
+        store: IdempotencyStore,
+        claiming: Claiming,
+        share: float,
+    ) -> None:
+        super().__init__(handler, batch, waiting, sink)
+        self._store = store
+        self._claiming = claiming
+        self._groups = Groups(waiting, share)
+
+    def _handle(self, item: Work) -> Sequence[Result]:
+        self.held = deliveries = self._groups.take(item)
+        try:
+            results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
+        except BaseException as error:  # a store, or a key function, that ends its thread
+            logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
+            return all_failed(deliveries, error)
+        self.held = ()
+        begun, left = self._groups.end(results)
+        if left:
+            self._sink.hand_back(left)
+        return begun
+
+    def _run(self, steps: Handling) -> list[Result]:
+        clock, may_begin, handler = time.perf_counter, self._groups.may_begin, self._handler
+        seconds: list[float] = []
+        now = clock()
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    if type(step) is not Call:
+                        answer = ask(self._store, step)
+                        now = clock()
+                    elif may_begin(now):  # far more often than the others: one look at the clock for each
+                        started = now
+                        try:
+                            answer = call(handler, step.argument)
+                        finally:
+                            now = clock()
+                            seconds.append(now - started)
+                    else:
+                        raise NotBegun  # noqa: TRY301
+                except BaseException as error:  # noqa: BLE001  # the generator decides what it means
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as stop:
+            results: list[Result] = stop.value
+            return results
+        finally:
+            if seconds:
+                self.seconds.observe_all(seconds)
+
+
+def ask(store: IdempotencyStore, step: Step) -> object:
+    """Ask a store what a step says."""
+    if isinstance(step, ClaimKeys):
+        return store.claim_many(step.keys, step.lease)
+    if isinstance(step, Complete):
+        return store.complete_many(step.claims)
+    assert isinstance(step, Release)  # noqa: S101  # there is no other
+    return store.release_many(step.claims, failed=step.failed)
+
+
+def pauses() -> Iterator[float]:
+    """Give the seconds from one try to tell a store what it is owed to the next."""
+    pause = 0.05
+    while True:
+        yield pause
+        pause = min(2 * pause, 1.0)
+
+
+def call(handler: Callable[[Any], object], argument: Work) -> object:
+    """Call a plain handler.
+
+    Raises:
+        RetryLater, DeadLetter: it returned that, for a single delivery.
+        UsageError: it returned what has done nothing yet.
+    """
+    answer = handler(argument)
+    if answer is not None:
+        check_answer(answer, batch=isinstance(argument, list))
+    return answer
+
+
+def judged(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:
+    """Return the results of a batch whose handler gave these verdicts."""
+    return [
+        delivery if verdict is None else Failed(delivery, describe(verdict, time.time())) for delivery, verdict in found
+    ]
+
+
+def all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
+    """Say of each of these that its handler, or that of its batch, raised ``error``."""
+    failure = describe(error, time.time())
+    return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]
+
+
+def all_lost(deliveries: list[Delivery]) -> list[Result]:
+    """Say of each of these that the worker, or task, that held it was ended. Nothing of the user's is looked at."""
+    failure = Failure("RuntimeError", _LOST, time.time())
+    return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

@@ -1,0 +1,370 @@
+"""How a relay takes rows out of a SQLite outbox: one process at a time, from front to back, without a write per row.
+
+The relay holds a lock on the file ``-relay`` beside the database. The system lets go of it when the process ends,
+however it ends, so there are no leases: what a dead relay had is what the next one finds. The rows that were taken are
+remembered here, and position and memory are all the state there is.
+
+Invariants:
+
+- a row that was taken is not given again before its fate is carried out, or it is handed back;
+- a row of an ordering key is not given while an earlier row of the key is delayed, set aside or unreadable;
+- every row that is ready and not held is given some time: what is passed over is noted down by its key, and what may be
+  ready again behind the position sets the position back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+from collections import deque
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from reliable_mq._util.boottime import since_boot
+from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
+from reliable_mq.message import Message
+from reliable_mq.outbox.protocol import Taken
+from reliable_mq.outbox.sqlite_file import outbox_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from reliable_mq.outbox.sqlite_file import OpenFile
+
+__all__ = ["SQLiteClaims"]
+
+logger = logging.getLogger(__name__)
+
+_BYTES_AT_A_TIME: Final = 16 * 1024 * 1024
+_ROWS_OF_A_KEY: Final = 100  # taken at a time; they wait for one another
+_ROWS_PASSED: Final = 20_000  # over, at most, before what was found is given; the next look goes on there
+_BYTES_PASSED: Final = 64 * 1024 * 1024
+
+_SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
+_READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
+_DUE: Final = f"{_SELECT} WHERE state > 0 AND state = 1 AND (available_at <= ? OR available_at > ?) ORDER BY id LIMIT ?"
+_OF_A_KEY: Final = f"{_SELECT} WHERE ordering_key = ? AND id >= ? AND id <= ? AND state = 0 ORDER BY id LIMIT ?"
+_HELD: Final = """
+    SELECT id, ordering_key FROM outbox WHERE state > 0 AND ordering_key IS NOT NULL
+    UNION ALL SELECT id, ordering_key FROM outbox WHERE format > ? AND ordering_key IS NOT NULL
+"""
+_KEY: Final = COLUMNS.index("ordering_key")
+_BODY: Final = COLUMNS.index("body")
+_EPOCH: Final = "SELECT epoch FROM outbox_epoch"
+_LAST: Final = "SELECT coalesce(max(id), 0) FROM outbox"
+
+
+class _Key:
+    """The rows of one ordering key that were taken.
+
+    Attributes:
+        taken: how many have no fate yet.
+        passed: the first row that was passed over or is handed back, and so waits until the others of the key that
+            were taken have their fates; None where there is none.
+    """
+
+    __slots__ = ("passed", "taken")
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.passed: int | None = None
+
+
+class SQLiteClaims:
+    """See the module. For one thread.
+
+    Args:
+        path: of the database, which has its tables.
+        timeout: seconds to wait for a process that writes.
+        file: tells whether that path still names the file that was opened.
+    """
+
+    keep_every = float("inf")
+
+    def __init__(self, path: Path, timeout: float, file: OpenFile) -> None:
+        self._path = path
+        self._timeout = timeout
+        self._file = file
+        self._lock: int | None = None  # the descriptor of the file that is locked, where we are the relay
+        self._connection: sqlite3.Connection | None = None
+        self._position = 0  # rows up to this one were given, or noted down
+        self._began = False
+        self._doubtful = 0  # rows up to this one may have been published by a relay before us
+        self._epoch = -1
+        self._taken: set[int] = set()
+        self._due: set[int] = set()  # of these, the ones that were delayed before
+        self._keys: dict[str, _Key] = {}
+        self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
+        self._holding: set[str] = set()  # of these, the ones that the file does not know of yet
+        self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
+        self._walked = self._walked_bytes = 0  # what was passed over in this look
+        self._unreadable_said = False
+        _open_claims.add(self)
+        try:
+            self._reader()
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, limit: int) -> Taken:
+        """Take rows that are due: those that were delayed, those that waited for their key, then new ones, in order."""
+        taken = Taken([], [])
+        self._walked = self._walked_bytes = 0
+        try:
+            connection = self._reader()
+            if connection is None:
+                return taken
+            self._file.check()
+            (epoch,) = connection.execute(_EPOCH).fetchone()
+            if epoch != self._epoch:
+                self._start_over(connection, epoch)
+            now = since_boot() / 1_000_000
+            due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
+            self._give(due, taken, limit, delayed=True)
+            while self._again and len(taken.rows) < limit:
+                self._give_of_key(connection, self._again.popleft(), taken)
+            before = -1
+            while len(taken.rows) < limit and before != self._position and not self._far:
+                before = self._position
+                self._give(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
+        except (sqlite3.Error, OSError) as error:
+            self._disconnect()
+            self._hand_back(taken.rows)
+            raise outbox_error(error, self._path, "reading") from error
+        return taken
+
+    def decided(self, settlements: Sequence[Settlement]) -> None:
+        """Fates are decided: what they hold is held from now on."""
+        for settlement in settlements:
+            row, key = settlement.row, settlement.row.ordering_key
+            if key is None or settlement.fate is Fate.CONFIRMED:
+                continue
+            if settlement.fate is not Fate.BACK:
+                self._held.add(key)
+                self._holding.add(key)
+            elif row.id in self._due:  # it is delayed still
+                self._held.add(key)
+            else:
+                self._pass(self._keys[key], row.id)
+
+    def written(self, settlements: Sequence[Settlement]) -> None:
+        """Fates are carried out."""
+        for settlement in settlements:
+            row, fate = settlement.row, settlement.fate
+            self._taken.discard(row.id)
+            self._due.discard(row.id)
+            key = row.ordering_key
+            if key is not None and fate in (Fate.LATER, Fate.SET_ASIDE):
+                self._holding.discard(key)
+            if fate is Fate.BACK and key is None:
+                self._position = min(self._position, row.id - 1)
+            if key is not None:
+                self._key_settled(key)
+
+    def keep(self) -> None:
+        """Nothing to do: the lock holds for as long as the process lives."""
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        _open_claims.discard(self)
+        self._disconnect()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def forget(self) -> None:
+        """This is a copy in a forked child: the lock is the parent's, and must not outlive it here."""
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
+
+    # Private
+
+    def _reader(self) -> sqlite3.Connection | None:
+        """The connection to read with; None where another process is the relay."""
+        if self._lock is None and not self._become_relay():
+            return None
+        if self._connection is None:
+            self._connection = self._connect()
+        return self._connection
+
+    def _become_relay(self) -> bool:
+        descriptor = os.open(f"{self._path}-relay", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._lock = descriptor
+        return True
+
+    def _connect(self) -> sqlite3.Connection:
+        self._file.check()
+        connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+        connection.text_factory = _text_or_bytes  # what is no UTF-8 is the fault of one row, not of the others
+        try:
+            if not self._began:  # a relay before us may have published any of these
+                (self._doubtful,) = connection.execute(_LAST).fetchone()
+                self._began = True
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
+        """Somebody has put rows back or removed them: what held others may be gone."""
+        holding = connection.execute(_HELD, (FORMAT,))
+        self._held = {key for number, key in holding if number not in self._due} | self._holding
+        self._position = 0
+        self._epoch = epoch
+
+    def _give(self, cursor: sqlite3.Cursor, taken: Taken, limit: int, *, delayed: bool) -> None:
+        size = 0
+        with closing(cursor):
+            for number, *values in cursor:
+                if not delayed:
+                    self._position = number
+                if number in self._taken:
+                    continue
+                if not delayed and not self._may_be_taken(number, values[_KEY]):
+                    self._walked += 1
+                    body = values[_BODY]
+                    self._walked_bytes += len(body) if isinstance(body, (bytes, str)) else 0
+                    if self._far:
+                        return
+                    continue
+                row = self._read(number, values, taken)
+                if row is None:
+                    continue
+                if delayed:
+                    self._due.add(number)
+                    if row.ordering_key is not None:
+                        # What came behind it in its key was passed over or handed back.
+                        self._held.discard(row.ordering_key)
+                        self._keys.setdefault(row.ordering_key, _Key()).passed = number + 1
+                self._take(row, taken)
+                size += len(row.message.body)
+                if len(taken.rows) >= limit or size >= _BYTES_AT_A_TIME:
+                    return
+
+    def _give_of_key(self, connection: sqlite3.Connection, name: str, taken: Taken) -> None:
+        key = self._keys.get(name)
+        if key is None or key.taken or key.passed is None:
+            return
+        first, key.passed = key.passed, None
+        count = 0
+        if name not in self._held:
+            with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_OF_A_KEY))) as cursor:
+                for number, *values in cursor:
+                    count += 1
+                    row = None if number in self._taken else self._read(number, values, taken)
+                    if name in self._held:  # by this very row
+                        break
+                    first = number + 1
+                    if row is not None:
+                        self._take(row, taken)
+        if count == _ROWS_OF_A_KEY:
+            key.passed = first
+        if not key.taken:
+            if key.passed is None:
+                del self._keys[name]
+            else:
+                self._again.append(name)
+
+    def _read(self, number: int, values: Sequence[Any], taken: Taken) -> OutboxRow | None:
+        try:
+            return row_from(number, values, in_doubt=number <= self._doubtful)
+        except UnreadableRow as error:
+            key = values[_KEY]
+            key = key if isinstance(key, str) else None
+            if key is not None:
+                self._held.add(key)
+            if not error.newer:
+                row = OutboxRow(number, Message(b""), "", "", True, key, 0, False)
+                if key is not None:
+                    self._keys.setdefault(key, _Key()).taken += 1
+                self._taken.add(number)
+                taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
+            elif not self._unreadable_said:
+                self._unreadable_said = True
+                logger.error("outbox %s: %s", self._path, error)  # noqa: TRY400  # nothing broke here
+            return None
+
+    @property
+    def _far(self) -> bool:
+        """Whether enough was passed over for one look."""
+        return self._walked >= _ROWS_PASSED or self._walked_bytes >= _BYTES_PASSED
+
+    def _may_be_taken(self, number: int, name: object) -> bool:
+        if not isinstance(name, str):  # none, or damaged
+            return True
+        if name in self._held:
+            return False
+        key = self._keys.get(name)
+        if key is None:
+            return True
+        if key.passed is None and key.taken < _ROWS_OF_A_KEY:
+            return True
+        self._pass(key, number)
+        return False
+
+    @staticmethod
+    def _pass(key: _Key, number: int) -> None:
+        key.passed = number if key.passed is None else min(key.passed, number)
+
+    def _take(self, row: OutboxRow, taken: Taken) -> None:
+        if row.ordering_key is not None:
+            self._keys.setdefault(row.ordering_key, _Key()).taken += 1
+        self._taken.add(row.id)
+        taken.rows.append(row)
+
+    def _key_settled(self, name: str) -> None:
+        key = self._keys.get(name)
+        if key is None:
+            return
+        key.taken -= 1
+        if key.taken > 0:
+            return
+        if key.passed is None or name in self._held:
+            del self._keys[name]
+        else:
+            self._again.append(name)
+
+    def _hand_back(self, rows: Iterable[OutboxRow]) -> None:
+        settlements = [Settlement(row, Fate.BACK) for row in rows]
+        self.decided(settlements)
+        self.written(settlements)
+
+
+def _text_or_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+# In a forked child they are the parent's.
+_open_claims: WeakSet[SQLiteClaims] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for claims in _open_claims:
+        claims.forget()
+
+
+in_child(ForkStage.RELEASE, _forget_in_child)

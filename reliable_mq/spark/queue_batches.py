@@ -1,0 +1,214 @@
+"""What became of which delivery in queue mode: waiting, in a batch, committed. Decides; does no I/O.
+
+The way of a delivery::
+
+    arrived --plan--> in a batch --committed--> to be acked
+    arrived --its channel is lost--> forgotten: the broker delivers it again
+    arrived, or in a batch --the query stops--> to be handed back
+
+Invariants:
+
+- a delivery is given out for its ack only after the batch it is in was committed, and once;
+- a batch that was planned and not committed is planned again as the same batch;
+- a batch that another process has planned is empty here: the broker delivers its messages again, into a later batch;
+- a batch keeps what it has when the channel is lost; its acks are then refused by whoever knows the channel.
+
+An offset is a position in what this query has read: JSON that Spark keeps in its checkpoint, with the name of the
+process that counted (`session`), the deliveries since the query began (`sequence`), and those by queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.core.consumer.delivery import Delivery
+
+__all__ = ["Batches", "Position", "size_of"]
+
+_OVERHEAD: Final = 512  # bytes that a delivery takes beside its body and properties
+
+
+def size_of(delivery: RawDelivery) -> int:
+    """Bytes that a delivery takes in memory, about."""
+    return len(delivery.body) + len(delivery.properties) + _OVERHEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a query is in what it has read; see the module."""
+
+    session: str
+    sequence: int
+    queues: Mapping[str, int]
+
+    @classmethod
+    def first(cls, queues: Iterable[str]) -> Position:
+        """Give the position of a query that has read nothing."""
+        return cls("", 0, dict.fromkeys(queues, 0))
+
+    @classmethod
+    def parse(cls, offset: object) -> Position:
+        """Read what `as_json` made.
+
+        Raises:
+            ConfigurationError: it is something else: the checkpoint belongs to another source.
+        """
+        match offset:
+            case {"session": str(session), "sequence": int(sequence), "queues": dict(queues)}:
+                return cls(session, sequence, queues)
+        raise ConfigurationError(
+            f"the checkpoint has an offset that queue mode did not write: {str(offset)[:200]}; it belongs to another "
+            "source: give this query a checkpointLocation of its own"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Give what Spark keeps."""
+        return {"session": self.session, "sequence": self.sequence, "queues": dict(self.queues)}
+
+
+@dataclass(slots=True)
+class _Batch:
+    start: Position
+    end: Position
+    deliveries: list[Delivery]
+    size: int
+
+
+class Batches:
+    """See the module. Not thread-safe.
+
+    Args:
+        session: a name that no other process has.
+
+    Attributes:
+        waiting: deliveries that are in no batch.
+        held: bytes of all deliveries here.
+    """
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self.waiting: deque[Delivery] = deque()
+        self.held = 0
+        self._planned: list[_Batch] = []
+        self._last = Position(session, 0, {})  # where planning has come to
+
+    def knows(self, start: Position) -> bool:
+        """Whether the batch that follows ``start`` is planned already."""
+        return any(batch.start == start for batch in self._planned)
+
+    def waits(self, remaining: Mapping[str, int] | None = None) -> bool:
+        """Whether anything waits that may be taken; ``remaining`` as for `plan`."""
+        if remaining is None:
+            return bool(self.waiting)
+        return any(remaining.get(delivery.queue, 0) > 0 for delivery in self.waiting)
+
+    def arrived(self, deliveries: Sequence[Delivery]) -> int:
+        """These came in, in this order; gives the bytes that they take."""
+        self.waiting.extend(deliveries)
+        size = sum(map(size_of, deliveries))
+        self.held += size
+        return size
+
+    def plan(
+        self, start: Position, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
+    ) -> Position:
+        """Put what waits into a batch that follows ``start``; gives its end, which is ``start`` where nothing waits.
+
+        A batch has one delivery at least, however large that is.
+
+        Args:
+            start: where the batch before has ended.
+            most: deliveries at most.
+            most_bytes: bytes at most.
+            remaining: how many may be taken from each queue; None for no limit.
+        """
+        for batch in self._planned:
+            if batch.start == start:
+                return batch.end
+        left = None if remaining is None else dict(remaining)
+        taken: list[Delivery] = []
+        passed: list[Delivery] = []
+        size = 0
+        while self.waiting and len(taken) < most:
+            delivery = self.waiting[0]
+            if left is not None and left.get(delivery.queue, 0) <= 0:
+                passed.append(self.waiting.popleft())
+                continue
+            if taken and size + size_of(delivery) > most_bytes:
+                break
+            taken.append(self.waiting.popleft())
+            size += size_of(delivery)
+            if left is not None:
+                left[delivery.queue] -= 1
+        self.waiting.extendleft(reversed(passed))
+        if not taken:
+            self._last = start
+            return start
+        counts = dict(start.queues)
+        for delivery in taken:
+            counts[delivery.queue] = counts.get(delivery.queue, 0) + 1
+        end = self._last = Position(self._session, start.sequence + len(taken), counts)
+        self._planned.append(_Batch(start, end, taken, size))
+        return end
+
+    def deliveries(self, start: Position, end: Position) -> list[Delivery]:
+        """Give what lies between two positions; nothing where it is not known here."""
+        return [
+            delivery
+            for batch in self._planned
+            if end.session == self._session and start.sequence <= batch.start.sequence < end.sequence
+            for delivery in batch.deliveries
+        ]
+
+    def horizon(self, ready: Mapping[str, int]) -> Position:
+        """Give the position after everything that waits here or is ``ready`` at the broker, by queue."""
+        last = self._last
+        counts = dict(last.queues)
+        for delivery in self.waiting:
+            counts[delivery.queue] = counts.get(delivery.queue, 0) + 1
+        for queue, count in ready.items():
+            counts[queue] = counts.get(queue, 0) + count
+        sequence = last.sequence + sum(counts.values()) - sum(last.queues.values())
+        return Position(self._session, sequence, counts)
+
+    def committed(self, end: Position) -> list[Delivery]:
+        """Every batch up to ``end`` is committed: give its deliveries, to be acked."""
+        if end.session != self._session:
+            return []
+        done = [batch for batch in self._planned if batch.end.sequence <= end.sequence]
+        self._planned = self._planned[len(done) :]
+        self.held -= sum(batch.size for batch in done)
+        return [delivery for batch in done for delivery in batch.deliveries]
+
+    def lost(self) -> list[Delivery]:
+        """The channel is gone: forget what waits; gives what is in batches and will come again."""
+        self.held -= sum(map(size_of, self.waiting))
+        self.waiting.clear()
+        return [delivery for batch in self._planned for delivery in batch.deliveries]
+
+    def withdraw(self, queue: str) -> list[Delivery]:
+        """A queue is not read any more: give what waits of it, which is forgotten."""
+        withdrawn = [delivery for delivery in self.waiting if delivery.queue == queue]
+        self.waiting = deque(delivery for delivery in self.waiting if delivery.queue != queue)
+        self.held -= sum(map(size_of, withdrawn))
+        return withdrawn
+
+    def planned(self, queue: str) -> bool:
+        """Whether there is a batch that is not committed, with deliveries of this queue."""
+        return any(batch.end.queues.get(queue, 0) > batch.start.queues.get(queue, 0) for batch in self._planned)
+
+    def give_back(self) -> list[Delivery]:
+        """The query stops: give everything that is here, which is forgotten."""
+        everything = [delivery for batch in self._planned for delivery in batch.deliveries]
+        everything.extend(self.waiting)
+        self._planned.clear()
+        self.waiting.clear()
+        self.held = 0
+        return everything

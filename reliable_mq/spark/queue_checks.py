@@ -1,0 +1,204 @@
+"""What is wrong with a queue for a Spark query, found at its start: every error and warning names its fix.
+
+AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
+(`core.channel_setup.compare`). Policies cannot be seen that way, and the texts say so.
+
+Invariant: a queue that drops messages, or would be deleted by our reading it, is refused before anything is consumed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from reliable_mq.codec.methods import CheckQueue, DeclareQueue
+from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.topology import Queue
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from reliable_mq.spark.options import QueueOptions
+
+__all__ = ["Arguments", "Verdict", "check_queues", "delivery_limit", "judge"]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = "spark-check"  # of the connection, and in the log
+_DEFAULT_LIMIT: Final = 20  # deliveries, of a quorum queue that says nothing, since RabbitMQ 4.0
+_LIMITED_SINCE: Final = (4, 0)
+_SHORT_TIMEOUT: Final = 600_000  # milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a queue was declared with."""
+
+    durable: bool = True
+    auto_delete: bool = False
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a queue.
+
+    Attributes:
+        refused: why it cannot be read; empty where it can.
+        dropped: why it may drop messages, which ``failOnDataLoss`` is about; empty where it does not.
+        warnings: what had better be known.
+    """
+
+    refused: str = ""
+    dropped: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def check_queues(options: QueueOptions) -> int | None:
+    """Look at the queues. Blocks for a connection and some round trips.
+
+    Returns:
+        Their lowest delivery limit; None where none is known.
+
+    Raises:
+        ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
+        TopologyMismatch: there is none of that name.
+        BrokerUnavailable: the broker could not be asked.
+    """
+    limits: list[int] = []
+    with _quietly(), StepChannel(parse_url(options.url), name=_NAME) as channel:
+        version = channel.server.version_tuple
+        for name in options.queues:
+            try:
+                channel.perform(CheckQueue(name))
+            except StepRefused as refused:
+                raise refusal(CheckQueue(name), refused) from refused
+            arguments = _arguments(channel, name, version)
+            if arguments is None:
+                continue
+            verdict = judge(name, arguments, version)
+            if verdict.refused:
+                raise ConfigurationError(verdict.refused)
+            if verdict.dropped and options.fail_on_data_loss:
+                raise ConfigurationError(f"{verdict.dropped} (failOnDataLoss=false reads it all the same)")
+            for warning in (*filter(None, [verdict.dropped]), *verdict.warnings):
+                logger.warning("%s", warning)
+            limit = delivery_limit(arguments, version)
+            if limit is not None:
+                limits.append(limit)
+    return min(limits, default=None)
+
+
+def delivery_limit(arguments: Arguments, version: tuple[int, ...]) -> int | None:
+    """Return after how many deliveries but one a queue gives a message up; None for never.
+
+    Args:
+        arguments: of the queue.
+        version: of the broker.
+    """
+    if arguments.values.get("x-queue-type", "classic") != "quorum":
+        return None
+    limit = arguments.values.get("x-delivery-limit", _DEFAULT_LIMIT if version >= _LIMITED_SINCE else None)
+    return limit if isinstance(limit, int) and limit >= 0 else None
+
+
+def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
+    """Say what is wrong with a queue.
+
+    Args:
+        name: of the queue.
+        arguments: its own.
+        version: of the broker.
+    """
+    values = arguments.values
+    kind = values.get("x-queue-type", "classic")
+    if kind == "stream":
+        return Verdict(refused=f"{name!r} is a stream: read it with the option stream, not queue")
+    if arguments.auto_delete:
+        return Verdict(
+            refused=f"queue {name!r} is auto-delete: it would be deleted with all its messages when this query stops "
+            "reading it; bind a durable queue to the same exchange, and read that"
+        )
+    warnings = []
+    if not arguments.durable:
+        warnings.append(
+            f"queue {name!r} is not durable: it does not survive a restart of the broker; declare a durable one"
+        )
+    timeout = values.get("x-consumer-timeout")
+    if isinstance(timeout, int) and timeout < _SHORT_TIMEOUT:
+        warnings.append(
+            f"queue {name!r} has x-consumer-timeout={timeout} ms: a batch that takes longer comes again, for ever; "
+            "raise it, or make batches small with maxMessagesPerTrigger"
+        )
+    if kind != "quorum":
+        return Verdict(warnings=tuple(warnings))
+    limit = delivery_limit(arguments, version)
+    if limit is None:
+        return Verdict(warnings=tuple(warnings))
+    own = "" if "x-delivery-limit" in values else " (the broker's default)"
+    counts = (
+        f"queue {name!r} has a delivery limit of {limit}{own}: every time the application or its connection dies, all "
+        "messages that were read and not committed count as delivered once more"
+    )
+    if "x-dead-letter-exchange" in values:
+        warnings.append(f"{counts}; after {limit + 1} deliveries they are dead-lettered. Set x-delivery-limit=-1")
+        return Verdict(warnings=tuple(warnings))
+    return Verdict(
+        dropped=f"{counts}, and with no dead-letter exchange they are dropped after {limit + 1}. Declare it with "
+        "x-delivery-limit=-1, or with a dead-letter exchange. A policy that does so cannot be seen from here",
+        warnings=tuple(warnings),
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep the refusals that are asked for out of the log."""
+    connector = logging.getLogger("reliable_mq.connection.connection")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_NAME)
+
+    connector.addFilter(other)
+    try:
+        yield
+    finally:
+        connector.removeFilter(other)
+
+
+def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arguments | None:
+    """Find out what an existing queue was declared with; None where that cannot be known."""
+    try:
+        comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
+    except BrokerUnavailable as error:
+        text = str(error)
+    else:
+        existing, text = comparison.existing, comparison.ended_by
+        if isinstance(existing, DeclareQueue):
+            return Arguments(existing.durable, existing.auto_delete, existing.arguments)
+    logger.warning(
+        "the arguments of queue %r cannot be looked at (%s): make sure that it has x-delivery-limit=-1 or a "
+        "dead-letter exchange, where it is a quorum queue",
+        name,
+        text,
+    )
+    return None
+
+
+def _carry_out(channel: StepChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
+    """Carry out steps that go on after a refusal, on a channel that is opened anew."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                reply = channel.perform(step)
+            except StepRefused as refused:
+                step = steps.throw(refused)
+            else:
+                step = steps.send(reply)
+    except StopIteration as stop:
+        comparison: Comparison = stop.value
+        return comparison

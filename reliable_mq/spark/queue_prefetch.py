@@ -1,0 +1,134 @@
+"""How many deliveries to ask the broker for, so that bytes stay bounded. Decides; does no I/O.
+
+AMQP limits unacked deliveries by their number, RabbitMQ has no limit in bytes, and a message may have 16 MiB. So the
+prefetch begins small, grows once sizes are known, and the subscription is cancelled while too much is held.
+
+On a queue with a delivery limit every death of the reader counts against all that it holds. So there it holds the
+fewer the closer what it holds is to the limit: all that is allowed where nothing has come back before, a single
+delivery from half of the limit on. A message that kills the reader reaches the limit alone. What has come back before
+comes first from a queue: so one delivery is looked at before more are asked for.
+
+Invariant: the prefetch is at most what the user allows, and at least 1.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.codec import CodecError, Properties
+
+if TYPE_CHECKING:
+    from reliable_mq.codec import RawDelivery
+
+__all__ = ["Appetite", "Move", "times_returned"]
+
+_FIRST: Final = 64  # deliveries whose size is not known: 1 GiB at the very most, and mostly some kilobytes
+_WEIGHT: Final = 0.2  # of the sizes of one read in the average
+_COUNT: Final = "x-delivery-count"
+_SLACK: Final = 1.1  # times what may be held: messages a little larger than the average do not end a subscription
+
+
+class Move(enum.Enum):
+    """What to do with the subscription."""
+
+    STAY = enum.auto()
+    PAUSE = enum.auto()
+    RENEW = enum.auto()
+    """Subscribe, again where need be, with the `Appetite.prefetch` of now."""
+
+
+class Appetite:
+    """See the module. Not thread-safe.
+
+    Args:
+        most: deliveries that a queue may have unacked.
+        most_bytes: that all queues together may fill, about.
+        queues: how many there are.
+        limit: the delivery limit of the queues; None where there is none, or nothing is to be done about it.
+
+    Attributes:
+        granted: the prefetch of the present subscription, for each queue.
+        paused: whether there is none.
+        returned: how often a delivery that is unacked has come back before, at most; to be kept up.
+    """
+
+    def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None) -> None:
+        self.returned = 0
+        self._limit = limit
+        self._looked = limit is None  # at a delivery of this channel
+        self._most = most
+        self._most_bytes = most_bytes
+        self._queues = queues
+        self._average: float | None = None
+        self.granted = self.prefetch
+        self.paused = False
+
+    @property
+    def prefetch(self) -> int:
+        """What a subscription should have now."""
+        if not self._looked:
+            return 1
+        if self._average is None:
+            return min(self._most, _FIRST)
+        return max(1, min(self._bearable, int(self._most_bytes / self._queues / self._average)))
+
+    @property
+    def _bearable(self) -> int:
+        """Deliveries of a queue that may count as delivered once more."""
+        if self._limit is None:
+            return self._most
+        left = 1 - 2 * self.returned / max(self._limit, 1)
+        return int(self._most ** max(left, 0.0))
+
+    def fed(self, count: int, size: int) -> None:
+        """So many deliveries came in, of so many bytes."""
+        self._looked = True
+        average = size / count
+        if self._average is None or average > self._average:
+            self._average = average
+        else:
+            self._average += _WEIGHT * (average - self._average)
+
+    def lost(self) -> None:
+        """The channel is gone: all that was unacked has come back once more."""
+        self.returned = 0
+        self._looked = self._limit is None
+
+    def renewed(self) -> None:
+        """There is a subscription with the prefetch of now."""
+        self.granted = self.prefetch
+        self.paused = False
+
+    def move(self, held: int, unacked: int) -> Move:
+        """Say what to do.
+
+        Args:
+            held: bytes that are held.
+            unacked: deliveries that are.
+        """
+        if self.paused:
+            return Move.RENEW if held <= self._most_bytes / 4 and not self._risky(unacked) else Move.STAY
+        if held > _SLACK * self._most_bytes:
+            self.paused = True
+            return Move.PAUSE
+        if self._risky(unacked) and self.granted > 1:
+            self.paused = True
+            self._looked = False
+            return Move.PAUSE
+        if unacked >= self.granted and self.prefetch >= 2 * self.granted:
+            return Move.RENEW
+        return Move.STAY
+
+    def _risky(self, unacked: int) -> bool:
+        """Whether more is unacked than may count as delivered once more."""
+        return self._limit is not None and unacked > self._queues * (2 * self._bearable + 1)  # of two subscriptions
+
+
+def times_returned(delivery: RawDelivery) -> int:
+    """Return how often a delivery has come back before, by the count that a delivery limit is about; 0 for unknown."""
+    try:
+        count = Properties(delivery.properties).headers_beginning(_COUNT).get(_COUNT)
+    except CodecError:
+        return 0
+    return count if isinstance(count, int) and count > 0 else 0

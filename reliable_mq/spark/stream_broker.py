@@ -1,0 +1,314 @@
+"""One connection to read streams on: consume from an offset, take what comes, ack, cancel.
+
+Streams stay what they are: to ack is only to say that more may be sent. Nothing is tried again here; a lost connection
+is an error for the one who reads, who knows where to go on.
+
+Invariants: deliveries come in the order of the broker, and none after the channel that they came on is lost; what is in
+memory is bounded by the prefetch; a wait ends with what it waits for, at its deadline, or with the connection.
+
+Where streams begin and end, found out by consuming: AMQP 0-9-1 has no other way.
+
+The newest offset is the last one of the last chunk. RabbitMQ sends that chunk in one go when ``x-stream-offset`` is
+``last``, so a method that is answered after its first message is answered after all of it, unless the prefetch cuts it.
+
+Invariants: an end is one more than an offset that was seen, never a guess; nothing is consumed from a queue that is no
+stream (RabbitMQ refuses an offset there); every wait is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final
+
+from reliable_mq.codec import CodecError, Properties, encode_ack
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch
+from reliable_mq.core.channel_setup import StepRefused, is_away, refusal
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.sync.admin_channel import StepChannel
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.codec.methods import Reply, Step
+    from reliable_mq.core.channel_setup import ServerInfo
+    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["End", "StreamChannel", "end_of", "first_offset", "offset_at", "offset_of", "partitions_of"]
+
+_OFFSET: Final = "x-stream-offset"
+_ENTRY: Final = bytes((len(_OFFSET),)) + _OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
+_PRECONDITION_FAILED: Final = 406
+_number: Final = Struct(">q").unpack_from
+
+
+class StreamChannel(StepChannel):
+    """See the module. A context manager: entering connects. One thread at a time may use it.
+
+    Args:
+        settings: where to; each host is tried once.
+        name: of the connection.
+    """
+
+    def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
+        super().__init__(settings, name=name)
+        self._channel = 0
+        self._arrived: list[RawDelivery] = []  # guarded by _changed, as _loss and _cancelled
+        self._arriving: list[RawDelivery] = []  # I/O thread: of the read that is going on
+        self._loss: Loss | None = None
+        self._cancelled = False
+        self._tags = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is connected and nothing was lost."""
+        with self._changed:
+            return self._ready and self._loss is None and not self._cancelled
+
+    def consume(self, stream: str, offset: int | str | datetime, prefetch: int) -> str:
+        """Subscribe. Blocks for two round trips; deliveries may come before it returns.
+
+        Args:
+            stream: its name.
+            offset: a number, a time, ``"first"``, ``"last"`` (the last chunk) or ``"next"``.
+            prefetch: deliveries that may be unacked.
+
+        Returns:
+            The consumer tag, to cancel with.
+
+        Raises:
+            ConfigurationError: it is another type of queue, which refuses an offset, so nothing was consumed.
+            TopologyMismatch: there is no such queue.
+            BrokerUnavailable: refused for another reason, or the connection is lost.
+        """
+        self._tags += 1
+        tag = f"spark-{self._tags}"
+        self.carry_out(SetPrefetch(prefetch))
+        with self._changed:
+            self._loss, self._cancelled = None, False
+        try:
+            self.perform(Consume(stream, tag, arguments={_OFFSET: offset}))
+        except StepRefused as refused:
+            if refused.code == _PRECONDITION_FAILED and _OFFSET in refused.text:
+                raise ConfigurationError(
+                    f"{stream!r} is no stream: read it with the option queue ({refused.text})"
+                ) from refused
+            raise refusal(Consume(stream, tag), refused) from refused
+        return tag
+
+    def cancel(self, consumer_tag: str, delivery_tag: int = 0) -> None:
+        """Unsubscribe; forget what has come, with an ack up to ``delivery_tag`` or whatever came after it."""
+        self.carry_out(Cancel(consumer_tag))
+        with self._changed:
+            last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
+            self._arrived.clear()
+        if last:
+            self.ack(last)
+
+    def carry_out(self, step: Step) -> Reply:
+        """Do a step, as `perform`, but raise our errors where the broker refuses it."""
+        try:
+            return self.perform(step)
+        except StepRefused as refused:
+            raise refusal(step, refused) from refused
+
+    def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
+        """Take what has come: at once where there are ``least`` deliveries, else what there is after ``timeout``.
+
+        Raises:
+            BrokerUnavailable: the channel is lost, or the stream was deleted, and all that came before was taken.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._arrived) >= least or self._loss is not None or self._cancelled, timeout
+            )
+            taken, self._arrived = self._arrived, []
+            if not taken and self._loss is not None:
+                raise BrokerUnavailable(f"the channel is lost: {self._loss.text}")
+            if not taken and self._cancelled:
+                raise BrokerUnavailable("the broker ended the subscription: the stream was deleted or moved")
+        return taken
+
+    def ack(self, delivery_tag: int) -> None:
+        """Let the broker send as many more as came up to this one. Does not wait."""
+        self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
+
+    # On the I/O thread
+
+    def _performed(self, outcome: list[Any], result: object) -> None:
+        """What came before the answer to a step can be taken, or forgotten, by the one who waits for the answer."""
+        self.read_finished()
+        super()._performed(outcome, result)
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
+        """A channel, with no subscription on it: what was lost stays lost for the one who reads."""
+        with self._changed:
+            self._channel = channel
+        super().ready(generation, channel, frame_max, server)
+
+    def lost(self, generation: int, loss: Loss) -> None:
+        """What came stays to be taken; then nothing comes."""
+        super().lost(generation, loss)
+        with self._changed:
+            self._loss, self._arriving = loss, []
+            self._changed.notify_all()
+
+    def cancelled(self, consumer_tag: str) -> None:
+        """The stream was deleted, or moves."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        """In order."""
+        self._arriving += deliveries
+
+    def read_finished(self) -> None:
+        """Wake the reader once for all that one read brought."""
+        if self._arriving:
+            with self._changed:
+                self._arrived += self._arriving
+                self._changed.notify_all()
+            self._arriving = []
+
+
+def offset_of(delivery: RawDelivery) -> int | None:
+    """The offset of a delivery from a stream; None where there is none: it comes from another queue.
+
+    RabbitMQ adds it as a header of its own to each. Looking for its bytes costs a tenth of decoding the headers; where
+    they are there twice (in a value, say), the headers are decoded.
+    """
+    raw = delivery.properties
+    at = raw.find(_ENTRY)
+    if at >= 0 and raw.find(_ENTRY, at + 1) < 0 and len(raw) >= at + len(_ENTRY) + 8:
+        number: int = _number(raw, at + len(_ENTRY))[0]
+        return number
+    try:
+        value = Properties(raw).headers_beginning(_OFFSET).get(_OFFSET)
+    except CodecError:
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_PREFETCH: Final = 2000  # of the search for the end; a chunk has some thousand messages at most, or many small ones
+_LOOKS: Final = 100  # so many times the prefetch, where messages come in as fast as they are looked at
+_SLOWEST: Final = 30.0  # seconds for the first message of a stream that has some
+_NOT_FOUND: Final = 404
+_MOST_PARTITIONS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a stream.
+
+    Attributes:
+        position: the offset after the newest one; 0 for a stream that nothing was ever in.
+        average: bytes of a message, body and properties, in the last chunk; 0 where there is none.
+    """
+
+    position: int
+    average: float
+
+
+def end_of(channel: StreamChannel, stream: str, patience: float) -> End:
+    """Find the end of a stream. Takes some milliseconds, or ``patience`` seconds where the stream is empty.
+
+    Raises:
+        BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
+    """
+    tag = channel.consume(stream, "last", _PREFETCH)
+    found = End(0, 0.0)
+    last_tag = 0
+    for look in range(_LOOKS):
+        arrived = channel.take(patience) if look else _first_of(channel, stream, patience)
+        if not arrived:
+            break
+        channel.carry_out(CheckQueue(stream))  # answered after the rest of what was on its way
+        arrived += channel.take(0.0)
+        last_tag = arrived[-1].delivery_tag
+        size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)
+        found = End(_offset(arrived[-1], stream) + 1, size / len(arrived))
+        if len(arrived) < _PREFETCH:
+            break
+        channel.ack(last_tag)  # the prefetch may have held the rest of the chunk back
+    channel.cancel(tag, last_tag)
+    return found
+
+
+def first_offset(channel: StreamChannel, stream: str, patience: float) -> int | None:
+    """Give the oldest offset that the stream still has; None where it is empty. Errors as for `end_of`."""
+    return _first_from(channel, stream, "first", patience)
+
+
+def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: float) -> int | None:
+    """Give the offset of the first message of the chunk that a time lies in; None where nothing is as new.
+
+    Errors as for `end_of`.
+    """
+    return _first_from(channel, stream, when, patience)
+
+
+def partitions_of(channel: StreamChannel, name: str) -> list[str]:
+    """Give the streams that a name means: itself, or the partitions of a super stream, ``name-0`` and so on.
+
+    Raises:
+        ConfigurationError: there is neither.
+        BrokerUnavailable: the connection is lost.
+    """
+    if _exists(channel, name):
+        return [name]
+    partitions = []
+    for number in range(_MOST_PARTITIONS):
+        partition = f"{name}-{number}"
+        if not _exists(channel, partition):
+            break
+        partitions.append(partition)
+    if not partitions:
+        raise ConfigurationError(
+            f"there is no stream {name!r}, and no super stream with a partition '{name}-0': create it, or, where the "
+            "partitions of a super stream have other names, give these, separated by commas"
+        )
+    return partitions
+
+
+def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, patience: float) -> int | None:
+    tag = channel.consume(stream, offset, 1)
+    arrived = _first_of(channel, stream, patience) if offset == "first" else channel.take(patience)
+    channel.cancel(tag, arrived[-1].delivery_tag if arrived else 0)
+    return _offset(arrived[0], stream) if arrived else None
+
+
+def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawDelivery]:
+    """What comes first: nothing where the stream is empty, not where the broker only takes its time.
+
+    A count above 0 is certain; it lags behind, so 0 is certain only after a while.
+    """
+    arrived = channel.take(patience)
+    if arrived:
+        return arrived
+    state = channel.carry_out(CheckQueue(stream))
+    if not isinstance(state, QueueState) or not state.messages:
+        return channel.take(0.0)
+    arrived = channel.take(_SLOWEST)
+    if not arrived:
+        raise BrokerUnavailable(f"stream {stream!r} has messages, and none came within {_SLOWEST:g} s")
+    return arrived
+
+
+def _offset(delivery: RawDelivery, stream: str) -> int:
+    offset = offset_of(delivery)
+    if offset is None:
+        raise ConfigurationError(f"a message of {stream!r} came without an offset: it is no stream")
+    return offset
+
+
+def _exists(channel: StreamChannel, queue: str) -> bool:
+    try:
+        channel.perform(CheckQueue(queue))
+    except StepRefused as refused:
+        if refused.code == _NOT_FOUND and not is_away(refused):
+            return False
+        raise refusal(CheckQueue(queue), refused) from refused
+    return True

@@ -1,0 +1,183 @@
+"""What a task does in stream mode: read one range of offsets, exactly, as often as it is asked to.
+
+Invariants: what is given is every message of the range that the stream still has, in order, each once, however often
+the connection is lost on the way; a range ends only where an offset at or behind its end was seen, so it never ends
+early: one that does not fill in time is an error; messages that the stream has dropped before they were read are data
+loss, which is an error unless ``failOnDataLoss`` is false. Memory is bounded by twice the prefetch, and, as far as the
+sizes of messages can be told from those before them, by twice `_HELD` bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.spark.columns import record_batch
+from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.queue_batches import size_of
+from reliable_mq.spark.queue_prefetch import Appetite
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.spark.options import StreamOptions
+
+__all__ = ["RangeReader"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS: Final = 2000  # of an Arrow batch, at most
+_HELD: Final = 32 * 2**20  # bytes that may be on their way, or in an Arrow batch, about
+_GATHER: Final = 0.05  # seconds for which a batch is gathered
+_PATIENCE: Final = 60.0  # seconds without a message, or without a broker, before a task gives up
+_PROBE: Final = 5.0  # seconds for the first message when nothing but the ends is asked for
+_BETWEEN_ATTEMPTS: Final = 0.5
+
+
+class RangeReader:
+    """Reads one range, once.
+
+    Args:
+        options: of the source.
+        each: the range.
+        names: of the columns wanted, in their order.
+        patience: seconds without progress after which it gives up.
+    """
+
+    def __init__(
+        self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE
+    ) -> None:
+        self._options = options
+        self._settings = parse_url(options.url)
+        self._range = each
+        self._names = names
+        self._position = each.start  # all before it was given
+        self._appetite = Appetite(most=options.prefetch, most_bytes=_HELD, queues=1)
+        self._patience = patience
+        self._progress_at = time.monotonic()
+        self._metrics = exporter(options.metrics_directory)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Give the range, batch by batch. Blocks while the broker is away, for up to a minute.
+
+        Raises:
+            ConsumeError: it cannot be read: data loss, or it did not fill in time.
+            BrokerUnavailable, ConfigurationError, TopologyMismatch: connecting or consuming cannot succeed.
+        """
+        try:
+            yield from self._batches()
+        finally:
+            if self._metrics is not None:
+                self._metrics.write()  # nobody knows how long this process lives
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        while self._position < self._range.end:
+            try:
+                with self._connected("range") as channel:
+                    yield from self._read(channel)
+            except TopologyMismatch as error:  # it was deleted
+                if self._options.fail_on_data_loss:
+                    raise
+                logger.warning("%s: %s; going on, since failOnDataLoss is false", self._range, error)
+                return
+            except BrokerUnavailable as error:
+                if error.permanent:
+                    raise
+                if self._waited >= self._patience:
+                    raise ConsumeError(
+                        f"{self._left} could not be read within {self._patience:g} s: {error}"
+                    ) from error
+                logger.warning("%s: %s; going on at offset %d", self._range, error, self._position)
+                if self._metrics is not None:
+                    self._metrics.streams.reconnects[self._range.stream] += 1
+                threading.Event().wait(_BETWEEN_ATTEMPTS)
+
+    def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
+        while self._position < self._range.end:
+            yield from self._subscription(channel)
+
+    def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
+        """Read on, to the end, or until the sizes of messages ask for quite another prefetch."""
+        stream, end, prefetch = self._range.stream, self._range.end, self._appetite.prefetch
+        tag = channel.consume(stream, self._position, prefetch)
+        joined = False
+        while self._position < end:
+            deliveries = channel.take(_GATHER, min(max(prefetch // 2, 1), _ROWS, end - self._position))
+            if not deliveries:
+                self._wait_on()
+                continue
+            channel.ack(deliveries[-1].delivery_tag)
+            self._progress_at = time.monotonic()
+            offsets = [self._offset(delivery) for delivery in deliveries]
+            if not joined and offsets[0] > self._position:
+                self._check_truncated()
+            joined = True
+            self._appetite.fed(len(deliveries), sum(map(size_of, deliveries)))
+            wanted = self._appetite.prefetch
+            after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
+            for first in range(bisect_left(offsets, self._position), after, rows):
+                last = min(first + rows, after)
+                yield record_batch(deliveries[first:last], stream, self._names)
+                self._progress_at = time.monotonic()  # whoever takes the rows may take their time
+                if self._metrics is not None:
+                    self._metrics.streams.rows[stream] += last - first
+                self._position = offsets[last - 1] + 1
+            if offsets[-1] >= end - 1:
+                self._position = end
+            elif 2 * wanted <= prefetch or (2 * prefetch <= wanted and prefetch < end - self._position):
+                channel.cancel(tag)
+                return
+
+    def _wait_on(self) -> None:
+        """Nothing came for a moment: say why, once that has been so for too long."""
+        if self._waited < self._patience:
+            return
+        with self._connected("end") as channel:
+            end = end_of(channel, self._range.stream, _PROBE).position
+        if end > self._position:
+            has = "has them" if end >= self._range.end else f"has those up to {end - 1}"
+            raise ConsumeError(f"{self._left} did not come within {self._patience:g} s, and the stream {has}")
+        self._lost(f"{self._left} are not there: the stream ends at offset {end - 1}. Was it deleted and made anew?")
+        self._position = self._range.end
+
+    def _check_truncated(self) -> None:
+        """The first message that came is a later one: a gap, which is normal, or what is before it was dropped."""
+        with self._connected("beginning") as channel:
+            first = first_offset(channel, self._range.stream, _PROBE)
+        if first is not None and first > self._position:
+            self._lost(f"{self._left} are gone, at least up to {first - 1}: the stream now begins at offset {first}")
+
+    def _lost(self, what: str) -> None:
+        if self._options.fail_on_data_loss:
+            raise ConsumeError(
+                f"{what}. Messages were dropped before they were read: let the stream keep them longer (max-age, "
+                "max-length-bytes), read more often, or set failOnDataLoss to false to go on without them"
+            )
+        logger.warning("%s; going on, since failOnDataLoss is false", what)
+
+    def _offset(self, delivery: RawDelivery) -> int:
+        offset = offset_of(delivery)
+        if offset is None:
+            raise ConsumeError(f"a message of {self._range.stream!r} came without an offset: it is no stream")
+        return offset
+
+    def _connected(self, what: str) -> StreamChannel:
+        return StreamChannel(self._settings, name=f"spark-{what}")
+
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._progress_at
+
+    @property
+    def _left(self) -> StreamRange:
+        return StreamRange(self._range.stream, self._position, self._range.end)

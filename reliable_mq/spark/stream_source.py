@@ -1,0 +1,343 @@
+"""Stream mode: stream queues are read by the executors, range by range, and can be read again.
+
+The reader decides on ranges of offsets, in a process of its own beside the driver; the executors read them, in
+parallel. Nothing is ever acked away: what a query has read is in its checkpoint alone.
+
+Invariants: nothing is connected before Spark asks for something, and a reader that was not used can be pickled; a range
+that was planned once is the same at every attempt; a batch begins where the one before it has ended: where a query, or
+a stream that it has not read, begins elsewhere, an empty batch pins that first; the end of a batch is one more than an
+offset that was seen, or a cut before one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.spark.metrics import exporter
+from reliable_mq.spark.pickling import Shipped
+from reliable_mq.spark.queue_source import on_termination
+from reliable_mq.spark.stream_broker import End, StreamChannel, end_of, first_offset, offset_at, partitions_of
+from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+    from reliable_mq.spark.options import StartingPositions, StreamOptions
+
+__all__ = ["StreamBatch", "StreamSource"]
+
+logger = logging.getLogger(__name__)
+
+_FRESH: Final = 0.25  # seconds for which an end that was looked up is good enough: Spark asks every 10 ms
+_SURE: Final = 3.0  # seconds after which a stream from which nothing comes is empty
+_QUICK: Final = 0.25  # the same where it will be asked again
+_AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
+_NO_LIMIT: Final = 2**63 - 1
+
+
+class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The reader of a query in stream mode.
+
+    Args:
+        options: checked.
+        names: of the columns wanted, in their order; checked.
+    """
+
+    def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
+        self._options = options
+        self._names = tuple(names)
+        self._planner = _Planner(options)
+        self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
+        self._away_until: float | None = None  # where the broker is away: not to be asked before
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Give where a new query begins, marked as such.
+
+        Raises:
+            ConfigurationError: an offset to begin at lies behind the end of its stream.
+        """
+        given = self._options.starting_offsets
+        positions = self._planner.positions("startingOffsets", given)
+        if not isinstance(given, str):
+            self._planner.check_begun(positions)
+        return marked_initial(positions)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Give the limit of the options. There is always one: no limit at all is how Spark says trigger(once)."""
+        if self._options.max_messages is None and self._options.max_bytes is not None:
+            return ReadMaxBytes(self._options.max_bytes)
+        return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Remember where the streams end now."""
+        self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Give the end of the next batch; ``start`` where there is nothing new, or the broker is away for now.
+
+        Raises:
+            BrokerUnavailable: it is away, and Spark would take ``start`` for the end of a query with AvailableNow.
+            ConfigurationError: trigger(once), or a checkpoint that is none of ours.
+            ConsumeError: a stream ends before where the query has been (``failOnDataLoss``).
+        """
+        if isinstance(limit, ReadAllAvailable):
+            raise ConfigurationError(
+                "trigger(once=True) reads one batch without limits, and the first one of a query, which is empty: "
+                "use trigger(availableNow=True)"
+            )
+        begin, initial = from_checkpoint(start)
+        if initial:
+            return dict(begin)
+        if self._away_until is not None and time.monotonic() < self._away_until:
+            return start
+        try:
+            ends = self._planner.ends(sure=False) if self._target is None else None
+            end = dict(self._target or {}) if ends is None else {name: end.position for name, end in ends.items()}
+            known, begin = begin, self._planner.reconciled(begin, end)
+        except BrokerUnavailable as error:
+            if error.permanent or self._target is not None:
+                raise
+            if self._away_until is None:
+                logger.warning("no new messages for now: %s", error)
+            self._away_until = time.monotonic() + _AWAY
+            return start
+        self._away_until = None
+        # The batch begins where `start` says: what begins elsewhere has nothing in it, and is read by the next one.
+        pinned = {name: position for name, position in begin.items() if known.get(name) != position}
+        end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
+        planned = pinned | limited(
+            begin,
+            end,
+            messages=limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_messages,
+            size=limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes,
+            average=self._planner.averages(),
+        )
+        self._show(planned)
+        return planned
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """Give the end of the streams, for the query's progress."""
+        return self._planner.known_ends()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Give the ranges of a batch: the same for the same offsets, after a restart, too."""
+        begin, initial = from_checkpoint(start)
+        finish, _ = from_checkpoint(end)
+        return [] if initial else split(ranges_of(begin, finish), self._options.min_partitions)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a range, on an executor."""
+        return _read(self._options, self._names, partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Do nothing: a stream keeps what was read, and the checkpoint has the position."""
+
+    def stop(self) -> None:
+        """Disconnect."""
+        self._planner.close()
+        self._show_no_more()
+
+    def _show(self, planned: Mapping[str, int]) -> None:
+        """Have metrics of where this query is, in the reader process."""
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is None:
+            return
+        if not metrics.streams.planned:
+            on_termination(self._show_no_more)
+        metrics.streams.end.update(self._planner.known_ends() or {})
+        metrics.streams.planned.update(planned)
+
+    def _show_no_more(self) -> None:
+        metrics = exporter(self._options.metrics_directory)
+        if metrics is not None:
+            metrics.streams.end.clear()
+            metrics.streams.planned.clear()
+            metrics.write()
+
+
+class StreamBatch(Shipped, DataSourceReader):
+    """The reader of a batch of stream mode. Arguments as for `StreamSource`."""
+
+    def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
+        self._options = options
+        self._names = tuple(names)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Give the ranges between ``startingOffsets`` and ``endingOffsets``.
+
+        Raises:
+            ConfigurationError: an offset to end at is not there yet, or one to begin at is behind the end.
+            BrokerUnavailable, TopologyMismatch: the streams cannot be looked at.
+        """
+        planner = _Planner(self._options)
+        try:
+            end = planner.ending(self._options.ending_offsets)
+            begin = planner.beginning(self._options.starting_offsets, end)
+        finally:
+            planner.close()
+        return split(ranges_of(begin, end), self._options.min_partitions)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a range, on an executor."""
+        return _read(self._options, self._names, partition)
+
+
+class _Planner:
+    """Looks at the streams, on one connection that is made when it is needed first."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self._options = options
+        self._channel: StreamChannel | None = None
+        self._streams: list[str] = []
+        self._ends: dict[str, End] = {}
+        self._looked_at = float("-inf")
+
+    def ends(self, *, sure: bool) -> dict[str, End]:
+        """Give the ends of all streams.
+
+        Args:
+            sure: ask now, and wait until it is certain that nothing is in a stream from which nothing comes.
+        """
+        if sure or time.monotonic() - self._looked_at > _FRESH:
+            channel = self._connected()
+            found = {name: end_of(channel, name, _SURE if sure else _QUICK) for name in self._names(channel)}
+            self._ends = {
+                name: self._ends.get(name, end) if not end.position and not sure else end for name, end in found.items()
+            }
+            self._looked_at = time.monotonic()
+        return self._ends
+
+    def known_ends(self) -> dict[str, int] | None:
+        """Give the ends as they were found last; None before that."""
+        return {name: end.position for name, end in self._ends.items()} or None
+
+    def averages(self) -> dict[str, float]:
+        """Give the bytes of a message, by stream, as they were found last."""
+        return {name: end.average for name, end in self._ends.items()}
+
+    def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
+        """Give where to begin, by the options."""
+        channel = self._connected()
+        names = self._names(channel)
+        if option == "startingOffsets" and self._options.starting_timestamp is not None:
+            when = datetime.fromtimestamp(self._options.starting_timestamp / 1000, UTC)
+            return {name: self._at(channel, name, when) for name in names}
+        by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
+        return {name: self._position(channel, name, position) for name, position in by_name.items()}
+
+    def ending(self, given: StartingPositions) -> dict[str, int]:
+        """Give where to end, by the options."""
+        ends = {name: end.position for name, end in self.ends(sure=True).items()}
+        if isinstance(given, str):
+            return ends
+        wanted = self.positions("endingOffsets", given)
+        for name, position in wanted.items():
+            if position > ends[name]:
+                raise ConfigurationError(
+                    f"endingOffsets of stream {name!r} is {position}, and its newest message has offset "
+                    f"{ends[name] - 1}; the end itself is not read"
+                )
+        return wanted
+
+    def beginning(self, given: StartingPositions, end: Mapping[str, int]) -> dict[str, int]:
+        """Give where a batch begins, by the options; an offset that they give lies before the batch's ``end``."""
+        begin = self.positions("startingOffsets", given)
+        for name, position in begin.items():
+            if not isinstance(given, str) and position == given[name] and position > end[name]:
+                raise ConfigurationError(
+                    f"startingOffsets of stream {name!r} is {position}, and the batch ends before {end[name]}: there "
+                    "is nothing between"
+                )
+        return begin
+
+    def check_begun(self, begin: Mapping[str, int]) -> None:
+        """Refuse offsets that a query is to begin at and that are not there yet: they would pass for data loss."""
+        for name, end in self.ends(sure=True).items():
+            if begin[name] > end.position:
+                raise ConfigurationError(
+                    f"startingOffsets of stream {name!r} is {begin[name]}, and its next message will have offset "
+                    f"{end.position}: begin there, or at 'latest'"
+                )
+
+    def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
+        """Give the beginning of the next batch for the streams that there are now.
+
+        A stream that is new is read from its first message. One that is gone, or that ends before where the query has
+        been, is data loss.
+        """
+        lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
+        result = {}
+        for name, position in end.items():
+            if name not in begin:
+                result[name] = first_offset(self._connected(), name, _SURE) or 0
+            elif 0 < position < begin[name]:
+                lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and ends at {position - 1} now")
+                result[name] = 0
+            else:
+                result[name] = begin[name]
+        for what in lost:
+            if self._options.fail_on_data_loss:
+                raise ConsumeError(f"{what}: was it deleted, and made anew? Set failOnDataLoss to false to go on")
+            logger.warning("%s; going on, since failOnDataLoss is false", what)
+        return result
+
+    def close(self) -> None:
+        """Disconnect."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.__exit__(None, None, None)
+
+    def _at(self, channel: StreamChannel, name: str, when: datetime) -> int:
+        offset = offset_at(channel, name, when, _SURE)
+        return end_of(channel, name, _SURE).position if offset is None else offset
+
+    def _position(self, channel: StreamChannel, name: str, position: int | str) -> int:
+        known = self._ends.get(name)
+        if known is not None and known.position == 0 and isinstance(position, str):
+            return 0  # as long as it takes to be sure of that, it is not asked again
+        if position == "earliest":
+            return first_offset(channel, name, _SURE) or 0
+        return end_of(channel, name, _SURE).position if isinstance(position, str) else position
+
+    def _by_name(self, option: str, given: Mapping[str, int | str], names: list[str]) -> dict[str, int | str]:
+        if set(given) != set(names):
+            raise ConfigurationError(
+                f"{option} must have an offset for each of the streams {', '.join(names)}, and for no other; it has "
+                f"{', '.join(given)}"
+            )
+        return {name: given[name] for name in names}
+
+    def _names(self, channel: StreamChannel) -> list[str]:
+        if not self._streams:
+            found = [part for name in self._options.streams for part in partitions_of(channel, name)]
+            self._streams = list(dict.fromkeys(found))
+        return self._streams
+
+    def _connected(self) -> StreamChannel:
+        if self._channel is None or not self._channel.usable:
+            self.close()
+            channel = StreamChannel(parse_url(self._options.url), name="spark-streams")
+            self._channel = channel.__enter__()
+        return self._channel
+
+
+def _read(options: StreamOptions, names: tuple[str, ...], partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    if isinstance(partition, StreamRange):  # Spark makes up another one where there is none
+        yield from RangeReader(options, partition, names).batches()

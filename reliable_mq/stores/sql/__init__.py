@@ -1,1 +1,0 @@
-"""What the stores ask of SQL databases."""

@@ -1,0 +1,151 @@
+"""One connection for a few steps, carried out one by one while the caller waits: declare, check, delete.
+
+What the library itself does at every connect, without a publisher or a consumer around it. Connecting is not tried
+again: the one who waits is a person.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, overload
+
+from tenacity import RetryCallState
+from tenacity.stop import stop_base
+
+from reliable_mq.codec.methods import Reply, Step
+from reliable_mq.connection.interfaces import QuietClient
+from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused
+from reliable_mq.core.reconnect import Loss, Recovery
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError
+from reliable_mq.settings import ConnectionSettings
+from reliable_mq.sync.io_thread import IOThread
+
+__all__ = ["StepChannel"]
+
+_GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own deadlines
+
+
+class StepChannel(QuietClient):
+    """A channel to carry out steps on. A context manager: entering connects. One thread at a time may use it.
+
+    Args:
+        settings: where to; each host is tried once.
+        name: of the connection.
+        patience: seconds for which a connection that was lost is tried again.
+
+    Attributes:
+        server: what the broker says of itself; once entered.
+        frame_max: as negotiated, bytes; once entered.
+    """
+
+    server: ServerInfo
+    frame_max: int
+
+    def __init__(self, settings: ConnectionSettings, *, name: str, patience: float = 0.0) -> None:
+        self._changed = threading.Condition()
+        self._ready = False
+        self._error: ReliableMQError | None = None
+        self._timeout = settings.connect_timeout * len(settings.endpoints) + _GRACE
+        self._stop = _Stop(patience)
+        self._io = IOThread(
+            name=name,
+            settings=settings,
+            setup=_no_steps,
+            client=self,
+            recovery=Recovery(hosts=len(settings.endpoints), stop=self._stop),
+        )
+
+    def __enter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            BrokerUnavailable: no host could be reached, or none let us in.
+        """
+        self._io.start()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self._io.close(0)
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._io.close(_GRACE)
+
+    @overload
+    def perform(self, step: Step) -> Reply: ...
+
+    @overload
+    def perform(self, step: Pipeline) -> tuple[Reply, ...]: ...
+
+    def perform(self, step: Step | Pipeline) -> Reply | tuple[Reply, ...]:
+        """Carry out one step, or one pipeline of steps, and return the broker's reply. Blocks for a round trip.
+
+        Raises:
+            StepRefused: the broker closed the channel over it. The next step gets a new one.
+            BrokerUnavailable: the connection is lost.
+        """
+        self._wait_ready()
+        outcome: list[Any] = []
+        self._io.call_soon(lambda: self._io.run(_one(step), partial(self._performed, outcome)))
+        with self._changed:
+            if not self._changed.wait_for(lambda: outcome, self._timeout):
+                raise BrokerUnavailable(f"the broker did not answer {type(step).__name__} within {self._timeout:g} s")
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        reply: Reply | tuple[Reply, ...] = outcome[0]
+        return reply
+
+    def _wait_ready(self) -> None:
+        with self._changed:
+            timeout = self._timeout + self._stop.patience
+            if not self._changed.wait_for(lambda: self._ready or self._error is not None, timeout):
+                raise BrokerUnavailable(f"no answer within {timeout:g} s")
+            if not self._ready and self._error is not None:
+                raise self._error
+
+    # On the I/O thread
+
+    def _performed(self, outcome: list[Any], result: object) -> None:
+        with self._changed:
+            self._ready = self._ready and not isinstance(result, StepRefused)  # it costs the channel
+            outcome.append(result)
+            self._changed.notify_all()
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
+        with self._changed:
+            self.server, self.frame_max, self._ready, self._stop.was_ready = server, frame_max, True, True
+            self._changed.notify_all()
+
+    def lost(self, generation: int, loss: Loss) -> None:
+        with self._changed:
+            self._ready = False
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None:
+        with self._changed:
+            self._error = None if will_retry else error
+            self._changed.notify_all()
+
+
+class _Stop(stop_base):
+    """Connect once; and again for a while, where a connection was there before."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.was_ready = False
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return not self.was_ready or (retry_state.seconds_since_start or 0.0) >= self.patience
+
+
+def _no_steps(_server: ServerInfo) -> Generator[Step, Any, None]:
+    yield from ()
+
+
+def _one(step: Step | Pipeline) -> Generator[Step | Pipeline, Any, Any]:
+    return (yield step)

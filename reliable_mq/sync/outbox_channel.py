@@ -1,0 +1,432 @@
+"""The way into an outbox on the sync face: callers wait on their own threads.
+
+Everything here may be interrupted as a `reliable_mq.sync.publisher_channel.PublishingLane` may be: by a signal handler
+that calls it, or by an exception that one raises.
+
+Invariants: those of `reliable_mq.engine.outbox_channel`.
+
+How the rows of an outbox get onto the connection of a `Publisher`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from reliable_mq._util.threads import CallbackThread, Calls, Condition
+from reliable_mq.core.publisher.publication import StoredPublication
+from reliable_mq.engine.outbox_channel import ANSWER_AT_LEAST, CLOSE_GRACE, QUESTIONS, BaseStoringLane, Looks, not_open
+from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
+from reliable_mq.sync.confirmation import Confirmation, time_to_wait
+from reliable_mq.sync.publisher_channel import Room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reliable_mq._util.validation import Duration
+    from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+    from reliable_mq.engine.publisher_options import PublisherOptions
+    from reliable_mq.outbox.protocol import Claims, Outbox
+    from reliable_mq.outbox.relay import Carrier
+
+__all__ = ["RowCarrier", "StoredConfirmation", "StoringLane"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by itself
+
+
+class StoredConfirmation(StoredPublication, Confirmation):
+    """What ``submit`` returns where there is an outbox: known once the message is durable there."""
+
+    __slots__ = ("error",)
+
+    home: StoringLane
+
+    def exception(self, timeout: Duration | None = None) -> PublishError | None:
+        """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
+        if self.outcome is None:
+            wait = time_to_wait(timeout)
+            limit = self.accepted_at + self.home.timeout_of(self) - time.monotonic()
+            try:
+                self._wait(limit if wait is None else min(wait, limit))
+            except TimeoutError:
+                if wait is not None and wait < limit:
+                    raise
+                self.home.give_up(self)
+        error = self.failure()
+        if error is not None:
+            self._see()
+        return error
+
+
+class _Opening:
+    """An attempt to open the outbox; all of it is under the lane's lock.
+
+    Attributes:
+        waiting: threads that wait for it.
+        over: whether it has ended.
+        error: with which one, where it failed.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.over = False
+        self.error: BaseException | None = None
+
+
+class StoringLane(BaseStoringLane[StoredConfirmation]):
+    """See the module; the arguments are those of the base. Thread-safe.
+
+    Attributes:
+        lock: guards the window and the watchers of all confirmations.
+    """
+
+    def __init__(self, outbox: Outbox, carrier: Carrier, options: PublisherOptions, *, measured: bool) -> None:
+        self.lock = threading.RLock()
+        super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
+        self._changed = Condition(self.lock)
+        self._room = Room(self.lock, self._window, self._ask_for_room)
+        self._asked = False  # the writer's thread will look for room
+        self._callbacks = CallbackThread(f"{options.name}-callbacks")
+        self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
+        self._opening: _Opening | None = None
+        self._open_name = f"{options.name}-outbox-open"
+        self._closing = f"{options.name}-outbox-close"
+
+    # For callers
+
+    def start(self, timeout: float) -> None:
+        """Open the outbox, and start storing and relaying; by several threads, or again where it has failed.
+
+        Raises:
+            OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
+            UsageError: closed, or in a forked child.
+        """
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            self.check_waitable()
+            self._check_open()
+            if self.begun:
+                return
+            if self._opening is None:
+                self._opening = _Opening()
+                threading.Thread(target=self._open, args=(self._opening,), name=self._open_name, daemon=True).start()
+            opening = self._opening
+            opening.waiting += 1
+            try:
+                while not opening.over:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise not_open(self.outbox, timeout)
+                    self._changed.wait(min(remaining, _LOOK_AGAIN))
+                    self.check_waitable()
+                    self._check_open()
+            finally:
+                opening.waiting -= 1
+        if opening.error is not None:
+            raise opening.error
+
+    def submit(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+        """Store a message; waits for room, up to the publish's own deadline.
+
+        Raises:
+            OutboxError: no room in time; it was not stored.
+            UsageError: closed, or in a forked child.
+        """
+        self.check_waitable()
+        with self.lock:
+            self._check_open()
+            if self._room.waiting or not self._window.fits(confirmation.size):
+                self._wait_for_room(confirmation, row)
+            else:
+                self._take(confirmation, row)
+
+    def flush(self, timeout: float) -> int:
+        """Wait until every message in the outbox is published, or will not be by itself.
+
+        Returns how many are left after ``timeout`` seconds.
+
+        Raises:
+            OutboxError: the outbox cannot say what is in it.
+            TimeoutError: it does not answer.
+            UsageError: closed, by now; some are left.
+        """
+        self._check_relayed()
+        deadline = time.monotonic() + timeout
+        if not self._wait_stored(timeout):
+            return max(self._window.count, 1)
+        _, last = self._ask(self.outbox.backlog, deadline)
+        left = self._wait_relayed(last, deadline, lambda: True)
+        if left:
+            self._check_relayed()
+        return left
+
+    def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> None:
+        """Store all that was submitted; relay for up to ``timeout`` seconds while it is ``worth_waiting``; end.
+
+        May be called again, and by several threads.
+        """
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            self._closed = True
+            self._changed.notify_all()
+            self._room.wake()
+        left = 0
+        try:
+            if self._wait_stored(timeout):
+                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for what is outstanding then
+                left = self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
+        except (OutboxError, TimeoutError):
+            logger.exception("closing the publisher of %r", self.outbox)
+        # What is on its way to a broker that is not there stays where it is.
+        self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
+        self.relay.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        self._writer.stop()
+        self._writer.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        self._callbacks.stop()
+        self._callbacks.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        self._say_left(left)
+        try:
+            self._ask(self.outbox.close, deadline)
+        except (OutboxError, TimeoutError):
+            logger.exception("closing %r", self.outbox)
+        self._questions.close()
+
+    def abort(self) -> None:
+        """End without waiting, however far it was opened. What is stored stays.
+
+        The outbox is closed when its threads have ended.
+        """
+        with self.lock:
+            self._closed = True
+            self._changed.notify_all()
+        self.relay.stop(0.0)
+        self._writer.stop()
+        self._questions.close()
+        threading.Thread(target=self._close_outbox, name=self._closing, daemon=True).start()
+
+    # On a thread of its own
+
+    def _open(self, opening: _Opening) -> None:
+        """Open the outbox, however long that takes; where nobody waits for it any more, let go of it again."""
+        claims: Claims | None = None
+        try:
+            self.outbox.open()
+            claims = self.outbox.claims()
+        except BaseException as error:  # noqa: BLE001  # it is theirs who wait
+            opening.error = error
+        with self.lock:
+            if claims is not None and opening.waiting and not self._closed:
+                begins, claims = claims, None
+                try:
+                    self._begin(begins)
+                except BaseException as error:  # noqa: BLE001
+                    opening.error = error
+            self._opening = None
+            opening.over = True
+            self._changed.notify_all()
+        if claims is not None:
+            try:
+                claims.close()
+                self.outbox.close()
+            except OutboxError:
+                logger.exception("letting go of %r", self.outbox)
+
+    # For confirmations
+
+    def expect_callbacks(self) -> None:
+        """See to it that ``call_back`` needs no new thread."""
+        self._callbacks.start()
+
+    def call_back(self, call: Callable[[], object]) -> None:
+        """Run a user's callback."""
+        self._callbacks.put(call)
+
+    def check_waitable(self) -> None:
+        """Raise UsageError in a forked child, where nothing would ever be settled."""
+        self._check_not_forked()
+
+    def check_closable(self) -> None:
+        """Raise UsageError where closing would wait for the caller itself."""
+        if self._callbacks.is_current:
+            raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
+
+    def nudge(self) -> None:
+        """Nothing to do: what was left with the writer is never forgotten."""
+
+    def forget(self) -> None:
+        """This is a copy in a forked child."""
+        super().forget()
+        self._guard = self.lock = threading.RLock()
+
+    # On the writer's thread
+
+    def _stored(self, confirmations: list[StoredConfirmation], error: OutboxError | None) -> None:
+        self._settle(confirmations, error)
+        if error is None:
+            self.relay.wake()
+
+    def _settled(self, settlements: list[Settlement]) -> None:
+        self.relay.settled(settlements)
+        with self.lock:
+            self._changed.notify_all()
+
+    # Under the lock
+
+    def _tell_room(self) -> None:
+        self._give_room()
+        self._changed.notify_all()
+
+    def _ask_for_room(self) -> None:
+        if not self._asked:
+            self._writer.call(self._look_for_room)
+            self._asked = True
+
+    def _look_for_room(self) -> None:
+        with self.lock:
+            self._asked = False
+            self._give_room()
+
+    def _give_room(self) -> None:
+        if not (self._closed or self.forked):
+            self._room.give(crowded=False)
+
+    def _take(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+        self._writer.store(confirmation, row)
+        self._window.take(confirmation.size)
+
+    def _wait_for_room(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+        """Store a message once there is room."""
+        if not self._room.wait(
+            confirmation.size,
+            confirmation.accepted_at + self.timeout_of(confirmation),
+            partial(self._take, confirmation, row),
+            lambda: self._closed or self.forked,
+            passes=False,
+        ):
+            self.check_waitable()
+            self._check_open()
+            raise self._no_room(confirmation)
+
+    # Without it
+
+    def _ask(self, question: Callable[[], T], deadline: float) -> T:
+        """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        limit = min(max(deadline - time.monotonic(), ANSWER_AT_LEAST), threading.TIMEOUT_MAX)
+        try:
+            return self._questions.call(lambda _: question(), limit)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self.outbox!r} does not answer: {error}") from error
+
+    def _wait_stored(self, timeout: float) -> bool:
+        """Wait until everything submitted before has its answer."""
+        self.check_waitable()
+        deadline = time.monotonic() + timeout
+        answered = threading.Event()
+        self._writer.call(answered.set)
+        with self.lock:
+            while not answered.is_set():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or self._writer.ended:
+                    return self._writer.ended
+                self._changed.wait(min(remaining, _LOOK_AGAIN))
+        return True
+
+    def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
+        """Wait until nothing is left up to the row ``last``; return what is left at the end."""
+        looks = Looks()
+        while True:
+            began = time.monotonic()
+            left, _ = self._ask(lambda: self.outbox.backlog(last), deadline)
+            now = time.monotonic()
+            if not left or now >= deadline or not worth_waiting():
+                return left
+            time.sleep(min(deadline - now, looks.pause_after(left, now, now - began)))
+            self.check_waitable()
+            if self.relay.ended:  # closed, by another thread
+                return left
+
+
+_PART_WAITED_FOR: Final = 4  # of what is outstanding: a quarter
+_SWEEP_EVERY: Final = 0.05  # seconds: a row in front may take long, those behind it need not
+
+
+class RowCarrier:
+    """Publishes rows and collects what became of them. For the relay's thread.
+
+    Args:
+        connect: begins to connect; may wait for the first verdict.
+        send: submits a row to the publisher's lane.
+    """
+
+    def __init__(self, connect: Callable[[], None], send: Callable[[OutboxRow], Confirmation]) -> None:
+        self._connect = connect
+        self._send = send
+        self._outstanding: deque[tuple[OutboxRow, Confirmation]] = deque()
+        self._failed: list[tuple[OutboxRow, ReliableMQError | None]] = []
+        self._swept_at = 0.0
+        self._watched: Confirmation | None = None
+
+    def connect(self) -> None:
+        """Begin to connect."""
+        self._connect()
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """Publish rows; where nothing can be published, none of the others is tried."""
+        failure: ReliableMQError | None = None
+        for row in rows:
+            if failure is None:
+                try:
+                    self._outstanding.append((row, self._send(row)))
+                    continue
+                except (PublishError, ConfigurationError) as error:  # about this row
+                    self._failed.append((row, error))
+                    continue
+                except ReliableMQError as error:
+                    failure = error
+            self._failed.append((row, failure))
+
+    def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
+        """Give the rows whose publish has ended."""
+        settled, self._failed = self._failed, []
+        outstanding = self._outstanding
+        while outstanding and outstanding[0][1].outcome is not None:
+            row, confirmation = outstanding.popleft()
+            settled.append((row, confirmation.failure()))
+        now = time.monotonic()
+        if outstanding and now - self._swept_at >= _SWEEP_EVERY:
+            self._swept_at = now
+            left: deque[tuple[OutboxRow, Confirmation]] = deque()
+            for row, confirmation in outstanding:
+                if confirmation.outcome is None:
+                    left.append((row, confirmation))
+                else:
+                    settled.append((row, confirmation.failure()))
+            self._outstanding = left
+        return settled
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Have the relay woken by the outcome of a row near the front: every wake-up costs as much as some rows."""
+        if self._failed:
+            wake()
+        elif self._outstanding:
+            confirmation = self._outstanding[len(self._outstanding) // _PART_WAITED_FOR][1]
+            if confirmation is not self._watched:
+                self._watched = confirmation
+                with confirmation.home.lock:
+                    if confirmation.outcome is None:
+                        confirmation.watchers = [wake]
+                        return
+            if confirmation.outcome is not None:
+                wake()

@@ -1,0 +1,462 @@
+"""One direction of a connection through the proxy.
+
+A pipe takes what its source sent, counts, asks the frame faults, and lets bytes out to its target as the line allows.
+What cannot leave yet waits in one queue, in order, and so does the end of the stream: a FIN or a reset behind a black
+hole arrives when the hole is gone, as with TCP, where the middle of a stream is never lost.
+
+Invariants:
+- everything here runs on the proxy's thread;
+- without a fault, a chunk is written in the call that read it, whole;
+- the source is read only while the queue is short, so that a slow or silent target is felt by the sender.
+
+One connection through the proxy: the client's socket, the broker's socket, and a pipe each way between them.
+
+Invariants:
+- everything here runs on the proxy's thread;
+- the end of one socket reaches the other through the pipe, behind the bytes that came before it;
+- once `Link.cut` was called, nothing passes any more, and both sockets are closed within `_FIN_PATIENCE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import socket
+import struct
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from reliable_mq.testing.faults import Cut, Direction, Line
+from reliable_mq.testing.frames import Chunk, Frame, Splitter, parse
+
+if TYPE_CHECKING:
+    import random
+    from collections import Counter
+
+    from reliable_mq.testing.faults import FrameFault
+
+__all__ = ["Board", "Link", "Pipe", "Side"]
+
+logger = logging.getLogger(__name__)
+_BACKLOG: Final = 256 * 1024
+_THROTTLED_BACKLOG: Final = 64 * 1024
+_DELAYED_BACKLOG: Final = 16 * 1024 * 1024
+_BLACK_HOLE_BACKLOG: Final = 64 * 1024 * 1024
+_SLICES_PER_SECOND: Final = 50
+_SMALLEST_SLICE: Final = 64
+
+
+class _End(enum.Enum):
+    """How a stream ends; waits in the queue like bytes."""
+
+    FIN = enum.auto()
+    RESET = enum.auto()
+    CUT_FIN = enum.auto()
+    CUT_RESET = enum.auto()
+
+
+class Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, link: Link, direction: Direction, source: Side, target: Side, line: Line) -> None:
+        self.finished = False
+        self.line = line
+        self._clear = _is_clear(line)
+        self._link = link
+        self._direction: Direction = direction
+        self._source = source
+        self._target = target
+        self._board = link.board
+        self._faults = link.board.faults[direction]
+        self._splitter = Splitter()
+        self._queue: deque[tuple[float, bytes | _End, list[int]]] = deque()
+        self._backlog = 0
+        self._late_until = 0.0
+        self._free_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._injections: list[bytes] = []
+        self._discarding = False
+        self._stopped = False
+
+    def feed(self, data: bytes) -> None:
+        """Take what the source sent."""
+        if self._stopped:
+            return
+        chunk = self._splitter.feed(data)
+        self._board.seen[self._direction].update(chunk.keys)
+        if self._injections and chunk.boundary is not None:
+            self._split(chunk, chunk.boundary)
+        else:
+            self._filter(chunk.data, chunk.keys)
+        self.update()
+
+    def end(self, *, reset: bool) -> None:
+        """The source has ended."""
+        if self._stopped:
+            return
+        if self._target.lost or self._target.mute:
+            self._link.cut(reset=True)
+            return
+        if not reset:
+            self._emit(self._splitter.take_rest(), [])
+        self._enqueue(_End.RESET if reset else _End.FIN)
+        self.update()
+
+    def target_lost(self) -> None:
+        """Nobody is left to write to: read on and throw away, so that the end of the source is seen."""
+        self._discarding = True
+        self._queue.clear()
+        self._backlog = 0
+        self.update()
+
+    def set_line(self, line: Line) -> None:
+        """Change what the line does, for what waits already, too."""
+        if not line.delay and self.line.delay:
+            self._queue = deque((0.0, item, keys) for _, item, keys in self._queue)
+            self._late_until = 0.0
+        self._free_at = 0.0
+        self.line = line
+        self._clear = _is_clear(line)
+        self.update()
+
+    def inject(self, data: bytes) -> None:
+        """Put in whole frames, where no content is under way."""
+        if self._splitter.between_contents or self._splitter.opaque:
+            self._emit(data, _keys(data))
+            self.update()
+        else:
+            self._injections.append(data)
+
+    def emit_frames(self, frames: list[Frame]) -> None:
+        """Let out frames that were held back."""
+        self._emit(b"".join(frame.raw for frame in frames), [frame.key for frame in frames])
+        self.update()
+
+    def stop(self) -> None:
+        """Nothing leaves any more."""
+        self._stopped = True
+        self._queue.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def update(self) -> None:
+        """Let out what may leave, and read on or not, as the line, the queue and the target now are."""
+        self._flush()
+        line = self.line
+        if line.black_hole:
+            limit = _BLACK_HOLE_BACKLOG
+        elif line.rate is not None:
+            limit = _THROTTLED_BACKLOG
+        else:
+            limit = _DELAYED_BACKLOG if line.delay else _BACKLOG
+        self._source.read(self._link.connected and not line.stop_reading and self._backlog < limit)
+        self._board.changed()
+
+    def _split(self, chunk: Chunk, boundary: int) -> None:
+        before, after = chunk.data[:boundary], chunk.data[boundary:]
+        self._filter(before, _keys(before))
+        injections, self._injections = self._injections, []
+        for data in injections:
+            self._emit(data, _keys(data))
+        self._filter(after, _keys(after))
+
+    def _filter(self, data: bytes, keys: list[int]) -> None:
+        if not self._faults:
+            self._emit(data, keys)
+            return
+        out: list[bytes] = []
+        out_keys: list[int] = []
+        for part in parse(data):
+            if isinstance(part, bytes):
+                out.append(part)
+                continue
+            for step in self._ask(part):
+                if isinstance(step, Cut):
+                    self._emit(b"".join(out) + step.data, out_keys)
+                    self._enqueue(_End.CUT_RESET if step.reset else _End.CUT_FIN)
+                    self._discarding = True
+                    return
+                out.append(step.raw)
+                out_keys.append(step.key)
+        self._emit(b"".join(out), out_keys)
+
+    def _ask(self, frame: Frame) -> list[Frame | Cut]:
+        steps: list[Frame | Cut] = [frame]
+        try:
+            for fault in tuple(self._faults):
+                answers: list[Frame | Cut] = []
+                for step in steps:
+                    if isinstance(step, Cut):
+                        answers.append(step)
+                    else:
+                        answers.extend(fault.apply(self._link.number, step))
+                steps = answers
+        except Exception as error:
+            logger.exception("a rewrite function raised; the connection is reset")
+            self._board.failed(error)
+            return [Cut()]
+        self._faults[:] = [fault for fault in self._faults if not fault.spent]
+        return steps
+
+    def _emit(self, data: bytes, keys: list[int]) -> None:
+        if not data or self._discarding or self._stopped:
+            return
+        if self._clear and not self._queue and self._target.writable:
+            self._write(data, keys)
+        else:
+            self._enqueue(data, keys)
+
+    def _enqueue(self, item: bytes | _End, keys: list[int] | None = None) -> None:
+        if self._discarding or self._stopped:
+            return
+        due = 0.0
+        if self.line.delay:
+            jitter = self._board.random.uniform(-self.line.jitter, self.line.jitter) if self.line.jitter else 0.0
+            due = asyncio.get_running_loop().time() + self.line.delay + jitter
+            # Bytes do not overtake one another, however the jitter falls.
+            due = self._late_until = max(due, self._late_until)
+        if isinstance(item, bytes):
+            self._backlog += len(item)
+        self._queue.append((due, item, keys or []))
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        while self._queue and self._target.writable and not self.line.black_hole:
+            due, item, keys = self._queue[0]
+            if self.line.rate is not None:
+                due = max(due, self._free_at)
+            if due > loop.time():
+                self._timer = loop.call_at(due, self.update)
+                return
+            self._queue.popleft()
+            if isinstance(item, _End):
+                self._finish(item)
+                return
+            rate = self.line.rate
+            if rate is not None:
+                size = max(_SMALLEST_SLICE, int(rate / _SLICES_PER_SECOND))
+                if len(item) > size:
+                    self._queue.appendleft((0.0, item[size:], keys))
+                    item, keys = item[:size], []
+                self._free_at = max(self._free_at, loop.time()) + len(item) / rate
+            self._backlog -= len(item)
+            self._write(item, keys)
+
+    def _write(self, data: bytes, keys: list[int]) -> None:
+        # Counted first: who has received a frame may ask at once.
+        self._board.forwarded_bytes[self._direction] += len(data)
+        self._board.forwarded[self._direction].update(keys)
+        self._target.write(data)
+
+    def _finish(self, end: _End) -> None:
+        if end is _End.FIN:
+            self.finished = True
+            self._target.end_writing()
+            self._link.pipe_finished()
+        else:
+            self._link.cut(reset=end is not _End.CUT_FIN)
+
+
+def _is_clear(line: Line) -> bool:
+    return not (line.black_hole or line.delay or line.rate is not None)
+
+
+def _keys(data: bytes) -> list[int]:
+    return [part.key for part in parse(data) if isinstance(part, Frame)]
+
+
+_FIN_PATIENCE: Final = 5.0
+"""Seconds that a peer has to answer the orderly end of a connection before it is reset."""
+_LINGER_ZERO: Final = struct.pack("ii", 1, 0)
+
+
+class Board(Protocol):
+    """What a connection shares with all others of its proxy."""
+
+    random: random.Random
+    seen: dict[Direction, Counter[int]]
+    forwarded: dict[Direction, Counter[int]]
+    forwarded_bytes: dict[Direction, int]
+    faults: dict[Direction, list[FrameFault]]
+
+    def changed(self) -> None:
+        """Something that can be observed has changed."""
+
+    def failed(self, error: Exception) -> None:
+        """A fault raised."""
+
+    def ended(self, link: Link) -> None:
+        """Both sockets of a connection are closed."""
+
+
+class Link:
+    """One connection: the client's socket, the broker's socket, and the pipes."""
+
+    def __init__(self, number: int, board: Board, lines: dict[Direction, Line]) -> None:
+        self.number = number
+        self.board = board
+        self.client = Side(self)
+        self.broker = Side(self)
+        self.pipes: dict[Direction, Pipe] = {
+            "to_broker": Pipe(self, "to_broker", self.client, self.broker, lines["to_broker"]),
+            "to_client": Pipe(self, "to_client", self.broker, self.client, lines["to_client"]),
+        }
+        self.client.outbound, self.client.inbound = self.pipes["to_broker"], self.pipes["to_client"]
+        self.broker.outbound, self.broker.inbound = self.pipes["to_client"], self.pipes["to_broker"]
+        self.connected = False
+        self.closing = False
+        self.orphaned = False
+        self._guard: asyncio.TimerHandle | None = None
+
+    @property
+    def live(self) -> bool:
+        """Both sockets are connected, and neither end has begun to close."""
+        return self.connected and not (self.closing or self.client.ended or self.broker.ended)
+
+    def start(self) -> None:
+        """Let bytes flow: the broker's socket is connected."""
+        self.connected = True
+        for pipe in self.pipes.values():
+            pipe.update()
+        self.board.changed()
+
+    def cut(self, *, reset: bool) -> None:
+        """End both sides now; what has not left is lost."""
+        self.closing = True
+        for pipe in self.pipes.values():
+            pipe.stop()
+        for side in (self.client, self.broker):
+            side.reset() if reset else side.finish()
+        if not reset:
+            loop = asyncio.get_running_loop()
+            self._guard = loop.call_later(_FIN_PATIENCE, lambda: self.cut(reset=True))
+        self.board.changed()
+
+    def cut_side(self, side: Side, *, reset: bool) -> None:
+        """End one side; the other stays open, and hears nothing of it."""
+        self.orphaned = True
+        side.orphan()
+        side.reset() if reset else side.finish()
+        self.board.changed()
+
+    def pipe_finished(self) -> None:
+        """One direction has come to its end, with all that was in it."""
+        if all(pipe.finished for pipe in self.pipes.values()):
+            self.cut(reset=False)
+
+    def side_lost(self) -> None:
+        """A socket was closed."""
+        if self.client.lost and (self.broker.lost or not self.connected):
+            if self._guard is not None:
+                self._guard.cancel()
+            for pipe in self.pipes.values():
+                pipe.stop()
+            self.board.ended(self)
+        self.board.changed()
+
+
+class Side(asyncio.Protocol):
+    """One socket of a connection."""
+
+    outbound: Pipe
+    """What it reads goes in here."""
+    inbound: Pipe
+    """What it writes comes from here."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._transport: asyncio.Transport | None = None
+        self.mute = False
+        self.writable = False
+        self.ended = False
+        self.lost = False
+
+    @property
+    def opened(self) -> bool:
+        """It is, or was, connected."""
+        return self._transport is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        # The transport buffers nothing beyond one write, so that the pipe's queue is the only one, and is bounded.
+        self._transport.set_write_buffer_limits(high=0)
+        self._transport.pause_reading()
+        self.writable = True
+        if self._link.closing:
+            self.reset()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.mute:
+            self.outbound.feed(data)
+
+    def eof_received(self) -> bool:
+        already_closing = self.mute or self._link.closing
+        self._end(reset=False)
+        return not already_closing
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+        self.writable = False
+        self._end(reset=error is not None)
+        self.inbound.target_lost()
+        self._link.side_lost()
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        # Not at once: asyncio (of 3.11) closes a transport twice where a write from in here finds the peer gone.
+        asyncio.get_running_loop().call_soon(self.inbound.update)
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def end_writing(self) -> None:
+        """Send a FIN; go on reading, which tells where the peer has reset the connection already."""
+        if self._transport is not None and not self._transport.is_closing():
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
+
+    def read(self, wanted: bool) -> None:
+        """Read on, or stop."""
+        if self._transport is not None and not self._transport.is_closing():
+            if wanted or self._link.closing or self.mute:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def orphan(self) -> None:
+        """From now on nothing passes between here and the other side."""
+        self.mute = True
+        self.inbound.target_lost()
+
+    def finish(self) -> None:
+        """Send a FIN and close once the peer has: a close with unread bytes would be a reset."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.ended:
+            self._transport.close()
+        else:
+            self.end_writing()
+            self._transport.resume_reading()
+
+    def reset(self) -> None:
+        """Close at once with a TCP reset."""
+        if self._transport is not None and not self.lost:
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
+            self._transport.abort()
+
+    def _end(self, *, reset: bool) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if not self.mute:
+            self.outbound.end(reset=reset)

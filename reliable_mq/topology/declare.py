@@ -1,0 +1,228 @@
+"""What the broker's refusal of a declaration means, read from its text: AMQP gives it no other form.
+
+The texts are those of RabbitMQ 4.0 and 4.3; one that is not understood is handed on as it is. RabbitMQ cuts a text at
+255 bytes, so that with a long name the values, or all of it, may be missing.
+
+In which order a topology is declared: what is referred to comes before what refers to it, and nothing twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Final, NamedTuple
+
+from reliable_mq.errors import ConfigurationError, Difference, TopologyMismatch
+from reliable_mq.topology.exchange import Binding, Exchange
+from reliable_mq.topology.queue import Queue
+
+__all__ = [
+    "Declaration",
+    "Inequivalence",
+    "declarations",
+    "inequivalence_from_reply",
+    "mismatch_from_differences",
+    "mismatch_from_reply",
+]
+
+_ARGUMENT: Final = re.compile(r"inequivalent arg '(?P<argument>[^']+)' for ")
+_VALUES: Final = re.compile(r" in vhost '.*?': received (?P<declared>.*) but current is (?P<existing>.*)$", re.DOTALL)
+_TYPED_VALUE: Final = re.compile(r"the value '(?P<value>.*)' of type '(?P<type>[^']*)'", re.DOTALL)
+_NUMBER: Final = re.compile(r"-?[0-9]+")
+_INVALID: Final = re.compile(r"invalid (?:arg|property) '(?P<argument>[^']+)' for ")
+_UNKNOWN_TYPE: Final = re.compile(r"(?:unknown|invalid) exchange type '(?P<type>.*)'", re.DOTALL)
+
+_TO_DO: Final = {
+    "queue": (
+        "RabbitMQ cannot change an existing queue: declare it as it is (in arguments, None leaves one of our defaults "
+        "out), use its plain name, or delete it first"
+    ),
+    "exchange": (
+        "RabbitMQ cannot change an existing exchange: declare it as it is, use its plain name, or delete it first"
+    ),
+}
+
+
+def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyMismatch:
+    """Return the error for a declaration that the broker refused.
+
+    Args:
+        kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
+        name: of what was declared.
+        code: the reply code, e.g. 406.
+        text: the reply text.
+    """
+    what = f"{kind} {name!r}"
+    inequivalence = inequivalence_from_reply(kind, name, text)
+    if inequivalence is not None:
+        return mismatch_from_differences(
+            kind, name, [inequivalence.difference], more="" if inequivalence.is_known else text
+        )
+    invalid = _INVALID.search(text)
+    if invalid is not None:
+        message = f"{what} cannot have {invalid['argument']!r} on this broker: {text} ({code})"
+        return TopologyMismatch(message, kind=kind, name=name, argument=invalid["argument"])
+    unknown_type = _UNKNOWN_TYPE.search(text)
+    if unknown_type is not None:
+        declared = unknown_type["type"]
+        message = f"{what}: the broker has no exchange type {declared!r}; enable the plugin that provides it ({code})"
+        return TopologyMismatch(message, kind=kind, name=name, argument="type", declared=declared)
+    return TopologyMismatch(f"the broker refused to declare {what}: {text} ({code})", kind=kind, name=name)
+
+
+class Inequivalence(NamedTuple):
+    """The argument that differs, and its values as the broker wrote them; None where the text was cut."""
+
+    argument: str
+    declared: str | None
+    existing: str | None
+
+    @property
+    def difference(self) -> Difference:
+        """The same for a user: without types and quotes."""
+        return Difference(self.argument, _value(self.declared), _value(self.existing))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the text says which value exists, or that none does."""
+        return self.existing is not None
+
+    def existing_value(self, declared: object) -> object:
+        """Return the value that exists, in its type; None where the argument does not exist.
+
+        Args:
+            declared: the value that was declared, which has the type of a value that is written without one.
+        """
+        if self.existing is None or self.existing == "none":
+            return None
+        typed = _TYPED_VALUE.fullmatch(self.existing)
+        value = str(_value(self.existing))
+        if isinstance(declared, bool) if typed is None else typed["type"] == "bool":
+            return value == "true"
+        numeric = isinstance(declared, int) if typed is None else typed["type"] != "longstr"
+        return int(value) if numeric and _NUMBER.fullmatch(value) else value
+
+
+def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence | None:
+    """Return the argument that the broker named in a refusal; None where the refusal has another reason.
+
+    Args:
+        kind: ``"queue"`` or ``"exchange"``.
+        name: the name in the declaration.
+        text: the reply text.
+    """
+    argument = _ARGUMENT.search(text)
+    if argument is None:
+        return None
+    # Names may hold quotes or text like the rest of the reply, so ours is skipped as a whole.
+    values = _VALUES.match(text.partition(f" for {kind} '{name}'")[2])
+    if values is None:
+        return Inequivalence(argument["argument"], None, None)
+    return Inequivalence(argument["argument"], values["declared"], values["existing"])
+
+
+def mismatch_from_differences(
+    kind: str, name: str, differences: Sequence[Difference], *, more: str = ""
+) -> TopologyMismatch:
+    """Return the error for a declaration that differs from what exists.
+
+    Args:
+        kind: ``"queue"`` or ``"exchange"``.
+        name: the name in the declaration.
+        differences: at least one.
+        more: the reply of the broker that ended the search; empty where there are no more differences.
+    """
+    shown = "; ".join(map(_described, differences))
+    if more:
+        shown += f" (more may differ, the broker answered: {more})"
+    to_do = _TO_DO.get(kind, "declare it as it is")
+    return TopologyMismatch(f"{kind} {name!r}: {shown}. {to_do}", kind=kind, name=name, differences=differences)
+
+
+def _described(difference: Difference) -> str:
+    argument, declared, existing = difference
+    if declared is None or existing is None:
+        return f"its {argument} differs from what exists"
+    return f"{argument} is declared as {_shown(declared)}, but exists as {_shown(existing)}"
+
+
+def _value(text: str | None) -> str | None:
+    """The value alone: RabbitMQ writes ``'20'``, ``the value '20' of type 'signedint'`` or ``none``."""
+    if text is None:
+        return None
+    typed = _TYPED_VALUE.fullmatch(text)
+    if typed is not None:
+        return typed["value"]
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
+
+
+def _shown(value: str) -> str:
+    return value if value == "none" else repr(value)
+
+
+Declaration = Queue | Exchange | Binding
+
+
+def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
+    """Return what to declare, in order: exchanges, queues (each after its dead-letter queue), then bindings.
+
+    What a queue, an exchange or a binding refers to is declared too, unless it is a plain name.
+
+    Args:
+        topology: in any order; what is equal may be in it repeatedly.
+
+    Raises:
+        ConfigurationError: something else is in it, or two that have one name and differ.
+    """
+    collected = _Collected()
+    for item in _listed(topology):
+        collected.add(item)
+    return [*collected.exchanges.values(), *collected.queues.values(), *collected.bindings]
+
+
+class _Collected:
+    """What was found so far, by kind, in the order of declaration."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[str, Exchange] = {}
+        self.queues: dict[str, Queue] = {}
+        self.bindings: dict[Binding, None] = {}
+
+    def add(self, item: object) -> None:
+        match item:
+            case Exchange():
+                self._refer(item.alternate_exchange)
+                _check_same("exchange", item, self.exchanges.get(item.name))
+                self.exchanges[item.name] = item
+            case Queue():
+                self._refer(item.dead_letter_queue)
+                _check_same("queue", item, self.queues.get(item.name))
+                self.queues[item.name] = item
+            case Binding():
+                self._refer(item.source)
+                self._refer(item.destination)
+                self.bindings[item] = None
+            case _:
+                raise ConfigurationError(
+                    f"topology holds a {type(item).__name__}: it takes Queue, Exchange and Binding"
+                    + (" (what exists and is not to be declared is left out)" if isinstance(item, str) else "")
+                )
+
+    def _refer(self, item: Queue | Exchange | str | None) -> None:
+        if item is not None and not isinstance(item, str):
+            self.add(item)
+
+
+def _listed(topology: object) -> Iterable[object]:
+    if isinstance(topology, str | Queue | Exchange | Binding) or not isinstance(topology, Iterable):
+        raise ConfigurationError(f"topology must be a list, not one {type(topology).__name__}: put it in brackets")
+    return topology
+
+
+def _check_same(kind: str, one: Queue | Exchange, other: Queue | Exchange | None) -> None:
+    if other is None or one == other:
+        return
+    names = [name for name in (field.name for field in fields(one)) if getattr(one, name) != getattr(other, name)]
+    differences = ", ".join(f"{name} {getattr(other, name)!r} and {getattr(one, name)!r}" for name in names)
+    raise ConfigurationError(f"{kind} {one.name!r} is in the topology twice, with {differences}: declare it once")
