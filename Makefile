@@ -42,9 +42,9 @@ test:  ## all tests: without a broker, then against real ones
 test-unit:  ## the tests that need no broker, and the coverage of the core
 	@tests/parts.sh test-core test-rest
 
-# The core is covered by its own tests, every branch of it; what else runs its lines does not count.
+# The core and the codec are covered by their own tests, every branch; what else runs their lines does not count.
 test-core: venv
-	$(PYTEST) tests/core -m traced -n auto --cov=reliable_mq.core --cov-report=term-missing --cov-fail-under=100 $(ARGS)
+	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
 test-rest: venv
 	$(PYTEST) tests -m "not traced" -n $(JOBS) $(ARGS)

@@ -24,7 +24,7 @@ from reliable_mq.core.consumer.settlement import NoticeKind
 from reliable_mq.core.retry.dead_letters import Purpose, Republish
 from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
 from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
-from tests.core.test_transit import waited
+from tests.core.test_retry_headers import waited
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ whole frames at a time; content, and the methods of our one channel, do not. Out
 transport, in one piece; aiormq's own writes are whole frames, too. So none of its queues, locks, tasks and futures is
 on the way of a message. Channels are ours because those of aiormq take a task and a lock a method, cannot declare what
 its codec does not name, and may lose a close-ok, which costs the connection. What is private to aiormq in this is
-little; its version is pinned, and ``tests/aio/test_driver_layers.py`` says what is missing when it moves.
+little; its version is pinned, and ``tests/connection/test_aiormq_layers.py`` says what is missing when it moves.
 
 Invariants:
 

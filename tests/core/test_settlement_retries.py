@@ -12,7 +12,7 @@ from reliable_mq import IdempotencyStoreError
 from reliable_mq.core.consumer.handler import Call, ClaimKeys, Complete, Failed, Outcome, Release, Step, What
 from reliable_mq.core.idempotency import Claim, ClaimStatus, Owed
 from tests.core.deliveries import delivery
-from tests.core.test_handling import HOUR, Runner, only, refuse
+from tests.core.test_handler import HOUR, Runner, only, refuse
 
 
 def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt() -> None:

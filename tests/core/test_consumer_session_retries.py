@@ -26,7 +26,7 @@ from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
 from reliable_mq.core.retry.retry_headers import unpack
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
-from tests.core.test_transit import waited
+from tests.core.test_retry_headers import waited
 
 BLOCKED = PublishBlocked("memory alarm")
 NACKED = PublishNacked("full")

@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, delete, select
 from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soaking
 from reliable_mq.outbox import SQLAlchemyOutbox
-from tests.outbox.claims_contract import ClaimsContract, TableOutbox, store, take
+from tests.outbox.row_leases_contract import ClaimsContract, TableOutbox, store, take
 from tests.outbox.test_outboxes import STEPS, Clock, Model
 
 if TYPE_CHECKING:

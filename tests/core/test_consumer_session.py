@@ -1,4 +1,4 @@
-"""The consuming session: handlers and their results. The state machine is in `test_consuming_machine`."""
+"""The consuming session: handlers and their results. The state machine is in `test_consumer_session_machine`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from reliable_mq.core.retry.dead_letters import DeadLetters, Purpose, Target
 from reliable_mq.core.retry.delay_queues import Ladder
 from reliable_mq.core.retry.retry_headers import Transit, unpack
 from tests.core.deliveries import BROKEN_TABLE, delivery
-from tests.core.test_transit import waited
+from tests.core.test_retry_headers import waited
 
 DEAD = DeadLetters(Target("", "orders.dead"), consumer="c", version="0")
 

@@ -30,7 +30,7 @@ from reliable_mq.codec import (
     rewrite_properties,
     split_properties,
 )
-from tests.core.codec.test_reader import HEARTBEAT, PROTOCOL_HEADER, Recorder, Sink, ack, content, deliver, method
+from tests.codec.test_reader import HEARTBEAT, PROTOCOL_HEADER, Recorder, Sink, ack, content, deliver, method
 
 if TYPE_CHECKING:
     from collections.abc import Callable
