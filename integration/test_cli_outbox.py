@@ -19,7 +19,7 @@ from integration.support.command_line import run_cli, start_cli
 from integration.support.queues import bodies
 from integration.support.waiting import wait_until
 from reliable_mq import Message
-from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def test_nothing_that_others_wrote_reaches_the_terminal_as_it_is(outbox: Outbox,
     store(outbox, "orders", "\x1b[2Jgone", "[/evil]", "\u202eleft")
     claims = outbox.claims()
     reason = "refused: \x1b]0;title\x07\r\n\x9b31m"
-    outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, reason) for row in claims.take(10).rows])
+    outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, reason) for row in claims.take(10).rows])
     claims.close()
     for arguments in ((), ("--json",)):
         shown = run_cli("outbox", "status", where, *arguments).stdout.decode()

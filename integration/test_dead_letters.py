@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.core.consumer.delivery import Source
+    from reliable_mq.core.consumer.delivery import ChannelGeneration
     from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders")
@@ -203,7 +203,7 @@ def test_what_others_take_meanwhile_is_not_waited_for(any_vhost: VirtualHost, mo
         channel = connection.channel()
         take = dead._channel._consume
 
-        def late(source: Source, wanted: int) -> None:
+        def late(source: ChannelGeneration, wanted: int) -> None:
             for _ in range(25):
                 assert channel.basic_get("letters")[0] is not None
             take(source, wanted)

@@ -13,7 +13,7 @@ from integration.support.programs import environment
 from integration.support.seeds import soaking
 from integration.support.syncs import traced
 from reliable_mq import Message, OutboxError
-from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_f40_an_outbox_torn_at_any_byte_recovers_what_was_accepted(tmp_path: Pat
         settled = []
         if commit % 7 == 0 and len(accepted) > 50:
             claims = outbox.claims()
-            settled = [Settlement(row, Fate.CONFIRMED) for row in claims.take(25).rows]
+            settled = [RowSettlement(row, RowOutcome.CONFIRMED) for row in claims.take(25).rows]
             claims.close()
         outbox.write([NewRow(Message(body), "", "orders", True, None) for body in new], settled)
         removed = len(settled)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from integration.support.management import VirtualHost
-    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.testing import FaultProxyFactory
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
@@ -32,7 +32,7 @@ class Full(SQLiteOutbox):
 
     full = False
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         if rows and self.full:
             raise OutboxError("the disk is full")
         super().write(rows, settlements)

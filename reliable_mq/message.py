@@ -16,7 +16,7 @@ from secrets import randbits
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, TypeVar, Unpack
 
-from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.codec import (
     CodecError,
     Properties,
@@ -396,4 +396,4 @@ def _refill() -> str:
     return tail
 
 
-in_child(ForkStage.RENEW, _random_digits.clear)
+at_fork(ForkStage.RENEW, _random_digits.clear)

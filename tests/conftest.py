@@ -34,11 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
-    for item in items:
-        if not isinstance(item, pytest.Function) or not any(path in item.path.parents for path in TRACED):
-            continue
-        if not hasattr(item.obj, "is_hypothesis_test") and "assert_same_cost" not in item.fixturenames:
-            item.add_marker("traced")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not isinstance(item, pytest.Function) or not any(path in item.path.parents for path in TRACED):
+        return
+    if not hasattr(item.obj, "is_hypothesis_test") and "assert_same_cost" not in item.fixturenames:
+        item.add_marker("traced")
 
 
 def pytest_report_header() -> list[str]:

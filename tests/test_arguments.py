@@ -8,12 +8,14 @@ import pytest
 
 from reliable_mq import ConfigurationError, Queue
 from reliable_mq.topology import TopologyWarning
-from reliable_mq.topology.arguments import Flaw, lint_arguments
+from reliable_mq.topology.arguments import ArgumentProblem, lint_arguments
 
 DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 
 
-def lint(arguments: dict[str, object], kind: str = "quorum", version: tuple[int, ...] | None = None) -> list[Flaw]:
+def lint(
+    arguments: dict[str, object], kind: str = "quorum", version: tuple[int, ...] | None = None
+) -> list[ArgumentProblem]:
     return lint_arguments(arguments, kind, version)
 
 

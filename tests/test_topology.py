@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.topology import OWN, Binding, Exchange, Queue, declarations, mismatch_from_reply
+from reliable_mq.topology import DEFAULT, Binding, Exchange, Queue, declarations, mismatch_from_reply
 
 V3_9, V3_13, V4_0, V4_3 = (3, 9, 0), (3, 13, 7), (4, 0, 5), (4, 3, 6)
 
@@ -169,7 +169,7 @@ def test_declarations_are_values_that_can_be_hashed_copied_and_pickled(item: Any
         assert same == item
         assert hash(same) == hash(item)
         assert repr(same) == repr(item)
-    assert pickle.loads(pickle.dumps(OWN)) is OWN
+    assert pickle.loads(pickle.dumps(DEFAULT)) is DEFAULT
 
 
 values = st.recursive(
@@ -360,7 +360,7 @@ def test_bindings_that_differ_in_arguments_are_both_declared() -> None:
             [Queue("q"), Queue("q", type="classic")],
             "queue 'q' is in the topology twice, with type 'quorum' and 'classic'",
         ),
-        ([Queue("q"), Queue("q.dead")], "queue 'q.dead' is in the topology twice, with dead_letter None and OWN"),
+        ([Queue("q"), Queue("q.dead")], "queue 'q.dead' is in the topology twice, with dead_letter None and DEFAULT"),
         ([Queue("q"), Queue("q", arguments={"a": 1})], "with arguments {} and {'a': 1}"),
         ([Exchange("e"), Binding(Exchange("e", type="topic"), "q")], "exchange 'e' .* with type 'direct' and 'topic'"),
         (["q"], "holds a str: .* left out"),

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine
 from integration.support.containers import set_up
 from integration.support.databases import Database
 from reliable_mq import Message
-from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def rate(outbox: Outbox, seconds: float) -> float:
         rows = claims.take(500).rows
         if not rows and outbox.backlog()[0] == 0:
             break
-        settlements = [Settlement(row, Fate.CONFIRMED) for row in rows]
+        settlements = [RowSettlement(row, RowOutcome.CONFIRMED) for row in rows]
         claims.decided(settlements)
         outbox.write([], settlements)
         claims.written(settlements)

@@ -15,11 +15,11 @@ from sqlalchemy import create_engine
 
 from integration.programs.jumping_clock import HOUR, LATE, WallClock
 from reliable_mq import Message
-from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 
 if TYPE_CHECKING:
-    from reliable_mq.outbox import Claims
+    from reliable_mq.outbox import RowLeases
 
 LEASE = 2.0  # seconds
 DELAY = 0.7  # seconds
@@ -29,7 +29,7 @@ def new_outbox(where: str) -> Outbox:
     return SQLAlchemyOutbox(create_engine(where), lease=LEASE) if "://" in where else SQLiteOutbox(where)
 
 
-def wait_for_row(claims: Claims) -> OutboxRow:
+def wait_for_row(claims: RowLeases) -> OutboxRow:
     while not (rows := claims.take(1).rows):
         threading.Event().wait(0.02)  # libfaketime does not let time.sleep() be
     return rows[0]
@@ -52,20 +52,20 @@ def main(offset_file: str, places: list[str]) -> None:
             outbox.write([NewRow(Message(b""), "", "orders", True, None) for _ in range(2)], [])
             relay = relays[where]
             first = wait_for_row(relay)
-            outbox.write([], [Settlement(first, Fate.LATER, DELAY, "it was nacked")])
-            relay.written([Settlement(first, Fate.LATER)])
+            outbox.write([], [RowSettlement(first, RowOutcome.LATER, DELAY, "it was nacked")])
+            relay.written([RowSettlement(first, RowOutcome.LATER)])
             delayed_at[where] = time.monotonic()
             [second] = relay.take(1).rows
             claimed_at[where] = time.monotonic()
             if "://" not in where:  # no lease: there is one relay, until its process ends
-                outbox.write([], [Settlement(second, Fate.CONFIRMED)])
+                outbox.write([], [RowSettlement(second, RowOutcome.CONFIRMED)])
                 del claimed_at[where]
         clock.jump(offset)
         for where, began in delayed_at.items():
             relays[where].keep()
             again = wait_for_row(relays[where])
             check(began, DELAY, f"the delay in {where}")
-            outboxes[where].write([], [Settlement(again, Fate.CONFIRMED)])
+            outboxes[where].write([], [RowSettlement(again, RowOutcome.CONFIRMED)])
         for where in claimed_at:  # its holder dies: it renews no more
             relays[where].keep()
             claimed_at[where] = time.monotonic()
@@ -77,7 +77,7 @@ def main(offset_file: str, places: list[str]) -> None:
         for where, began in claimed_at.items():
             left = wait_for_row(others[where])
             check(began, LEASE, f"the lease in {where}")
-            outboxes[where].write([], [Settlement(left, Fate.CONFIRMED)])
+            outboxes[where].write([], [RowSettlement(left, RowOutcome.CONFIRMED)])
             relays[where] = others[where]
     print("end", flush=True)
 

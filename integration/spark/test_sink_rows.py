@@ -13,7 +13,7 @@ from integration.support.spark import bodies_of, drain
 from reliable_mq import Binding, Exchange, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.spark import sink
 from reliable_mq.spark.options import WriteOptions
-from reliable_mq.spark.sink import BatchSink, Written
+from reliable_mq.spark.sink import BatchSink, WrittenPartition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _orders(vhost: VirtualHost, baseline: None) -> Iterator[None]:
     sink.close_all()
 
 
-def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: str) -> Written:
+def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: str) -> WrittenPartition:
     sink = BatchSink(WriteOptions(url=vhost.url, **options), tuple(batch.schema.names))
     return sink.write(iter([batch.slice(0, 1), batch.slice(1)]))
 
@@ -65,7 +65,7 @@ def test_columns_become_the_properties_of_their_names(vhost: VirtualHost) -> Non
             "persistent": [False, None],
         }
     )
-    assert write(vhost, batch) == Written(2, 2)
+    assert write(vhost, batch) == WrittenPartition(2, 2)
     (full, body), (bare, other) = drain(vhost, "orders")
     assert (body, other) == (b"1", b"2")
     assert full.headers == {"tenant": "a", "plan": None}
@@ -195,7 +195,7 @@ def test_an_error_of_what_gives_the_rows_is_passed_on(vhost: VirtualHost) -> Non
 def test_a_partition_without_rows_does_not_connect(vhost: VirtualHost) -> None:
     """Most partitions of a filtered micro-batch are empty."""
     sink = BatchSink(WriteOptions(url="amqp://nobody:nothing@localhost:1/", routing_key="orders"), ("body",))
-    assert sink.write(iter([pa.RecordBatch.from_pydict({"body": pa.array([], pa.binary())})])) == Written(0, 0)
+    assert sink.write(iter([pa.RecordBatch.from_pydict({"body": pa.array([], pa.binary())})])) == WrittenPartition(0, 0)
 
 
 def test_a_worker_that_is_used_again_keeps_its_publisher(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +206,11 @@ def test_a_worker_that_is_used_again_keeps_its_publisher(vhost: VirtualHost, mon
     used = []
     for _ in range(3):
         write(vhost, batch, routing_key="orders")
-        with sink.borrowed_publisher(options) as publisher:
+        with sink.publisher_pool(options) as publisher:
             used.append(publisher)
     assert used[0] is used[1] is used[2]
     assert used[0].statistics.confirmed == 6
     with pytest.raises(PublishError):
         write(vhost, batch, routing_key="nowhere")
-    with sink.borrowed_publisher(options) as publisher:
+    with sink.publisher_pool(options) as publisher:
         assert publisher is not used[0]

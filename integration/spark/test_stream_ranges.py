@@ -16,7 +16,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeErr
 from reliable_mq.spark import stream_reader
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_broker import End, StreamChannel
+from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
 
@@ -180,7 +180,7 @@ def test_what_the_stream_has_is_not_passed_over_where_it_comes_too_late(
     """A broker that is slow is no data loss, whatever is allowed; nor where more was asked for than there is."""
     publish(vhost, 10)
     monkeypatch.setattr(StreamChannel, "take", lambda *_: [])
-    monkeypatch.setattr(stream_reader, "end_of", lambda *_: End(10, 0.0))
+    monkeypatch.setattr(stream_reader, "end_of", lambda *_: StreamEnd(10, 0.0))
     lenient = options(vhost.url, failOnDataLoss="false")
     with pytest.raises(ConsumeError, match=f"did not come within 0 s, and the stream {said}"):
         read(RangeReader(lenient, StreamRange("events", 5, end), COLUMNS, patience=0.0))

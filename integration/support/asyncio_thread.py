@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread with an `AsyncConnector` on it, called as one calls an `IOThread`: one test for both."""
+"""An asyncio loop on a thread with an `AsyncConnection` on it, called as one calls an `IOThread`: one test for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reliable_mq.aio.connection import AsyncConnector
+from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class AsyncioThread:
     """See the module. `close` fails the test where a task is left on the loop."""
 
     def __init__(self, *, name: str, **arguments: Any) -> None:
-        self._make = partial(AsyncConnector, name=name, **arguments)
+        self._make = partial(AsyncConnection, name=name, **arguments)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name=name, daemon=True)
         self._ready = threading.Event()
         self._started = False
@@ -29,7 +29,7 @@ class AsyncioThread:
         self._closing: asyncio.Event
         self._grace = 0.0
         self.left: set[str] = set()
-        self.connector: AsyncConnector
+        self.connector: AsyncConnection
 
     @property
     def callback_errors(self) -> int:

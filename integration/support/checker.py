@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq.testing.audit import Account
+from reliable_mq.testing.audit import Audit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pika.spec import BasicProperties
 
     from integration.support.management import VirtualHost
-    from reliable_mq.testing.audit import Balance
+    from reliable_mq.testing.audit import AuditResult
 
 
-class Checker(Account):
-    """An `Account` that can drain queues and that reports its counts, also when all is well.
+class Checker(Audit):
+    """An `Audit` that can drain queues and that reports its counts, also when all is well.
 
     Args:
         report: is given the line of counts each time that the account is closed.
@@ -55,7 +55,7 @@ class Checker(Account):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"not drained within {timeout:g} s: {remaining}")
 
-    def close(self, *, effects_once: bool = False) -> Balance:
+    def close(self, *, effects_once: bool = False) -> AuditResult:
         """Report the counts, then raise unless they add up.
 
         Raises:

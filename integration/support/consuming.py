@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from integration.support.management import VirtualHost
     from reliable_mq import Consumer, Delivery, ReliableMQError
-    from reliable_mq.testing.audit import Account
+    from reliable_mq.testing.audit import Audit
 
 
 _CONSUMERS = """
@@ -34,7 +34,7 @@ def publish(
     vhost: VirtualHost,
     routing_key: str,
     bodies: Iterable[bytes],
-    account: Account | None = None,
+    account: Audit | None = None,
     *,
     new_queue_grace: float = 0.0,
 ) -> list[str]:
@@ -51,7 +51,7 @@ def send(
     vhost: VirtualHost,
     routing_key: str,
     messages: Iterable[Message],
-    account: Account | None = None,
+    account: Audit | None = None,
     exchange: str = "",
     *,
     new_queue_grace: float = 0.0,
@@ -86,7 +86,7 @@ class Handler:
         done: those that were handled.
     """
 
-    def __init__(self, then: Callable[[Delivery], object] | None = None, account: Account | None = None) -> None:
+    def __init__(self, then: Callable[[Delivery], object] | None = None, account: Audit | None = None) -> None:
         self.begun: list[Delivery] = []
         self.attempts: list[int] = []
         self.redelivered: list[bool] = []

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from reliable_mq import Confirmation, Publisher
-    from reliable_mq.testing.audit import Account
+    from reliable_mq.testing.audit import Audit
 
 
-def book(account: Account, confirmation: Confirmation, timeout: float = 60) -> PublishError | None:
+def book(account: Audit, confirmation: Confirmation, timeout: float = 60) -> PublishError | None:
     """Wait for the outcome of a publish, book it, and return its error."""
     error = confirmation.exception(timeout)
     if error is None:
@@ -24,7 +24,7 @@ def book(account: Account, confirmation: Confirmation, timeout: float = 60) -> P
     return error
 
 
-def submit(account: Account, publisher: Publisher, routing_key: str, body: bytes = b"x" * 200) -> Confirmation:
+def submit(account: Audit, publisher: Publisher, routing_key: str, body: bytes = b"x" * 200) -> Confirmation:
     """Submit one message and book the attempt first."""
     message = Message(body)
     account.attempted(message.message_id)
@@ -47,7 +47,7 @@ class Load:
 
     def __init__(
         self,
-        account: Account,
+        account: Audit,
         publisher: Publisher,
         routing_key: str,
         *,

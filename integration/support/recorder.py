@@ -9,7 +9,7 @@ from integration.support.asyncio_thread import AsyncioThread
 from reliable_mq.codec import append_publish, encode_properties, publish_head
 from reliable_mq.codec.reader import LARGEST_BODY
 from reliable_mq.core.channel_setup import publisher_setup
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.message import Message
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import RawDelivery
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.errors import ReliableMQError
 
 
@@ -40,7 +40,7 @@ class Recorder:
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         self._record("ready", generation, channel, frame_max, server)
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         self._record("lost", generation, loss)
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
@@ -133,7 +133,7 @@ class Recorded:
             settings=settings,
             setup=setup or (lambda server: publisher_setup([], server.version_tuple)),
             client=self.client,
-            recovery=Recovery(hosts=len(settings.endpoints), wait=wait, stop=stop),
+            recovery=ReconnectPolicy(hosts=len(settings.endpoints), wait=wait, stop=stop),
         )
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ExitStage", "ForkStage", "at_exit", "in_child"]
+__all__ = ["ExitStage", "ForkStage", "at_exit", "at_fork"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _in_child: list[tuple[ForkStage, Callable[[], object]]] = []
 _at_exit: list[tuple[ExitStage, Callable[[], object]]] = []
 
 
-def in_child(stage: ForkStage, hook: Callable[[], object]) -> None:
+def at_fork(stage: ForkStage, hook: Callable[[], object]) -> None:
     """Call ``hook`` in every forked child, before the child goes on."""
     _in_child.append((stage, hook))
 

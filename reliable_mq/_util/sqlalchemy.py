@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTOCOMMIT",
-    "AsyncRunner",
-    "Runner",
-    "SyncRunner",
+    "AsyncTransactionRunner",
+    "SyncTransactionRunner",
+    "TransactionRunner",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "transaction_at",
@@ -114,7 +114,7 @@ T = TypeVar("T")
 _GRACE = 5.0  # seconds for connections to close
 
 
-class Runner(Protocol):
+class TransactionRunner(Protocol):
     """Carries out work on a connection, in one transaction."""
 
     def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
@@ -126,7 +126,7 @@ class Runner(Protocol):
         ...
 
 
-class SyncRunner:
+class SyncTransactionRunner:
     """On the calling thread, with a connection of the user's own pool."""
 
     def __init__(self, engine: Engine) -> None:
@@ -140,7 +140,7 @@ class SyncRunner:
         """The pool is the user's."""
 
 
-class AsyncRunner:
+class AsyncTransactionRunner:
     """On an event loop of its own, with a pool like the user's."""
 
     def __init__(self, engine: AsyncEngine) -> None:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallbackThread",
-    "Calls",
+    "CancelHandle",
     "Cancellable",
     "Condition",
-    "Lifeline",
-    "Threads",
+    "DaemonExecutor",
+    "DeadlineExecutor",
     "call_on_thread",
     "in_background",
 ]
@@ -59,7 +59,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class Lifeline:
+class CancelHandle:
     """By which a call that hangs is ended from outside."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Lifeline:
                 _shut(self._connection)
 
 
-class Calls:
+class DeadlineExecutor:
     """See the module. Thread-safe.
 
     Args:
@@ -116,7 +116,7 @@ class Calls:
         self._count = 0
         self._closed = 0  # times
 
-    def call(self, function: Callable[[Lifeline], T], timeout: float, *, beyond: bool = False) -> T:
+    def call(self, function: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
         """Call on another thread, and wait for it.
 
         Args:
@@ -128,7 +128,7 @@ class Calls:
             TimeoutError: it did not return within ``timeout`` seconds.
         """
         thread = self._take(beyond=beyond)
-        call = _Call(function)
+        call = _ThreadCall(function)
         thread.give(call)
         if not call.ended.acquire(timeout=timeout):
             call.lifeline.cut()
@@ -136,10 +136,10 @@ class Calls:
         return call.result()
 
     @contextlib.contextmanager
-    def cutting(self, timeout: float) -> Iterator[Lifeline]:
+    def cutting(self, timeout: float) -> Iterator[CancelHandle]:
         """In the block, which stays on its thread, what the lifeline holds is cut after ``timeout`` seconds."""
-        lifeline, over = Lifeline(), threading.Event()
-        self._take(beyond=True).give(_Call(lambda _: None if over.wait(timeout) else lifeline.cut()))
+        lifeline, over = CancelHandle(), threading.Event()
+        self._take(beyond=True).give(_ThreadCall(lambda _: None if over.wait(timeout) else lifeline.cut()))
         try:
             yield lifeline
         finally:
@@ -174,13 +174,13 @@ class Calls:
             return False
 
 
-class _Call(Generic[T]):
+class _ThreadCall(Generic[T]):
     """One call and its end."""
 
     __slots__ = ("_answer", "_error", "_function", "ended", "lifeline")
 
-    def __init__(self, function: Callable[[Lifeline], T]) -> None:
-        self.lifeline = Lifeline()
+    def __init__(self, function: Callable[[CancelHandle], T]) -> None:
+        self.lifeline = CancelHandle()
         self.ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
         self.ended.acquire()
         self._function = function
@@ -210,10 +210,10 @@ class _Thread:
         self._idle = idle
         self._given = threading.Lock()
         self._given.acquire()
-        self._call: _Call[Any] | None = None
+        self._call: _ThreadCall[Any] | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def give(self, call: _Call[Any] | None) -> None:
+    def give(self, call: _ThreadCall[Any] | None) -> None:
         """Carry out a call; None to end."""
         self._call = call
         self._given.release()
@@ -250,13 +250,13 @@ async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
         name: of the thread.
         fn: the call.
     """
-    threads = Threads(name, 1)
+    threads = DaemonExecutor(name, 1)
     result = threads.call(fn)
     threads.stop()  # once the call has returned
     return await result
 
 
-class Threads:
+class DaemonExecutor:
     """As many daemon threads as are needed at a time, up to ``most``. Lives on the loop that it was made on."""
 
     def __init__(self, name: str, most: int) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 from reliable_mq.core.publisher.publication import Outcome
-from reliable_mq.engine.publisher_channel import WatchedPublication
+from reliable_mq.engine.publisher_channel import ObservedPublication
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WELL = (Outcome.CONFIRMED, Outcome.STORED)
 _TOLD: list[Callable[[], object]] = []  # stands for the watchers of a confirmation whose watchers have been told
 
 
-class Home(Protocol):
+class AsyncConfirmationOwner(Protocol):
     """What a confirmation needs of the publisher that it belongs to."""
 
     loop: asyncio.AbstractEventLoop
@@ -45,7 +45,7 @@ class Home(Protocol):
         """A failure that was counted as unseen has been looked at."""
 
 
-class AsyncConfirmation(WatchedPublication):
+class AsyncConfirmation(ObservedPublication):
     """What ``submit`` returns on the asyncio face: awaitable, any number of times, by any number of tasks.
 
     ``await confirmation`` gives the receipt or raises the error. Cancelling a task that awaits it gives nothing up: the
@@ -54,7 +54,7 @@ class AsyncConfirmation(WatchedPublication):
 
     __slots__ = ()
 
-    home: Home
+    home: AsyncConfirmationOwner
 
     @property
     def message_id(self) -> str:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.connection.aiormq_driver.loop import Timer
-    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.connection.interfaces import ConnectionListener
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["AsyncConnector"]
+__all__ = ["AsyncConnection"]
 
 _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its grace for sockets to be closed
 _FINISH_GRACE = 1.0  # seconds for the driver's tasks to end once their socket is closed
 
 
-class AsyncConnector:
+class AsyncConnection:
     """See the module. Made on the loop that it is to run on; construction opens nothing.
 
     Args:
@@ -51,8 +51,8 @@ class AsyncConnector:
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
     ) -> None:
         self._loop = EventLoop(self._on_error, self._on_cancelled)
         self._thread = threading.get_ident()

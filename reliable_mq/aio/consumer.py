@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from reliable_mq._util.validation import Duration, seconds
-from reliable_mq.aio.handlers import HandlerTasks, WorkerThreads
+from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.statistics import ConsumerStatistics, Histogram
 from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.engine.workers import OWED
@@ -39,7 +39,7 @@ from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
-from reliable_mq.topology import OWN, OwnDeadLetter, Queue
+from reliable_mq.topology import DEFAULT, DefaultDeadLetter, Queue
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ __all__ = ["AsyncConsumer", "on_signals"]
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call ``stop`` for each signal in the block, where the running loop can be told of signals and nobody else is."""
     loop = asyncio.get_running_loop()
-    watch = _watches.setdefault(loop, _Watch(loop))
+    watch = _watches.setdefault(loop, _SignalWatch(loop))
     watch.add(stop)
     try:
         yield
@@ -72,7 +72,7 @@ def on_signals(stop: Callable[[], None]) -> Iterator[None]:
         watch.remove(stop)
 
 
-class _Watch:
+class _SignalWatch:
     """The consumers of one loop, and the handlers that were there before them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -117,7 +117,7 @@ def _is_default(handler: object) -> bool:
     return handler in (signal.SIG_DFL, signal.default_int_handler)
 
 
-_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = WeakKeyDictionary()
+_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _SignalWatch] = WeakKeyDictionary()
 
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class AsyncConsumer:
         ack_mode: AckMode = "manual",
         batch_size: int | None = None,
         batch_wait: Duration = 1.0,
-        dead_letter: Queue | str | OwnDeadLetter | None = OWN,
+        dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT,
         offset: Offset | None = None,
         exclusive: bool = False,
         consumer_arguments: Mapping[str, object] | None = None,
@@ -293,7 +293,7 @@ class AsyncConsumer:
         self._stopped = False
         self._stop_by: float | None = None  # on the monotonic clock
         self._finished = False  # and nothing is left to be waited for
-        self._workers: tuple[HandlerTasks | WorkerThreads, ...] = ()
+        self._workers: tuple[TaskPool | ThreadPool, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
 
     # Running
@@ -529,7 +529,7 @@ class AsyncConsumer:
         else:
             subscription = AsyncSubscription(self._options, self._settings, self._new_recovery())
             new_workers = partial(
-                HandlerTasks if is_coroutine_function(self._handler) else WorkerThreads,
+                TaskPool if is_coroutine_function(self._handler) else ThreadPool,
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
@@ -608,9 +608,9 @@ class AsyncConsumer:
         else:
             self.stop()
 
-    def _new_recovery(self) -> Recovery:
+    def _new_recovery(self) -> ReconnectPolicy:
         wait, stop = self._reconnect
-        return Recovery(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
+        return ReconnectPolicy(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
 
     def _readings(self) -> Iterator[Reading]:
         subscription = self._subscription

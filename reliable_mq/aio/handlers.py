@@ -29,41 +29,41 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reliable_mq._util.threads import Threads
+from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.consumer.handler import (
-    Call,
     ClaimKeys,
     Complete,
-    NotBegun,
-    Outcome,
+    NotStarted,
     Release,
-    What,
+    RunHandler,
+    Skipped,
+    SkipReason,
     check_answer,
     handling,
     settling,
 )
 from reliable_mq.core.statistics import Histogram
-from reliable_mq.engine.workers import LOOK_AT_OWED, Groups, Workers, all_failed, all_lost, judged, pauses
+from reliable_mq.engine.workers import LOOK_AT_OWED, ClaimBatcher, WorkerPool, all_failed, all_lost, judged, pauses
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-    from reliable_mq.core.consumer.handler import Claiming, Handling, Result, Step
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
     from reliable_mq.core.idempotency import Claim
     from reliable_mq.engine.workers import ResultSink, Work
 
-__all__ = ["BlockingStore", "HandlerTasks", "StoreCalls", "WorkerThreads", "awaits"]
+__all__ = ["BlockingStore", "StoreAdapter", "TaskPool", "ThreadPool", "awaits"]
 
 T = TypeVar("T")
 
 
-class StoreCalls:
+class StoreAdapter:
     """The questions to one store. Made on the loop that it is for.
 
     Args:
@@ -74,12 +74,12 @@ class StoreCalls:
 
     def __init__(self, store: Any, name: str, most: int) -> None:
         self._store = store
-        self._threads: Threads | None = None
+        self._threads: DaemonExecutor | None = None
         self._begin: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None = None
         if awaits(store):
             self._begin = _as_task
         elif type(store) is not MemoryStore:  # one that is made of it may well block
-            self._threads = Threads(name, most)
+            self._threads = DaemonExecutor(name, most)
             self._begin = self._threads.call
         self._asked: set[asyncio.Future[Any]] = set()
 
@@ -158,7 +158,7 @@ _CANCEL_GRACE = 5.0  # seconds for a handler that is cancelled to end
 _CANCELLED = "its handler was cancelled"
 
 
-class HandlerTasks:
+class TaskPool:
     """See the module. Made on the loop that it is to run on, and used there.
 
     Args:
@@ -184,7 +184,7 @@ class HandlerTasks:
         handler: Callable[[Any], Any],
         batch: bool,
         store: Any,
-        claiming: Claiming | None,
+        claiming: ClaimPolicy | None,
         sink: ResultSink,
     ) -> None:
         self.items: deque[Work] = deque()
@@ -195,7 +195,7 @@ class HandlerTasks:
         self._handler = handler
         self._batch = batch
         self._claiming = claiming
-        self._store = None if store is None or claiming is None else StoreCalls(store, f"{name}-store", count)
+        self._store = None if store is None or claiming is None else StoreAdapter(store, f"{name}-store", count)
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with what each has taken, and not reported yet
@@ -271,7 +271,7 @@ class HandlerTasks:
             await asyncio.wait([task], timeout=_CANCEL_GRACE)
         return len(self._claiming.owed)
 
-    async def _tell_owed(self, store: StoreCalls, claiming: Claiming) -> None:
+    async def _tell_owed(self, store: StoreAdapter, claiming: ClaimPolicy) -> None:
         for pause in pauses():
             steps = settling(claiming)
             try:
@@ -334,7 +334,7 @@ class HandlerTasks:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a coroutine runs in a task")
-        groups = Groups(self, 1 / self._count)
+        groups = ClaimBatcher(self, 1 / self._count)
         items, report = self.items, self._sink.report
         handle = self._handle if self._store is None else self._handle_claimed
         resumed = time.perf_counter()
@@ -370,7 +370,7 @@ class HandlerTasks:
                 self._idle.remove(idle)
             raise
 
-    async def _handle(self, item: Work, task: asyncio.Task[None], _groups: Groups) -> Sequence[Result]:
+    async def _handle(self, item: Work, task: asyncio.Task[None], _groups: ClaimBatcher) -> Sequence[Result]:
         """Call the handler without a store: what `handling` does step by step, at once."""
         started = time.perf_counter()
         try:
@@ -387,10 +387,10 @@ class HandlerTasks:
         except asyncio.CancelledError as error:
             if not task.cancelling():  # it was what the handler awaited
                 return all_failed(_deliveries(item), error)
-            return [Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
+            return [Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
-            return [Outcome(delivery, What.CANCELLED, detail) for delivery in _deliveries(item)]
+            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in _deliveries(item)]
         except GeneratorExit as error:  # its own, or the loop is gone and the task is thrown away
             self._sink.report(all_failed(_deliveries(item), error))
             raise
@@ -400,7 +400,7 @@ class HandlerTasks:
             self.handler_seconds.observe(time.perf_counter() - started)
         return judged(found)
 
-    async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: Groups) -> Sequence[Result]:
+    async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: ClaimBatcher) -> Sequence[Result]:
         """Carry out the steps of `handling` with a store."""
         self._tasks[task] = deliveries = groups.take(item)
         steps = handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time)
@@ -412,7 +412,7 @@ class HandlerTasks:
             raise
         except KeyboardInterrupt as error:
             detail = self._interrupted(error)
-            return [Outcome(delivery, What.CANCELLED, detail) for delivery in deliveries]
+            return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in deliveries]
         except BaseException as error:
             logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
@@ -422,10 +422,10 @@ class HandlerTasks:
         begun, left = groups.end([one for one in results if not _of(one, cancelled)])
         if left:
             self._sink.hand_back(left)
-        return [*begun, *(Outcome(delivery, What.CANCELLED, _CANCELLED) for delivery in cancelled)]
+        return [*begun, *(Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in cancelled)]
 
     async def _carry_out(
-        self, task: asyncio.Task[None], steps: Handling, groups: Groups, cancelled: list[Delivery]
+        self, task: asyncio.Task[None], steps: Handling, groups: ClaimBatcher, cancelled: list[Delivery]
     ) -> list[Result]:
         """Carry out steps to their end. Note in ``cancelled`` whose handler was."""
         store = self._store
@@ -436,19 +436,19 @@ class HandlerTasks:
             while True:
                 try:
                     answer: object
-                    if not isinstance(step, Call):
+                    if not isinstance(step, RunHandler):
                         answer = await store.ask(step)
                     elif cancelled or task.cancelling() or not groups.may_begin(time.perf_counter()):
-                        raise NotBegun  # noqa: TRY301
+                        raise NotStarted  # noqa: TRY301
                     else:
                         answer = await self._call(step.argument)
                 except asyncio.CancelledError as error:
-                    if isinstance(step, Call):
+                    if isinstance(step, RunHandler):
                         if not task.cancelling() and not isinstance(error, _Interrupted):
                             step = steps.throw(error)  # it was what the handler awaited
                             continue
                         cancelled += _deliveries(step.argument)
-                    step = steps.throw(NotBegun())
+                    step = steps.throw(NotStarted())
                 except BaseException as error:  # noqa: BLE001  # the generator decides what it means
                     step = steps.throw(error)
                 else:
@@ -484,7 +484,7 @@ def _deliveries(item: Work) -> list[Delivery]:
 
 
 def _of(result: Result, deliveries: list[Delivery]) -> bool:
-    return isinstance(result, Outcome) and result.what is What.NOT_BEGUN and result.delivery in deliveries
+    return isinstance(result, Skipped) and result.what is SkipReason.NOT_BEGUN and result.delivery in deliveries
 
 
 def _wake(idle: asyncio.Future[None]) -> None:
@@ -496,8 +496,8 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-class WorkerThreads:
-    """See `Workers`, whose arguments these are; the threads are started at once."""
+class ThreadPool:
+    """See `WorkerPool`, whose arguments these are; the threads are started at once."""
 
     def __init__(
         self,
@@ -507,11 +507,11 @@ class WorkerThreads:
         handler: Callable[[Any], object],
         batch: bool,
         store: Any,
-        claiming: Claiming | None,
+        claiming: ClaimPolicy | None,
         sink: ResultSink,
     ) -> None:
         self._name = name
-        self._workers = Workers(
+        self._workers = WorkerPool(
             name=name,
             count=count,
             handler=handler,
@@ -541,7 +541,7 @@ class WorkerThreads:
         """
         if self._workers.stop(0.0):
             return True
-        thread = Threads(f"{self._name}-end", 1)
+        thread = DaemonExecutor(f"{self._name}-end", 1)
         try:
             return await thread.call(partial(self._workers.stop, max(patience, 0.1)))
         finally:
@@ -549,7 +549,7 @@ class WorkerThreads:
 
     async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
         """Tell the store again what it did not answer to; see `Workers.tell_owed`."""
-        thread = Threads(f"{self._name}-owed", 1)
+        thread = DaemonExecutor(f"{self._name}-owed", 1)
         try:
             return await thread.call(partial(self._workers.tell_owed, timeout, worth_waiting))
         finally:

@@ -23,22 +23,29 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from reliable_mq._util.threads import Threads, call_on_thread
+from reliable_mq._util.threads import DaemonExecutor, call_on_thread
 from reliable_mq.aio.confirmation import AsyncConfirmation
-from reliable_mq.aio.publisher_channel import Room
+from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
 from reliable_mq.core.publisher.publication import StoredPublication
-from reliable_mq.engine.outbox_channel import ANSWER_AT_LEAST, CLOSE_GRACE, QUESTIONS, BaseStoringLane, Looks, not_open
+from reliable_mq.engine.outbox_channel import (
+    ANSWER_AT_LEAST,
+    CLOSE_GRACE,
+    QUESTIONS,
+    BacklogPoller,
+    BaseOutboxChannel,
+    not_open,
+)
 from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
 
-    from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+    from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.engine.publisher_options import PublisherOptions
-    from reliable_mq.outbox.protocol import Claims, Outbox
+    from reliable_mq.outbox.protocol import Outbox, RowLeases
 
-__all__ = ["AsyncRowCarrier", "AsyncStoredConfirmation", "AsyncStoringLane"]
+__all__ = ["AsyncOutboxChannel", "AsyncRelayPublisher", "AsyncStoredConfirmation"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
 
     __slots__ = ("error",)
 
-    home: AsyncStoringLane
+    home: AsyncOutboxChannel
 
     def __await__(self) -> Generator[object, None, Receipt]:
         """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
@@ -70,9 +77,9 @@ class _Hold:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._abandoned = False
-        self._claims: Claims | None = None
+        self._claims: RowLeases | None = None
 
-    def keep(self, claims: Claims) -> Claims:
+    def keep(self, claims: RowLeases) -> RowLeases:
         """It is got. Blocks where it is abandoned: let go of it."""
         with self._lock:
             self._claims = claims
@@ -90,21 +97,23 @@ class _Hold:
             claims.close()
 
 
-class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
+class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     """See the module; the arguments are those of the base. For one event loop.
 
     Attributes:
         loop: the event loop.
     """
 
-    def __init__(self, outbox: Outbox, carrier: AsyncRowCarrier, options: PublisherOptions, *, measured: bool) -> None:
+    def __init__(
+        self, outbox: Outbox, carrier: AsyncRelayPublisher, options: PublisherOptions, *, measured: bool
+    ) -> None:
         super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
         self._carrier = carrier
-        self._room = Room(self.loop, self._window)
+        self._room = AsyncWindowWaiters(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
-        self._threads = Threads(f"{options.name}-outbox-question", QUESTIONS)
+        self._threads = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         self._end_name = f"{options.name}-outbox-end"
 
     # For callers
@@ -224,12 +233,12 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
         if error is None:
             self.relay.wake()
 
-    def _settled(self, settlements: list[Settlement]) -> None:
+    def _settled(self, settlements: list[RowSettlement]) -> None:
         self.relay.settled(settlements)
 
     # On threads that nobody may wait for any more
 
-    def _take_hold(self, hold: _Hold) -> Claims:
+    def _take_hold(self, hold: _Hold) -> RowLeases:
         self.outbox.open()
         claims = hold.keep(self.outbox.claims())
         if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
@@ -300,7 +309,7 @@ class AsyncStoringLane(BaseStoringLane[AsyncStoredConfirmation]):
 
     async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
         """Wait until nothing is left up to the row ``last``; return what is left at the end."""
-        looks = Looks()
+        looks = BacklogPoller()
         while True:
             began = time.monotonic()
             left, _ = await self._ask(partial(self.outbox.backlog, last), deadline)
@@ -317,7 +326,7 @@ def _resolve(future: asyncio.Future[T], result: T) -> None:
         future.set_result(result)
 
 
-class AsyncRowCarrier:
+class AsyncRelayPublisher:
     """Publishes rows and collects what became of them.
 
     Args:

@@ -1,8 +1,8 @@
 """The confirming publisher for asyncio: what a user calls.
 
 It validates before anything is sent, hands each publish to its
-:class:`~reliable_mq.aio.publisher_channel.AsyncPublishingLane`, and turns outcomes into receipts and errors. Everything
-it promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`, as on the sync face.
+:class:`~reliable_mq.aio.publisher_channel.AsyncPublisherChannel`, and turns outcomes into receipts and errors.
+Everything it promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`, as on the sync face.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.aio.confirmation import AsyncConfirmation
-from reliable_mq.aio.outbox_channel import AsyncRowCarrier, AsyncStoredConfirmation, AsyncStoringLane
-from reliable_mq.aio.publisher_channel import AsyncPublishingLane
+from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
+from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher.publication import PublishReport, summary
@@ -134,12 +134,12 @@ class AsyncPublisher:
         registry: CollectorRegistry | None = None,
     ) -> None:
         self._closed = True  # until it is made
-        self._lane: AsyncPublishingLane | None = None  # open: its first verdict is there
-        self._opening: AsyncPublishingLane | None = None
+        self._lane: AsyncPublisherChannel | None = None  # open: its first verdict is there
+        self._opening: AsyncPublisherChannel | None = None
         self._openers = 0  # tasks that wait for the first verdict
         self._over = False  # what failed has been reported
-        self._storing: AsyncStoringLane | None = None  # the way into the outbox
-        self._storing_opens: AsyncStoringLane | None = None  # the same, also before it is open
+        self._storing: AsyncOutboxChannel | None = None  # the way into the outbox
+        self._storing_opens: AsyncOutboxChannel | None = None  # the same, also before it is open
         if outbox is not None and not isinstance(outbox, Outbox):
             raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
         self._outbox = outbox
@@ -460,7 +460,7 @@ class AsyncPublisher:
 
     # With an outbox
 
-    async def _store_lane(self, outbox: Outbox, limit: float | None) -> AsyncStoringLane:
+    async def _store_lane(self, outbox: Outbox, limit: float | None) -> AsyncOutboxChannel:
         """Open the outbox, and start the relay, where that is not done.
 
         In no more than ``limit`` seconds; None for as long as a message may take.
@@ -473,9 +473,9 @@ class AsyncPublisher:
             raise UsageError("this publisher is closed; nothing was stored")
         storing = self._storing_opens
         if storing is None or storing.loop is not asyncio.get_running_loop():
-            carrier = AsyncRowCarrier(asyncio.get_running_loop(), self._connect_relay, self._relay)
+            carrier = AsyncRelayPublisher(asyncio.get_running_loop(), self._connect_relay, self._relay)
             measured = self._registration is not None
-            storing = self._storing_opens = AsyncStoringLane(outbox, carrier, self._options, measured=measured)
+            storing = self._storing_opens = AsyncOutboxChannel(outbox, carrier, self._options, measured=measured)
         await storing.start(self._options.delivery_timeout if limit is None else limit)
         self._storing = storing
         return storing
@@ -520,7 +520,7 @@ class AsyncPublisher:
         if not lane.take(confirmation):
             await lane.wait_for_room(confirmation)
 
-    async def _close_storing(self, storing: AsyncStoringLane, limit: float) -> None:
+    async def _close_storing(self, storing: AsyncOutboxChannel, limit: float) -> None:
         """Close the way into the outbox, and the relay."""
 
         def worth_waiting() -> bool:
@@ -532,7 +532,7 @@ class AsyncPublisher:
 
     # Private
 
-    async def _open(self, limit: float, *, required: bool = False) -> AsyncPublishingLane:
+    async def _open(self, limit: float, *, required: bool = False) -> AsyncPublisherChannel:
         """Open, and wait for up to ``limit`` seconds until every host has had its first attempt.
 
         Raises where no further attempt can help, or where a connection is ``required`` and there is none.
@@ -543,7 +543,7 @@ class AsyncPublisher:
             raise UsageError("this publisher is closed; nothing was sent")
         lane = self._opening
         if lane is None:
-            lane = self._opening = AsyncPublishingLane(self._options)
+            lane = self._opening = AsyncPublisherChannel(self._options)
             lane.start()
         self._openers += 1
         try:

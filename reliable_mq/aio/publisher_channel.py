@@ -9,8 +9,8 @@ Invariants:
 - everything runs on one event loop, and nothing here awaits but for callers;
 - every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
   lane ends; whoever is cancelled while awaiting, what was admitted stays as it is;
-- callers that wait for the window are admitted in the order in which they came, by the lane itself (`Room`): one that
-  is cancelled first has not been admitted;
+- callers that wait for the window are admitted in the order in which they came, by the lane itself
+  (`AsyncWindowWaiters`): one that is cancelled first has not been admitted;
 - every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends.
 
 Who waits for room in a window on the asyncio face.
@@ -32,8 +32,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
-from reliable_mq.aio.connection import AsyncConnector
-from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublishingLane
+from reliable_mq.aio.connection import AsyncConnection
+from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["AsyncPublishingLane", "Room"]
+__all__ = ["AsyncPublisherChannel", "AsyncWindowWaiters"]
 
 
-class Room:
+class AsyncWindowWaiters:
     """See the module. For one event loop; true while somebody waits.
 
     Args:
@@ -107,7 +107,7 @@ def _resolve(given: asyncio.Future[bool]) -> None:
 _PUMPED_AT = 64  # publishes in the inbox that are not left to wait for the next turn of the loop
 
 
-class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
+class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     """See the module. Made on the loop that it is to run on.
 
     Attributes:
@@ -115,7 +115,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
     """
 
     write_bytes = 128 * 1024
-    _io: AsyncConnector
+    _io: AsyncConnection
 
     def __init__(self, options: PublisherOptions) -> None:
         super().__init__(options, nullcontext())  # all is on one loop
@@ -123,8 +123,8 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
         self._changed: list[asyncio.Future[None]] = []  # of those who wait for the state to change
         self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # until which moment all is to be settled
         self._inbox: list[AsyncConfirmation] = []
-        self._room = Room(self.loop, self.window)
-        self._io = AsyncConnector(
+        self._room = AsyncWindowWaiters(self.loop, self.window)
+        self._io = AsyncConnection(
             name=options.name,
             settings=options.settings,
             setup=self._set_up,
@@ -241,7 +241,7 @@ class AsyncPublishingLane(BasePublishingLane[AsyncConfirmation]):
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, see `AsyncConnector`."""
+        """For how long the event loop has stood still, see `AsyncConnection`."""
         return self._io.stalled_seconds
 
     # The work

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reliable_mq.aio.connection import AsyncConnector
+from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
 from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from reliable_mq.aio.confirmation import AsyncConfirmation
     from reliable_mq.aio.publisher import AsyncPublisher
-    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.connection.interfaces import ConnectionListener
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.core.reconnect import Recovery
-    from reliable_mq.core.retry.dead_letters import Republish
+    from reliable_mq.core.reconnect import ReconnectPolicy
+    from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.settings import ConnectionSettings
 
@@ -56,15 +56,15 @@ class AsyncRepublisher:
     """
 
     def __init__(
-        self, publisher: AsyncPublisher, answer: Callable[[Republish, ReliableMQError | None], None], name: str
+        self, publisher: AsyncPublisher, answer: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
     ) -> None:
         self._publisher = publisher
         self._answer = answer
         self._name = name
-        self._waiting: deque[Republish] = deque()
+        self._waiting: deque[RepublishRequest] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def put(self, republish: Republish) -> None:
+    def put(self, republish: RepublishRequest) -> None:
         """Publish one. Does not wait."""
         self._waiting.append(republish)
         if self._task is None or self._task.done():
@@ -95,7 +95,7 @@ class AsyncRepublisher:
             except asyncio.CancelledError:  # the consumer ends, or the program does
                 return
 
-    async def _publish(self, republish: Republish) -> None:
+    async def _publish(self, republish: RepublishRequest) -> None:
         try:
             message = Message.from_wire(republish.body, republish.properties)
             confirmation = await self._publisher.submit(
@@ -109,7 +109,7 @@ class AsyncRepublisher:
         else:
             confirmation.add_done_callback(partial(self._settled, republish))
 
-    def _settled(self, republish: Republish, confirmation: AsyncConfirmation) -> None:
+    def _settled(self, republish: RepublishRequest, confirmation: AsyncConfirmation) -> None:
         self._answer(republish, confirmation.exception())
 
 
@@ -119,11 +119,11 @@ class AsyncSubscription(BaseSubscription):
     ended: asyncio.Event
     republisher: AsyncRepublisher | None
     _verdict: asyncio.Event
-    _io: AsyncConnector
+    _io: AsyncConnection
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, see `AsyncConnector`."""
+        """For how long the event loop has stood still, see `AsyncConnection`."""
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
@@ -156,10 +156,10 @@ class AsyncSubscription(BaseSubscription):
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
-    ) -> AsyncConnector:
-        return AsyncConnector(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
+    ) -> AsyncConnection:
+        return AsyncConnection(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
 
 
 _LONGEST = 1e8  # seconds that a timer is set for
@@ -170,7 +170,7 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
 
     _changed: _Changes
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
         super().__init__(options, settings, recovery)
         self._turn = asyncio.Lock()
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq._util.threads import Calls
+from reliable_mq._util.threads import DeadlineExecutor
 from reliable_mq.cli.terminal import escaped, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from reliable_mq.outbox import Outbox, SQLiteOutbox
@@ -284,7 +284,7 @@ def _wait_for_answer(box: Outbox, engine: Engine) -> None:
             pass
 
     try:
-        Calls("reliable_mq outbox database").call(connect, _ANSWERS)
+        DeadlineExecutor("reliable_mq outbox database").call(connect, _ANSWERS)
     except TimeoutError:
         raise OutboxError(f"opening failed in {box!r}: the database did not answer within {_ANSWERS:g} s") from None
 

@@ -41,8 +41,8 @@ __all__ = [
     "DeclareExchange",
     "DeclareQueue",
     "DeleteQueue",
+    "MethodReply",
     "QueueState",
-    "Reply",
     "SetPrefetch",
     "Step",
     "Tune",
@@ -169,7 +169,7 @@ Step = (
 )
 
 
-Reply = QueueState | str | None
+MethodReply = QueueState | str | None
 
 
 CONNECTION_TUNE: Final = (10, 30)
@@ -242,7 +242,7 @@ def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index
     return b"".join(frames), answers
 
 
-def decode_reply(frame: bytes) -> Reply:
+def decode_reply(frame: bytes) -> MethodReply:
     """Give what a step is answered with, from the frame of the method that answers it.
 
     Raises:

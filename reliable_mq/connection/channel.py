@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq.codec import ChannelSink, RawDelivery
-    from reliable_mq.codec.methods import Reply, Step
+    from reliable_mq.codec.methods import MethodReply, Step
     from reliable_mq.connection.interfaces import ChannelEvents, ChannelProtocol
-    from reliable_mq.connection.read_throttle import ReadPace
+    from reliable_mq.connection.read_throttle import ReadThrottle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["DataChannel", "Gate", "StepRun"]
+__all__ = ["DataChannel", "ReadyGate", "SetupRunner"]
 
 
 class DataChannel:
@@ -35,7 +35,7 @@ class DataChannel:
         number: int,
         write: Callable[[bytes], None],
         reader: InboundReader,
-        pace: ReadPace,
+        pace: ReadThrottle,
         events: ChannelEvents,
     ) -> None:
         self.number = number
@@ -45,7 +45,7 @@ class DataChannel:
         self._events = events
         self._open = False
         self._closing = False
-        self._awaited: deque[tuple[tuple[int, int], Callable[[Reply], None]]] = deque()
+        self._awaited: deque[tuple[tuple[int, int], Callable[[MethodReply], None]]] = deque()
 
     def attach(self, sink: ChannelSink) -> None:
         """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
@@ -55,7 +55,7 @@ class DataChannel:
         """Give the channel's content to nobody from now on."""
         self._reader.detach(self.number)
 
-    def perform(self, step: Step, done: Callable[[Reply], None]) -> None:
+    def perform(self, step: Step, done: Callable[[MethodReply], None]) -> None:
         """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
 
         Raises:
@@ -64,7 +64,7 @@ class DataChannel:
         """
         self.perform_all((step,), done)
 
-    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None]) -> None:
+    def perform_all(self, steps: Sequence[Step], done: Callable[[MethodReply], None]) -> None:
         """Send the methods of `steps` in one piece; `done` gets each reply, in order.
 
         Raises:
@@ -119,7 +119,7 @@ class DataChannel:
         self._events.channel_closed(self, code, text, by_broker)
 
 
-class StepRun:
+class SetupRunner:
     """One generator, carried out. Lives on the I/O thread.
 
     Args:
@@ -136,7 +136,7 @@ class StepRun:
         self._done: Callable[[Any], None] | None = done
         self._answered = answered
         self._next: Step | Pipeline | None = None  # to be taken on another channel
-        self._replies: list[Reply] = []  # to the pipeline that is outstanding
+        self._replies: list[MethodReply] = []  # to the pipeline that is outstanding
         self._channel: ChannelProtocol
 
     def start(self, channel: ChannelProtocol) -> None:
@@ -177,7 +177,7 @@ class StepRun:
         self._done = None
         self._generator.close()
 
-    def _advance(self, reply: Reply | tuple[Reply, ...]) -> None:
+    def _advance(self, reply: MethodReply | tuple[MethodReply, ...]) -> None:
         if self._done is None:
             return
         try:
@@ -199,12 +199,12 @@ class StepRun:
             self._generator.close()
             self._finish(error)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: MethodReply) -> None:
         if self._answered is not None:
             self._answered()
         self._advance(reply)
 
-    def _collect(self, count: int, reply: Reply) -> None:
+    def _collect(self, count: int, reply: MethodReply) -> None:
         if self._answered is not None:
             self._answered()
         self._replies.append(reply)
@@ -219,7 +219,7 @@ class StepRun:
             done(outcome)
 
 
-class Gate:
+class ReadyGate:
     """Holds content back until it is opened, then lets it through in its order.
 
     Deliveries may follow ``basic.consume-ok`` in the same read, while later steps of the set-up are still outstanding;

@@ -14,8 +14,8 @@ What to try next, when, and whether at all, is `core.reconnect`'s decision; what
 Invariants:
 
 - ``ready`` and ``lost`` alternate, each pair with a generation of its own, that is never used again.
-- The client hears nothing of a channel before its ``ready`` (a `Gate` holds it back) and nothing after its ``lost``;
-  what comes from an older link or channel is known by identity and dropped.
+- The client hears nothing of a channel before its ``ready`` (a `ReadyGate` holds it back) and nothing after its
+  ``lost``; what comes from an older link or channel is known by identity and dropped.
 - Nothing reaches a socket through ``write`` but in READY: never a frame on a channel that the client did not mean.
 - PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. Only a broker that has blocked
   the connection, and so answers nothing, suspends it (not in CLOSING).
@@ -32,18 +32,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq._util.threads import in_background
-from reliable_mq.connection.channel import Gate, StepRun
-from reliable_mq.connection.interfaces import Secrets
+from reliable_mq.connection.channel import ReadyGate, SetupRunner
+from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.reconnect import Asking, Loss
+from reliable_mq.core.reconnect import Asking, ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import ChannelProtocol, Client, EventLoop, Link, OpenLink, TimerHandle
+    from reliable_mq.connection.interfaces import (
+        ChannelProtocol,
+        ConnectionListener,
+        EventLoop,
+        Link,
+        OpenLink,
+        TimerHandle,
+    )
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["Connector"]
@@ -54,7 +61,7 @@ _ASKED_AGAIN = 0.9  # of the time to connect
 _ABORT_GRACE = 1.0  # seconds for aborted sockets to be closed, which takes one turn of the loop
 
 
-class _State(enum.Enum):
+class _ConnectionState(enum.Enum):
     WAITING = enum.auto()
     PREPARING = enum.auto()
     CONNECTING = enum.auto()
@@ -66,7 +73,7 @@ class _State(enum.Enum):
     CLOSING = enum.auto()
 
 
-_ATTEMPT = frozenset({_State.PREPARING, _State.CONNECTING, _State.SETTING_UP})
+_ATTEMPT = frozenset({_ConnectionState.PREPARING, _ConnectionState.CONNECTING, _ConnectionState.SETTING_UP})
 
 
 class Connector:
@@ -84,8 +91,8 @@ class Connector:
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
         on_ended: Callable[[], None],
     ) -> None:
         self.callback_errors = 0
@@ -97,41 +104,41 @@ class Connector:
         self._client = client
         self._recovery = recovery
         self._on_ended = on_ended
-        self._state = _State.WAITING
+        self._state = _ConnectionState.WAITING
         self._timer: TimerHandle | None = None  # of the state
         # For credentials, on helper threads; an attempt that has waited for an answer in vain is over a little earlier.
         self._asking = Asking(_ASKED_AGAIN * settings.connect_timeout)
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted, sockets not closed yet
         self._channel: ChannelProtocol | None = None
-        self._gate: Gate | None = None
+        self._gate: ReadyGate | None = None
         self._generation = 0
         self._live = False  # ready was reported, lost was not
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
         self._blocked_reported = False
-        self._set_up: StepRun | None = None
+        self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker answered a step of a set-up last
-        self._runs: deque[StepRun] = deque()  # the first is under way
+        self._runs: deque[SetupRunner] = deque()  # the first is under way
         self._run_timer: TimerHandle | None = None
 
     def begin(self) -> None:
         """Connect, and go on until `close`, which may have come before."""
-        if self._state is _State.WAITING:
+        if self._state is _ConnectionState.WAITING:
             self._recovery.begin(time.monotonic())
             self._connect()
 
     # -- what the client asks for ----------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        if self._state is _State.READY and self._link is not None:
+        if self._state is _ConnectionState.READY and self._link is not None:
             self._link.write(data)
 
     def write_buffer_size(self) -> int:
         return self._link.write_buffer_size if self._link is not None else 0
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        if self._state is _State.READY:
-            self._runs.append(StepRun(generator, partial(self._run_ended, done)))
+        if self._state is _ConnectionState.READY:
+            self._runs.append(SetupRunner(generator, partial(self._run_ended, done)))
             if len(self._runs) == 1:
                 self._loop.call_soon(self._start_run)
         else:
@@ -139,27 +146,27 @@ class Connector:
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))
 
     def discard(self, reason: str) -> None:
-        if self._state in {_State.READY, _State.REOPENING}:
-            self._state = _State.DISCARDED
+        if self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
+            self._state = _ConnectionState.DISCARDED
             self._cancel_timer()
-            self._loop.call_soon(partial(self._discarded, Loss(None, reason, "connection", by_broker=False)))
+            self._loop.call_soon(partial(self._discarded, ConnectionLoss(None, reason, "connection", by_broker=False)))
         elif self._state in _ATTEMPT:
-            self._state = _State.DISCARDED
+            self._state = _ConnectionState.DISCARDED
             self._cancel_timer()
             self._loop.call_soon(partial(self._attempt_discarded, BrokerUnavailable(reason)))
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
-        if self._state is _State.READY and self._channel is not None:
-            self._state = _State.REOPENING
+        if self._state is _ConnectionState.READY and self._channel is not None:
+            self._state = _ConnectionState.REOPENING
             self._channel.silence()
             self._channel.close()
             self._set_timer(self._settings.connect_timeout, self._late)
 
     def close(self, grace: float) -> None:
         """End: a closing handshake where there is a connection, for up to `grace` seconds, else abort."""
-        again = self._state is _State.CLOSING
-        self._state = _State.CLOSING
+        again = self._state is _ConnectionState.CLOSING
+        self._state = _ConnectionState.CLOSING
         self._set_timer(max(0.0, grace), self._close_now)
         if again:
             return
@@ -171,10 +178,10 @@ class Connector:
 
     def crashed(self, error: Exception) -> None:
         """The loop itself failed: report all as lost, for good."""
-        self._state = _State.GIVEN_UP
+        self._state = _ConnectionState.GIVEN_UP
         self._cancel_timer()
         self._drop_link("the event loop failed")
-        self._report_loss(Loss(None, f"the event loop failed: {error!r}", "connection", by_broker=False))
+        self._report_loss(ConnectionLoss(None, f"the event loop failed: {error!r}", "connection", by_broker=False))
         self._notify(self._client.failed, BrokerUnavailable(f"{self._name}: the event loop failed: {error!r}"), False)
 
     def on_error(self, error: Exception) -> None:
@@ -198,7 +205,7 @@ class Connector:
             self._open_channel(self._link)
 
     def _connect(self) -> None:
-        self._state = _State.PREPARING
+        self._state = _ConnectionState.PREPARING
         self._set_timer(self._settings.connect_timeout, self._late)
         if self._settings.tls is None and not callable(self._settings.credentials):
             self._prepared(self._ask_secrets())
@@ -209,47 +216,47 @@ class Connector:
                 lambda answer: self._loop.call_soon(partial(self._answered, answer)),
             )
 
-    def _ask_secrets(self) -> Secrets:
+    def _ask_secrets(self) -> ConnectCredentials:
         """Ask for what is new at every connect. May block: a user's callback, files."""
         tls = self._settings.tls
-        return Secrets(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
+        return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
-    def _answered(self, answer: Secrets | Exception) -> None:
+    def _answered(self, answer: ConnectCredentials | Exception) -> None:
         self._asking.answered()
         self._prepared(answer)
 
-    def _prepared(self, answer: Secrets | Exception) -> None:
-        if self._state is not _State.PREPARING:
+    def _prepared(self, answer: ConnectCredentials | Exception) -> None:
+        if self._state is not _ConnectionState.PREPARING:
             return
         if isinstance(answer, Exception):
             self._attempt_failed(_as_ours(answer, f"no credentials: the callback raised {type(answer).__name__}"))
             return
-        self._state = _State.CONNECTING
+        self._state = _ConnectionState.CONNECTING
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
         self._link = self._open_link(self._endpoint, self._settings, answer, self._name, self)
 
     def link_opened(self, link: Link) -> None:
-        if link is self._link and self._state is _State.CONNECTING:
+        if link is self._link and self._state is _ConnectionState.CONNECTING:
             self._open_channel(link)
 
     @property
     def patience(self) -> float:
         """Seconds for which a set-up that the broker has begun to answer may go on without another answer."""
-        if self._state is not _State.SETTING_UP:
+        if self._state is not _ConnectionState.SETTING_UP:
             return 0.0
         return max(0.0, self._answered_at + self._settings.connect_timeout - time.monotonic())
 
     def _open_channel(self, link: Link) -> None:
-        self._state = _State.SETTING_UP
+        self._state = _ConnectionState.SETTING_UP
         self._generation += 1
-        self._gate = Gate(self._client)
+        self._gate = ReadyGate(self._client)
         self._channel = link.open_channel(self._gate, self)
 
     def channel_opened(self, channel: ChannelProtocol) -> None:
-        if channel is not self._channel or self._link is None or self._state is not _State.SETTING_UP:
+        if channel is not self._channel or self._link is None or self._state is not _ConnectionState.SETTING_UP:
             return
         if self._set_up is None:
-            self._set_up = StepRun(self._setup(self._link.server), self._set_up_ended, self._step_answered)
+            self._set_up = SetupRunner(self._setup(self._link.server), self._set_up_ended, self._step_answered)
         self._set_up.start(channel)
 
     def _step_answered(self) -> None:
@@ -258,15 +265,17 @@ class Connector:
         self._set_timer(self._settings.connect_timeout, self._late)
 
     @property
-    def _step_outstanding(self) -> StepRun | None:
+    def _step_outstanding(self) -> SetupRunner | None:
         """The set-up, where the broker owes it an answer."""
-        waits = self._state is _State.SETTING_UP and self._set_up is not None and not self._set_up.wants_channel
+        waits = (
+            self._state is _ConnectionState.SETTING_UP and self._set_up is not None and not self._set_up.wants_channel
+        )
         return self._set_up if waits else None
 
     def _go_on(self) -> None:
         """The set-up goes on, on a new channel."""
         goes_on = self._set_up is not None and self._set_up.wants_channel
-        if goes_on and self._state is _State.SETTING_UP and self._channel is None and self._link is not None:
+        if goes_on and self._state is _ConnectionState.SETTING_UP and self._channel is None and self._link is not None:
             self._open_channel(self._link)
 
     def _set_up_ended(self, outcome: object) -> None:
@@ -284,12 +293,12 @@ class Connector:
     def _become_ready(self, link: Link, channel: ChannelProtocol) -> None:
         self._cancel_timer()
         self._recovery.ready()
-        self._state = _State.READY
+        self._state = _ConnectionState.READY
         self._live = True
         logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
         self._notify(self._client.ready, self._generation, channel.number, link.frame_max, link.server)
         self._report_blocked()
-        if self._state is _State.READY and self._gate is not None:  # the client may have ended it already
+        if self._state is _ConnectionState.READY and self._gate is not None:  # the client may have ended it already
             gate, self._gate = self._gate, None
             channel.attach(self._client)
             gate.open()
@@ -299,11 +308,11 @@ class Connector:
         seconds = self._settings.connect_timeout
         if self._blocked is not None:
             self._set_timer(seconds, self._late)
-        elif self._state is _State.REOPENING:
+        elif self._state is _ConnectionState.REOPENING:
             self.discard(f"channel.close was not answered within {seconds:g} s")
         else:
             doing = _DOING[self._state]
-            if self._state is _State.PREPARING:
+            if self._state is _ConnectionState.PREPARING:
                 doing += f", calls without an answer: {self._asking.unanswered}"
             self._attempt_failed(BrokerUnavailable(f"{self._endpoint}: not ready within {seconds:g} s ({doing})"))
 
@@ -320,27 +329,27 @@ class Connector:
                 exc_info=self._recovery.broken,
             )
         if wait is None:
-            self._state = _State.GIVEN_UP
+            self._state = _ConnectionState.GIVEN_UP
             self._cancel_timer()
             self._drop_link("given up")
             logger.error("%s: given up: %s", self._name, error)
         else:
-            self._state = _State.WAITING
+            self._state = _ConnectionState.WAITING
             self._set_timer(wait, self._next)
             logger.warning("%s: %s; next attempt in %.1f s", self._name, error, wait)
         self._notify(self._client.failed, error, wait is not None)
 
     def _attempt_discarded(self, error: BrokerUnavailable) -> None:
-        if self._state is _State.DISCARDED:
+        if self._state is _ConnectionState.DISCARDED:
             self._attempt_failed(error)
 
     # -- the end of what was ready ---------------------------------------------------------------------------------
 
-    def link_closed(self, link: Link, error: BrokerUnavailable, loss: Loss) -> None:
+    def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         self._dying.discard(link)
         if link is self._link:
             self._link = self._channel = None
-            if self._state in {_State.READY, _State.REOPENING}:
+            if self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
                 self._recover(loss)
             elif self._step_outstanding is not None and _is_refusal(loss):
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
@@ -354,27 +363,27 @@ class Connector:
         if channel is not self._channel:
             return
         self._channel = None
-        if self._state is _State.SETTING_UP:
+        if self._state is _ConnectionState.SETTING_UP:
             if self._step_outstanding is not None:
                 self._step_outstanding.refuse(code, text)
                 self._loop.call_soon(self._go_on)
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
-        elif self._state in {_State.READY, _State.REOPENING}:
+        elif self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
             refused = by_broker and bool(self._runs)
             if refused:
                 self._runs[0].refuse(code, text)
             # Who asked for the step has been told; whether it matters is theirs to say.
             level = logging.INFO if refused else logging.WARNING
-            self._recover(Loss(code if by_broker else None, text, "channel", by_broker), level)
+            self._recover(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
 
-    def _discarded(self, loss: Loss) -> None:
-        if self._state is _State.DISCARDED:
+    def _discarded(self, loss: ConnectionLoss) -> None:
+        if self._state is _ConnectionState.DISCARDED:
             self._recover(loss)
 
-    def _recover(self, loss: Loss, level: int = logging.WARNING) -> None:
+    def _recover(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
         wait = self._recovery.lost(loss, time.monotonic())
-        self._state = _State.WAITING
+        self._state = _ConnectionState.WAITING
         self._set_timer(wait, self._next)
         logger.log(
             level,
@@ -387,7 +396,7 @@ class Connector:
         )
         self._report_loss(loss)
 
-    def _report_loss(self, loss: Loss) -> None:
+    def _report_loss(self, loss: ConnectionLoss) -> None:
         self._end_runs(BrokerUnavailable(f"the {loss.scope} was lost: {loss.text}"))
         if loss.scope == "connection":
             self._unblock()
@@ -411,9 +420,9 @@ class Connector:
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:
-        if self._state is _State.CLOSING and self._link is None and not self._dying:
+        if self._state is _ConnectionState.CLOSING and self._link is None and not self._dying:
             self._cancel_timer()
-            self._report_loss(Loss(None, "closed by us", "connection", by_broker=False))
+            self._report_loss(ConnectionLoss(None, "closed by us", "connection", by_broker=False))
             self._on_ended()
 
     # -- what else the broker says ---------------------------------------------------------------------------------
@@ -443,17 +452,17 @@ class Connector:
             self._notify(self._client.cancelled, consumer_tag)
 
     def link_read(self, link: Link) -> None:
-        if link is self._link and self._state is _State.READY:
+        if link is self._link and self._state is _ConnectionState.READY:
             self._notify(self._client.read_finished)
 
     def link_drained(self, link: Link) -> None:
-        if link is self._link and self._state is _State.READY:
+        if link is self._link and self._state is _ConnectionState.READY:
             self._notify(self._client.write_drained)
 
     # -- steps on the live channel ---------------------------------------------------------------------------------
 
     def _start_run(self) -> None:
-        if self._runs and self._channel is not None and self._state is _State.READY:
+        if self._runs and self._channel is not None and self._state is _ConnectionState.READY:
             self._run_timer = self._loop.call_later(self._settings.connect_timeout, self._run_late)
             self._runs[0].start(self._channel)
 
@@ -505,15 +514,15 @@ class Connector:
 
 
 _DOING = {
-    _State.PREPARING: "asking for credentials",
-    _State.CONNECTING: "connecting",
-    _State.SETTING_UP: "setting up the channel",
+    _ConnectionState.PREPARING: "asking for credentials",
+    _ConnectionState.CONNECTING: "connecting",
+    _ConnectionState.SETTING_UP: "setting up the channel",
 }
 
 _CONNECTION_FORCED = 320  # a broker that shuts down: no opinion about the step that was under way
 
 
-def _is_refusal(loss: Loss) -> bool:
+def _is_refusal(loss: ConnectionLoss) -> bool:
     return loss.by_broker and loss.code != _CONNECTION_FORCED
 
 

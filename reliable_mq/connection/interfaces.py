@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import Reply, Step
+    from reliable_mq.codec.methods import MethodReply, Step
     from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.errors import BrokerUnavailable, ReliableMQError
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 __all__ = [
     "ChannelEvents",
     "ChannelProtocol",
-    "Client",
+    "ConnectCredentials",
+    "ConnectionListener",
     "EventLoop",
     "Link",
     "LinkEvents",
+    "NullListener",
     "OpenLink",
-    "QuietClient",
-    "Secrets",
     "TimerHandle",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Secrets:
+class ConnectCredentials:
     """What is asked for anew at every connect."""
 
     credentials: Credentials | None = field(repr=False)
@@ -96,7 +96,7 @@ class ChannelProtocol(Protocol):
     def silence(self) -> None:
         """Give the channel's content to nobody from now on."""
 
-    def perform(self, step: Step, done: Callable[[Reply], None], /) -> None:
+    def perform(self, step: Step, done: Callable[[MethodReply], None], /) -> None:
         """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
 
         Raises:
@@ -104,7 +104,7 @@ class ChannelProtocol(Protocol):
             BrokerUnavailable: the channel is not open.
         """
 
-    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None], /) -> None:
+    def perform_all(self, steps: Sequence[Step], done: Callable[[MethodReply], None], /) -> None:
         """Send the methods of declarations and checks in one piece; `done` gets each reply, in order.
 
         Raises:
@@ -120,7 +120,13 @@ class OpenLink(Protocol):
     """How a driver makes a link."""
 
     def __call__(
-        self, endpoint: Endpoint, settings: ConnectionSettings, secrets: Secrets, name: str, events: LinkEvents, /
+        self,
+        endpoint: Endpoint,
+        settings: ConnectionSettings,
+        secrets: ConnectCredentials,
+        name: str,
+        events: LinkEvents,
+        /,
     ) -> Link:
         """Begin one attempt at `endpoint`; `name` is that of the connection, shown by the management UI."""
 
@@ -131,7 +137,7 @@ class LinkEvents(Protocol):
     def link_opened(self, link: Link) -> None:
         """The AMQP handshake is done."""
 
-    def link_closed(self, link: Link, error: BrokerUnavailable, loss: Loss) -> None:
+    def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         """It is over: it could not be opened, or was open and is lost, or was closed or aborted by us."""
 
     def link_blocked(self, link: Link, reason: str) -> None:
@@ -167,7 +173,7 @@ class TimerHandle(Protocol):
         """Cancel the call; does nothing where it was made or cancelled already."""
 
 
-class Client(ChannelSink, Protocol):
+class ConnectionListener(ChannelSink, Protocol):
     """Whom a `Connector` serves; to the events of the channel (`ChannelSink`) come those of its life.
 
     All are called on its loop, must not block, and are never called from inside a call of the client to the connection.
@@ -180,7 +186,7 @@ class Client(ChannelSink, Protocol):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """The channel is set up; ``write`` works from now on. `frame_max` is in bytes."""
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """The channel is gone, with all that was outstanding on it; ``write`` does nothing until the next ``ready``."""
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
@@ -202,12 +208,12 @@ class Client(ChannelSink, Protocol):
         """The socket has taken the last of what was buffered. Not after a ``write`` that it took at once."""
 
 
-class QuietClient(Client):
+class NullListener(ConnectionListener):
     """Takes no notice of anything; a client that few kinds of events concern overrides these."""
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
 
-    def lost(self, generation: int, loss: Loss) -> None: ...
+    def lost(self, generation: int, loss: ConnectionLoss) -> None: ...
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None: ...
 

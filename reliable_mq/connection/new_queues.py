@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.core.new_queues import NewQueues
 
 if TYPE_CHECKING:
@@ -131,4 +131,4 @@ def _after_fork() -> None:
         queues.forked(time.monotonic())
 
 
-in_child(ForkStage.RENEW, _after_fork)
+at_fork(ForkStage.RENEW, _after_fork)

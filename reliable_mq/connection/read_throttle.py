@@ -16,14 +16,14 @@ from reliable_mq.codec.methods import Cancel, SetPrefetch
 if TYPE_CHECKING:
     from reliable_mq.codec.methods import Step
 
-__all__ = ["ReadPace"]
+__all__ = ["ReadThrottle"]
 
 _LONGEST = 1e-3  # seconds
 _PER_DELIVERY = 2.5e-6  # seconds for each of the prefetch
 _MANY_BYTES = 64 * 1024  # a read of so many is worth its turn of the loop by itself
 
 
-class ReadPace:
+class ReadThrottle:
     """See the module. Not thread-safe."""
 
     def __init__(self) -> None:

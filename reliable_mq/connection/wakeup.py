@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
     from reliable_mq.connection.interfaces import TimerHandle
 
-__all__ = ["Alarm"]
+__all__ = ["Wakeup"]
 
 
-class Alarm:
+class Wakeup:
     """Calls a function at a time. On its loop only.
 
     Args:

@@ -39,7 +39,7 @@ from reliable_mq.codec.methods import (
     DeclareExchange,
     DeclareQueue,
     DeleteQueue,
-    Reply,
+    MethodReply,
     SetPrefetch,
     Step,
 )
@@ -56,7 +56,7 @@ from reliable_mq.topology import (
 )
 
 if TYPE_CHECKING:
-    from reliable_mq.core.new_queues import Maker
+    from reliable_mq.core.new_queues import NewQueueListener
     from reliable_mq.topology import Inequivalence
 
 __all__ = [
@@ -174,7 +174,9 @@ class StepRefused(Exception):
         connection: whether the connection is lost, too.
     """
 
-    def __init__(self, code: int, text: str, *, answered: tuple[Reply, ...] = (), connection: bool = False) -> None:
+    def __init__(
+        self, code: int, text: str, *, answered: tuple[MethodReply, ...] = (), connection: bool = False
+    ) -> None:
         super().__init__(f"{code} {text}")
         self.code = code
         self.text = text
@@ -183,7 +185,7 @@ class StepRefused(Exception):
 
 
 def publisher_setup(
-    topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+    topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
 ) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
@@ -210,7 +212,7 @@ def consumer_setup(
     arguments: Arguments | None = None,
     ack_mode: Literal["manual", "automatic"] = "manual",
     exclusive: bool = False,
-    maker: Maker | None = None,
+    maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
     """Declare `topology` and `queue` (or check that it exists, where it is a name), set the prefetch and consume.
 
@@ -235,7 +237,7 @@ def consumer_setup(
 
 
 def pull_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None = None
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
 ) -> SetupGenerator:
     """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
 
@@ -252,7 +254,7 @@ def pull_setup(
     yield from _queue_setup(queue, topology, version, maker)
 
 
-def declare(queue: Queue, version: tuple[int, ...], maker: Maker | None = None) -> SetupGenerator:
+def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
     """Declare one queue on a channel that is in use.
 
     The broker is not asked first whether it has the queue: a no would close the channel. The queue counts as new.
@@ -362,7 +364,7 @@ _PERMANENT = frozenset({403, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 def _queue_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None
+    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
 ) -> Generator[Step | Pipeline, Any, str]:
     if isinstance(queue, Queue):
         yield from _declare_all([*topology, queue], version, maker)
@@ -372,7 +374,9 @@ def _queue_setup(
     return queue
 
 
-def _declare_all(topology: Iterable[Declaration], version: tuple[int, ...], maker: Maker | None) -> SetupGenerator:
+def _declare_all(
+    topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
+) -> SetupGenerator:
     """Declare, in two round trips: the second one is the declarations'."""
     declared = declarations(topology)
     steps = tuple(_declare(declaration, version) for declaration in declared)
@@ -401,7 +405,7 @@ def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
     return []
 
 
-def _make(names: list[str], maker: Maker | None, steps: SetupGenerator) -> SetupGenerator:
+def _make(names: list[str], maker: NewQueueListener | None, steps: SetupGenerator) -> SetupGenerator:
     """Carry out the steps that make these queues."""
     if maker is None or not names:
         yield from steps

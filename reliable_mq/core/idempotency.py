@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["Claim", "ClaimStatus", "Commit", "Hold", "Owed", "namespace_of"]
+__all__ = ["Claim", "ClaimStatus", "CommitState", "InboxClaim", "SettlementRetries", "namespace_of"]
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
@@ -60,7 +60,7 @@ class Claim(NamedTuple):
     attempts: int = 0
 
 
-class Commit(enum.Enum):
+class CommitState(enum.Enum):
     """What is known of a transaction that has a claim as done."""
 
     NONE = "none"
@@ -71,7 +71,7 @@ class Commit(enum.Enum):
     """It was committed."""
 
 
-class Hold:
+class InboxClaim:
     """What a delivery that is being handled holds of a store that has transactions.
 
     Args:
@@ -88,10 +88,10 @@ class Hold:
     def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
-        self.commit = Commit.NONE
+        self.commit = CommitState.NONE
 
 
-class Owed:
+class SettlementRetries:
     """See the module. For several threads: whatever is shared is done by one operation of a dict.
 
     A settlement is a claim and what became of it: None where it is complete, else whether it failed.

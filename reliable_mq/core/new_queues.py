@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["KEPT", "NEW_QUEUE_GRACE", "Maker", "NewQueues"]
+__all__ = ["KEPT", "NEW_QUEUE_GRACE", "NewQueueListener", "NewQueues"]
 
 #: Seconds: twice the second after which no loss was ever seen.
 NEW_QUEUE_GRACE: Final = 2.0
@@ -28,7 +28,7 @@ KEPT: Final = 300.0
 _NEVER: Final = float("-inf")
 
 
-class Maker(Protocol):
+class NewQueueListener(Protocol):
     """Is told which queues a set-up makes. It adds the time."""
 
     def begin(self, names: Collection[str], /) -> None:

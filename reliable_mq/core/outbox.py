@@ -30,11 +30,11 @@ __all__ = [
     "COLUMNS",
     "FORMAT",
     "LONGEST_DELAY",
-    "Fate",
     "NewRow",
     "OutboxRow",
     "RelaySession",
-    "Settlement",
+    "RowOutcome",
+    "RowSettlement",
     "UnreadableRow",
     "delay_after",
     "row_from",
@@ -187,7 +187,7 @@ def row_from(
     )
 
 
-class Fate(enum.Enum):
+class RowOutcome(enum.Enum):
     """What is to become of a row that a relay has taken."""
 
     CONFIRMED = "confirmed"
@@ -200,7 +200,7 @@ class Fate(enum.Enum):
     """Nothing was tried: it is as it was."""
 
 
-class Settlement(NamedTuple):
+class RowSettlement(NamedTuple):
     """The fate of one row.
 
     Attributes:
@@ -212,7 +212,7 @@ class Settlement(NamedTuple):
     """
 
     row: OutboxRow
-    fate: Fate
+    fate: RowOutcome
     delay: float = 0.0
     reason: str | None = None
     possible_duplicate: bool = False
@@ -234,7 +234,7 @@ class RelaySession:
 
     def __init__(self) -> None:
         self.ready: deque[OutboxRow] = deque()
-        self.settlements: list[Settlement] = []
+        self.settlements: list[RowSettlement] = []
         self.trouble: ReliableMQError | None = None
         self._behind: dict[str, deque[OutboxRow]] = {}  # by ordering key: the rows behind the one that is outstanding
         self._waiting = 0
@@ -264,30 +264,30 @@ class RelaySession:
         """The publish of a row has ended: confirmed, or with an error."""
         if error is None:
             self.trouble = None
-            self.settlements.append(Settlement(row, Fate.CONFIRMED))
+            self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
             self._next(row)
             return
         if isinstance(error, (PublishReturned, PublishRefused, ConfigurationError)):
             reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
             doubt = isinstance(error, PublishError) and error.may_have_arrived
-            self.settlements.append(Settlement(row, Fate.SET_ASIDE, 0.0, reason, doubt))
+            self.settlements.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, reason, doubt))
         elif isinstance(error, PublishError):
             reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
             delay = delay_after(row.attempts + 1)
-            self.settlements.append(Settlement(row, Fate.LATER, delay, reason, error.may_have_arrived))
+            self.settlements.append(RowSettlement(row, RowOutcome.LATER, delay, reason, error.may_have_arrived))
         else:  # it says nothing about this row
             self.trouble = error
-            self.settlements.append(Settlement(row, Fate.BACK))
+            self.settlements.append(RowSettlement(row, RowOutcome.BACK))
         self._hand_back(row)
 
     def stopped(self) -> None:
         """The relay stops: hand back what is not outstanding."""
         while self.ready:
             row = self.ready.popleft()
-            self.settlements.append(Settlement(row, Fate.BACK))
+            self.settlements.append(RowSettlement(row, RowOutcome.BACK))
             self._hand_back(row)
         for key in [key for key, behind in self._behind.items() if behind]:
-            self.settlements.extend(Settlement(row, Fate.BACK) for row in self._behind[key])
+            self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in self._behind[key])
             self._waiting -= len(self._behind[key])
             self._behind[key].clear()
 
@@ -306,4 +306,4 @@ class RelaySession:
             return
         behind = self._behind.pop(row.ordering_key)
         self._waiting -= len(behind)
-        self.settlements.extend(Settlement(one, Fate.BACK) for one in behind)
+        self.settlements.extend(RowSettlement(one, RowOutcome.BACK) for one in behind)

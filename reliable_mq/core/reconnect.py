@@ -35,7 +35,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["Asking", "Loss", "Recovery", "is_permanent"]
+__all__ = ["Asking", "ConnectionLoss", "ReconnectPolicy", "is_permanent"]
 
 CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
 CHANNEL_REFILL: Final = 1.0  # and per second in the long run
@@ -49,7 +49,7 @@ _LONGEST_WAIT: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class ConnectionLoss:
     """The end of a channel that was ready, or of the connection under it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Loss:
     by_broker: bool
 
 
-class Recovery:
+class ReconnectPolicy:
     """Decides about the attempts of one connection. Not thread-safe: it belongs to the thread or loop that connects.
 
     Args:
@@ -152,7 +152,7 @@ class Recovery:
         self._passes += 1
         return self._ask(error, now)
 
-    def lost(self, loss: Loss, now: float) -> float:
+    def lost(self, loss: ConnectionLoss, now: float) -> float:
         """What was ready is lost.
 
         Returns:

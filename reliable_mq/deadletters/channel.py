@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING
 from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch
 from reliable_mq.core.channel_setup import StepRefused, refusal
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reliable_mq.codec.methods import Step
     from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["GetChannel"]
@@ -62,7 +62,7 @@ _CONTRADICTION = {"x-expires": 1000}
 _CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 
 
-class GetChannel(StepChannel):
+class GetChannel(AdminChannel):
     """See the module. One thread at a time may use it.
 
     Args:
@@ -78,7 +78,7 @@ class GetChannel(StepChannel):
         super().__init__(settings, name=name, patience=_PATIENCE)
         self._queue = queue
         self._virtual_host = settings.virtual_host
-        self._source = Source(0, 0, queue)
+        self._source = ChannelGeneration(0, 0, queue)
         self._by_consumers = False
         self._consumers = count(1)
         self._prefetch = 0  # of consumers to come, on this channel
@@ -87,11 +87,11 @@ class GetChannel(StepChannel):
         self._held = array("Q")  # the tags of what was taken and not acked
         self._ends = array("Q")  # the last tags of those that are returned in one go
         self.left = 0
-        self._loss: Loss | None = None
+        self._loss: ConnectionLoss | None = None
         self._gone = False  # what was held went with its channel, and nobody was told yet
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ChannelGeneration:
         """The channel as it is now; another after every loss."""
         return self._source
 
@@ -191,7 +191,7 @@ class GetChannel(StepChannel):
         finally:
             self._held, self._ends = array("Q"), array("Q")
 
-    def _get(self, source: Source, most: int) -> bool:
+    def _get(self, source: ChannelGeneration, most: int) -> bool:
         """Ask for some, and wait for the answers; return whether there were any messages."""
         with self._changed:
             before = len(self._arrived)
@@ -203,7 +203,7 @@ class GetChannel(StepChannel):
             self._check(source)
             return len(self._arrived) > before
 
-    def _consume(self, source: Source, wanted: int) -> None:
+    def _consume(self, source: ChannelGeneration, wanted: int) -> None:
         """Have a consumer bring that many; fewer where somebody else takes them first."""
         tag = f"dead-letters-{next(self._consumers)}"
         with self._changed:
@@ -224,7 +224,7 @@ class GetChannel(StepChannel):
             if missing := max(enough - len(self._arrived), 0):
                 self._get(source, missing)
 
-    def _wait_for_arrivals(self, source: Source, enough: int) -> bool:
+    def _wait_for_arrivals(self, source: ChannelGeneration, enough: int) -> bool:
         """Wait until there are enough; False where none comes any more."""
         seen, until = -1, 0.0
         with self._changed:
@@ -238,7 +238,7 @@ class GetChannel(StepChannel):
                 self._changed.wait(until - now)
             return True
 
-    def _perform(self, source: Source, step: Step) -> None:
+    def _perform(self, source: ChannelGeneration, step: Step) -> None:
         """Carry out a step on this channel and on no other.
 
         Raises:
@@ -297,7 +297,7 @@ class GetChannel(StepChannel):
         with self._changed:
             self._check(source)
 
-    def _check_soon(self, source: Source) -> None:
+    def _check_soon(self, source: ChannelGeneration) -> None:
         """Where the channel was lost, that is told next."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost(source), _TOLD)
@@ -314,10 +314,10 @@ class GetChannel(StepChannel):
                 kept.append(tag)
         self._held.extend(reversed(kept))
 
-    def _is_lost(self, source: Source) -> bool:
+    def _is_lost(self, source: ChannelGeneration) -> bool:
         return self._source is not source or self._loss is not None
 
-    def _check(self, source: Source) -> None:
+    def _check(self, source: ChannelGeneration) -> None:
         if not self._is_lost(source):
             return
         loss = self._loss
@@ -332,17 +332,17 @@ class GetChannel(StepChannel):
 
     # On the I/O thread
 
-    def _ask(self, source: Source, most: int) -> None:
+    def _ask(self, source: ChannelGeneration, most: int) -> None:
         if self._source is source:
             self._io.write(encode_get(source.channel, self._queue) * most)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         with self._changed:
             namespace = namespace_of(server.cluster_name, self._virtual_host)
-            self._source = Source(generation, channel, self._queue, namespace)
+            self._source = ChannelGeneration(generation, channel, self._queue, namespace)
         super().ready(generation, channel, frame_max, server)
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         with self._changed:
             self._loss = loss
             self._gone = self._gone or bool(self._held)

@@ -26,7 +26,7 @@ from reliable_mq.codec import CodecError, Properties, encode_properties
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message, MessageProperties
 
-__all__ = ["Line", "Written", "read_line", "write_line"]
+__all__ = ["Line", "WritableMessage", "read_line", "write_line"]
 
 _PROPERTIES: Final = tuple(MessageProperties.__annotations__)
 _BODY, _BODY_BASE64, _RAW = "body", "body_base64", "properties_base64"
@@ -41,7 +41,7 @@ class Line(NamedTuple):
     routing_key: str | None
 
 
-class Written(Protocol):
+class WritableMessage(Protocol):
     """What is written: a delivery."""
 
     redelivered: bool
@@ -63,7 +63,7 @@ class Written(Protocol):
         """With which key."""
 
 
-def write_line(delivery: Written) -> bytes:
+def write_line(delivery: WritableMessage) -> bytes:
     """Give a delivery as a line, without the line end."""
     line: dict[str, object] = _written_body(delivery.body)
     line |= {"exchange": delivery.exchange, "routing_key": delivery.routing_key, "redelivered": delivery.redelivered}

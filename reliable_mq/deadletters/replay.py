@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from reliable_mq.core.consumer.handler import Claiming
+from reliable_mq.core.consumer.handler import ClaimPolicy
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["BATCH", "Pace", "Progress", "Replay", "ReplayReport", "Routing"]
+__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing"]
 
 _MADE_UP: Final = 0.005  # seconds: by so much a wait may take too long
 
 
-class Pace:
+class RateLimit:
     """Spreads publishes evenly. Not thread-safe; times are seconds by a clock that does not jump.
 
     Args:
@@ -149,7 +149,7 @@ class Replay:
         self._chosen = chosen
         self._routing = routing
         self._limit = limit
-        self._pace = None if rate is None else Pace(rate)
+        self._pace = None if rate is None else RateLimit(rate)
         self._store = store
         self._namespace = namespace
         self._guard = guard
@@ -302,7 +302,7 @@ class Replay:
         """The key that the consumer of its queue claims, where that has no ``idempotency_key`` of its own."""
         if message.origin is None or not message.message_id:
             return None
-        claiming = Claiming(
+        claiming = ClaimPolicy(
             queue=message.origin.queue, namespace=self._namespace, key=_message_id, lease=1.0, max_attempts=1
         )
         return claiming.key_of(message.delivery)

@@ -18,24 +18,24 @@ from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.circuit_breaker import Breaker
+from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.dispatch import Batcher
-from reliable_mq.core.consumer.handler import Claiming, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
-from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.retry import KillSwitch, RetryPolicy
-from reliable_mq.topology import OWN, Declaration, OwnDeadLetter, Queue, declarations
+from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments, check_name
 
 if TYPE_CHECKING:
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.core.new_queues import Maker
+    from reliable_mq.core.new_queues import NewQueueListener
 
 __all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
 
@@ -90,7 +90,7 @@ class ConsumerOptions:
         ack_mode: AckMode = "manual",
         batch_size: int | None = None,
         batch_wait: Duration = 1.0,
-        dead_letter: Queue | str | OwnDeadLetter | None = OWN,
+        dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT,
         offset: Offset | None = None,
         exclusive: bool = False,
         consumer_arguments: Mapping[str, object] | None = None,
@@ -174,7 +174,7 @@ class ConsumerOptions:
             "kill_switch": kill_switch is not None,
             "idempotency": idempotency,
             "batch_size": self.batch,
-            "dead_letter": dead_letter not in (OWN, None),
+            "dead_letter": dead_letter not in (DEFAULT, None),
         }
         if ack_mode == "automatic":
             self._refuse_with(given, "ack_mode='automatic': the broker forgets what it sends")
@@ -277,16 +277,16 @@ class ConsumerOptions:
             batcher=batcher,
             max_body_bytes=max_body,
             max_header_bytes=max_header,
-            position=StreamPosition() if self.is_stream else None,
+            position=StreamOffset() if self.is_stream else None,
             ladder=self._ladder,
             broker_retries=self._broker_retries,
-            breaker=None if self._kill_switch is None else Breaker(self._kill_switch),
+            breaker=None if self._kill_switch is None else CircuitBreaker(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
             grouped=self._idempotency,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
         )
 
-    def new_claiming(self, transaction: Callable[..., Any] | None = None) -> Claiming | None:
+    def new_claiming(self, transaction: Callable[..., Any] | None = None) -> ClaimPolicy | None:
         """Say how deliveries are claimed; None where there is no store.
 
         Args:
@@ -294,7 +294,7 @@ class ConsumerOptions:
         """
         if not self._idempotency:
             return None
-        return Claiming(
+        return ClaimPolicy(
             queue=self.queue_name,
             namespace=self._namespace,
             key=self._key,
@@ -304,7 +304,7 @@ class ConsumerOptions:
         )
 
     def setup(
-        self, server: ServerInfo, consumer_tag: str, following: int | None, maker: Maker | None = None
+        self, server: ServerInfo, consumer_tag: str, following: int | None, maker: NewQueueListener | None = None
     ) -> SetupGenerator:
         """Return the steps after which the broker delivers; from the offset ``following`` on, in a stream.
 
@@ -322,7 +322,7 @@ class ConsumerOptions:
             maker=maker,
         )
 
-    def pull_setup(self, server: ServerInfo, maker: Maker | None = None) -> SetupGenerator:
+    def pull_setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
         """Return the steps after which the broker can be asked for deliveries; `maker` is as in `setup`."""
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
@@ -373,7 +373,7 @@ class ConsumerOptions:
             _refuse("retry has backend='broker', which needs a Queue(..., delayed_retry=(shortest, longest))")
         return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
-    def _new_ladder(self, queue: Queue | str) -> Ladder | None:
+    def _new_ladder(self, queue: Queue | str) -> DelayQueues | None:
         """The delay queues, where there may be some beside the queue and something would ever wait in them."""
         if (
             self._retry.backend != "queues"
@@ -383,10 +383,10 @@ class ConsumerOptions:
         ):
             return None
         stays = queue.type != "stream" and queue.durable and not (queue.exclusive or queue.auto_delete)
-        return Ladder(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None
+        return DelayQueues(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None
 
     def _dead_letter(self, queue: Queue | str, given: object) -> str | None:
-        if isinstance(given, OwnDeadLetter):
+        if isinstance(given, DefaultDeadLetter):
             return queue.dead_letter_name if isinstance(queue, Queue) else None
         if given is None:
             return None

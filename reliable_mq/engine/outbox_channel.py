@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
-from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
-    from reliable_mq.outbox.protocol import Claims, Outbox
-    from reliable_mq.outbox.relay import Carrier
+    from reliable_mq.outbox.protocol import Outbox, RowLeases
+    from reliable_mq.outbox.relay import RowPublisher
 
-__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BaseStoringLane", "Looks", "not_open"]
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BacklogPoller", "BaseOutboxChannel", "not_open"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the 
 _FAILURES_SAID_EVERY: Final = 10.0  # seconds
 
 
-class Looks:
+class BacklogPoller:
     """When to look into the outbox again, for somebody who waits until it is empty."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Looks:
 C = TypeVar("C", bound=StoredPublication)
 
 
-class BaseStoringLane(Generic[C]):
+class BaseOutboxChannel(Generic[C]):
     """See the module.
 
     Args:
@@ -98,7 +98,7 @@ class BaseStoringLane(Generic[C]):
     def __init__(
         self,
         outbox: Outbox,
-        carrier: Carrier,
+        carrier: RowPublisher,
         options: PublisherOptions,
         *,
         measured: bool,
@@ -142,7 +142,7 @@ class BaseStoringLane(Generic[C]):
         """Have `_settle` called. On the writer's thread."""
         raise NotImplementedError
 
-    def _settled(self, settlements: list[Settlement]) -> None:
+    def _settled(self, settlements: list[RowSettlement]) -> None:
         """Tell the relay, and who waits for that. On the writer's thread."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class BaseStoringLane(Generic[C]):
 
     # For the faces
 
-    def _begin(self, claims: Claims) -> None:
+    def _begin(self, claims: RowLeases) -> None:
         """The outbox is open: store and relay."""
         self.relay.start(claims)
         self._writer.start()
@@ -276,7 +276,7 @@ def not_open(outbox: Outbox, limit: float) -> OutboxError:
 
 
 # A forked child has copies of the lanes and none of their threads.
-_lanes: WeakSet[BaseStoringLane[Any]] = WeakSet()
+_lanes: WeakSet[BaseOutboxChannel[Any]] = WeakSet()
 
 
 def _forget_in_child() -> None:
@@ -284,4 +284,4 @@ def _forget_in_child() -> None:
         lane.forget()
 
 
-in_child(ForkStage.MARK, _forget_in_child)
+at_fork(ForkStage.MARK, _forget_in_child)

@@ -23,13 +23,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
-from reliable_mq.connection.wakeup import Alarm
+from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.publisher.session import PublishingSession
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["CLOSE_GRACE", "BasePublishingLane", "Connection", "WatchedPublication", "unwatched_logger"]
+__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "PublisherConnection", "unwatched_logger"]
 
 logger = logging.getLogger(__name__)
 unwatched_logger = logger.getChild("unwatched")
@@ -58,7 +58,7 @@ _FAILURES_KEPT = 100  # failed confirmations that nobody has looked at, kept to 
 _FAILURES_SAID_EVERY = 10.0  # seconds, at least, between two log lines about such failures
 
 
-class Connection(Protocol):
+class PublisherConnection(Protocol):
     """The connection of a face, on its loop."""
 
     @property
@@ -79,7 +79,7 @@ class Connection(Protocol):
         """Abort the connection: the channel is in doubt."""
 
 
-class WatchedPublication(Publication):
+class ObservedPublication(Publication):
     """A publish whose user may be told of its outcome, in the way of a face."""
 
     __slots__ = ()
@@ -89,10 +89,10 @@ class WatchedPublication(Publication):
         raise NotImplementedError
 
 
-P = TypeVar("P", bound=WatchedPublication)
+P = TypeVar("P", bound=ObservedPublication)
 
 
-class BasePublishingLane(Generic[P]):
+class BasePublisherChannel(Generic[P]):
     """See the module.
 
     Args:
@@ -110,7 +110,7 @@ class BasePublishingLane(Generic[P]):
     """
 
     write_bytes: int  # encoded and written in one piece
-    _io: Connection
+    _io: PublisherConnection
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
         self.window = options.window
@@ -136,7 +136,7 @@ class BasePublishingLane(Generic[P]):
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
         self._generation = 0
-        self._alarm = Alarm(self._pump)
+        self._alarm = Wakeup(self._pump)
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
         _lanes.add(self)
@@ -264,9 +264,9 @@ class BasePublishingLane(Generic[P]):
             self._tell_change()
         self._pump()
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """The channel is gone."""
-        reply = Reply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
+        reply = BrokerReply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
         self._record.lost(self.session.proven)
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection")
         with self._guard:
@@ -410,7 +410,7 @@ class BasePublishingLane(Generic[P]):
 
 
 # A forked child has copies of the lanes, whose loops and sockets are the parent's.
-_lanes: WeakSet[BasePublishingLane[Any]] = WeakSet()
+_lanes: WeakSet[BasePublisherChannel[Any]] = WeakSet()
 
 
 def _forget_in_child() -> None:
@@ -418,4 +418,4 @@ def _forget_in_child() -> None:
         lane.forget()
 
 
-in_child(ForkStage.MARK, _forget_in_child)
+at_fork(ForkStage.MARK, _forget_in_child)

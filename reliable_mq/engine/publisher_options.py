@@ -14,7 +14,7 @@ from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.publisher.session import PublishingSession
 from reliable_mq.core.publisher.window import PublishWindow
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tenacity.wait import wait_base
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.core.new_queues import Maker
+    from reliable_mq.core.new_queues import NewQueueListener
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Declaration
 
@@ -118,12 +118,12 @@ class PublisherOptions:
         session.frame_max = self.settings.frame_max  # until a broker has had its say
         return session
 
-    def new_recovery(self) -> Recovery:
+    def new_recovery(self) -> ReconnectPolicy:
         """Make what decides about connecting again."""
         wait, stop = self._reconnect
-        return Recovery(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
+        return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
-    def setup(self, server: ServerInfo, maker: Maker | None = None) -> SetupGenerator:
+    def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
         """Return the steps that make a channel ready to publish on; `maker` is told of the quorum queues they make."""
         return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
 

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.consumer.handler import Result
-    from reliable_mq.core.reconnect import Loss, Recovery
+    from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["BasePullSubscription", "Changes", "PulledDelivery"]
+__all__ = ["BasePullSubscription", "ChangeMonitor", "PulledDelivery"]
 
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 _ANSWER = 5.0  # seconds that the broker's answers to the last requests are waited for
@@ -99,7 +99,7 @@ class PulledDelivery(Delivery):
         self._subscription.settle(self, result)
 
 
-class Changes(Protocol):
+class ChangeMonitor(Protocol):
     """Guards what a caller and the loop share, and tells callers that it has changed."""
 
     def __enter__(self) -> object:
@@ -121,9 +121,9 @@ class BasePullSubscription(BaseSubscription):
     is over: when every request is answered, or none can be made.
     """
 
-    _changed: Changes  # guards the seven that `__init__` begins with
+    _changed: ChangeMonitor  # guards the seven that `__init__` begins with
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
         super().__init__(options, settings, recovery)
         self.outlet = self
         self._changed = self._new_changes()
@@ -140,7 +140,7 @@ class BasePullSubscription(BaseSubscription):
         self._poll = _POLL_FIRST
         self._poll_timer: TimerHandle | None = None
 
-    def _new_changes(self) -> Changes:
+    def _new_changes(self) -> ChangeMonitor:
         raise NotImplementedError
 
     # For callers. The first three under `_changed`, by the one whose turn it is
@@ -246,7 +246,7 @@ class BasePullSubscription(BaseSubscription):
         super().ready(generation, channel, frame_max, server)
         self._ask_afresh()
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """What was asked is not answered any more. A broker that refuses to answer would do so again and again."""
         self._owed = 0
         self._empty = False

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
-from reliable_mq.connection.wakeup import Alarm
+from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import declare, is_missing
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.consumer.consumer_timeout import Strike, strike_of
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.settlement import NoticeKind
+from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
 
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.connection.interfaces import Client, TimerHandle
+    from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.session import ConsumingSession
-    from reliable_mq.core.reconnect import Loss, Recovery
-    from reliable_mq.core.retry.dead_letters import Republish
+    from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+    from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Queue
 
-__all__ = ["BaseSubscription", "Connection", "Event", "Outlet", "Republisher"]
+__all__ = ["BaseSubscription", "ConsumerConnection", "Event", "HandlerPool", "RepublisherProtocol"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +70,24 @@ _BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0  # many: a channel passes on 32 of t
 _SHORTEST_LOOK = 0.02  # seconds between two looks at results while handlers run, at least
 
 _LEVELS = {
-    NoticeKind.RETRIED: logging.INFO,
-    NoticeKind.DEAD_LETTERED: logging.WARNING,
-    NoticeKind.PAUSED: logging.ERROR,
-    NoticeKind.RESUMED: logging.WARNING,
-    NoticeKind.ISOLATED: logging.WARNING,
-    NoticeKind.REJECTED: logging.ERROR,
-    NoticeKind.NOT_DECLARED: logging.WARNING,
-    NoticeKind.REPUBLISH_FAILED: logging.ERROR,
-    NoticeKind.STORE_FAILED: logging.ERROR,
-    NoticeKind.BATCH_FAILED: logging.WARNING,
-    NoticeKind.CANCELLED: logging.WARNING,
-    NoticeKind.OVERDUE: logging.WARNING,
-    NoticeKind.TIMED_OUT: logging.ERROR,
-    NoticeKind.DROPPED: logging.ERROR,
+    LogEventKind.RETRIED: logging.INFO,
+    LogEventKind.DEAD_LETTERED: logging.WARNING,
+    LogEventKind.PAUSED: logging.ERROR,
+    LogEventKind.RESUMED: logging.WARNING,
+    LogEventKind.ISOLATED: logging.WARNING,
+    LogEventKind.REJECTED: logging.ERROR,
+    LogEventKind.NOT_DECLARED: logging.WARNING,
+    LogEventKind.REPUBLISH_FAILED: logging.ERROR,
+    LogEventKind.STORE_FAILED: logging.ERROR,
+    LogEventKind.BATCH_FAILED: logging.WARNING,
+    LogEventKind.CANCELLED: logging.WARNING,
+    LogEventKind.OVERDUE: logging.WARNING,
+    LogEventKind.TIMED_OUT: logging.ERROR,
+    LogEventKind.DROPPED: logging.ERROR,
 }
 
 
-class Connection(Protocol):
+class ConsumerConnection(Protocol):
     """The connection of a face. Only `start`, `call_soon` and `stop` may be called from other threads."""
 
     def start(self) -> None:
@@ -123,14 +123,14 @@ class Event(Protocol):
         """Whether it has."""
 
 
-class Republisher(Protocol):
+class RepublisherProtocol(Protocol):
     """Publishes dead letters. Each that is put is answered once, with `BaseSubscription.published`."""
 
-    def put(self, republish: Republish, /) -> None:
+    def put(self, republish: RepublishRequest, /) -> None:
         """Publish one. Called on the loop; must not block."""
 
 
-class Outlet(Protocol):
+class HandlerPool(Protocol):
     """Where deliveries are handed out. Called on the loop, but for `hold`; must not block."""
 
     def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
@@ -174,14 +174,14 @@ class BaseSubscription:
         ended: set when it has ended.
     """
 
-    outlet: Outlet
+    outlet: HandlerPool
     ended: Event
     _verdict: Event  # each host had its first attempt, or one has succeeded
-    _io: Connection
+    _io: ConsumerConnection
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
-        self.republisher: Republisher | None = None
-        self.isolation: Outlet | None = None
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
+        self.republisher: RepublisherProtocol | None = None
+        self.isolation: HandlerPool | None = None
         self._isolated = False  # subscribed to quarantine
         self.session: ConsumingSession = options.new_session()
         self.largest_body = options.largest_body
@@ -201,11 +201,11 @@ class BaseSubscription:
         self._phase = _Phase.RUNNING
         self._results: deque[Result] = deque()
         self._reported_at = 0.0  # when the oldest of them was
-        self._published: deque[tuple[Republish, ReliableMQError | None]] = deque()
+        self._published: deque[tuple[RepublishRequest, ReliableMQError | None]] = deque()
         self._handed_back: deque[Delivery] = deque()
         self._woken = False
         self._connection_lost = False
-        self._alarm = Alarm(self._pump)
+        self._alarm = Wakeup(self._pump)
         self._burst_at = 0.0
         self._burst = 0  # bytes sent since then
         self._pause: TimerHandle | None = None  # of SETTLING, or of LINGERING
@@ -229,9 +229,9 @@ class BaseSubscription:
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
-    ) -> Connection:
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
+    ) -> ConsumerConnection:
         raise NotImplementedError
 
     # For callers, on any thread
@@ -269,7 +269,7 @@ class BaseSubscription:
         self._handed_back.extend(deliveries)
         self._wake()
 
-    def published(self, republish: Republish, error: ReliableMQError | None) -> None:
+    def published(self, republish: RepublishRequest, error: ReliableMQError | None) -> None:
         """A dead letter is confirmed, or it is known that it is not."""
         self._published.append((republish, error))
         self._wake()
@@ -318,12 +318,12 @@ class BaseSubscription:
                 self._change_prefetch()
         self._pump()
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """The channel is gone; the broker delivers again what was not acked."""
         self.connected = self._isolated = False
         self._connection_lost |= loss.scope == "connection"
         self._record.lost(time.monotonic())
-        strike = strike_of(loss)
+        strike = consumer_timeout_of(loss)
         if strike is not None:
             logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, printable(loss.text))
             self._time_out(strike)
@@ -363,7 +363,7 @@ class BaseSubscription:
         self._phase = _Phase.RESUBSCRIBING
         self.connected = False
         self.session.drain()
-        self._time_out(Strike(consumer_tag=consumer_tag))
+        self._time_out(ConsumerTimeout(consumer_tag=consumer_tag))
         self._patience = self._io.call_later(self._options.stop_timeout, self._resubscribe)
         self._pump()
 
@@ -502,7 +502,7 @@ class BaseSubscription:
         if not self.session.automatic:
             self.session.withdrawn(self._withdrawn())
 
-    def _time_out(self, strike: Strike) -> None:
+    def _time_out(self, strike: ConsumerTimeout) -> None:
         """What handlers have begun with by now has failed, as far as it is old enough."""
         now = time.monotonic()
         self._take_in(now)

@@ -31,14 +31,14 @@ from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.consumer.handler import (
-    Call,
     ClaimKeys,
     Complete,
     Failed,
-    NotBegun,
-    Outcome,
+    NotStarted,
     Release,
-    What,
+    RunHandler,
+    Skipped,
+    SkipReason,
     check_answer,
     handling,
     settling,
@@ -48,17 +48,17 @@ from reliable_mq.core.statistics import Histogram
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from reliable_mq.core.consumer.handler import Claiming, Handling, Result, Step
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
     from reliable_mq.stores import IdempotencyStore
 
 __all__ = [
     "LOOK_AT_OWED",
     "OWED",
-    "Groups",
+    "ClaimBatcher",
     "ResultSink",
     "Waiting",
     "Work",
-    "Workers",
+    "WorkerPool",
     "all_failed",
     "all_lost",
     "judged",
@@ -81,7 +81,7 @@ class Waiting(Protocol):
         """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
 
 
-class Groups:
+class ClaimBatcher:
     """The groups of one worker or task, one after the other.
 
     Args:
@@ -121,13 +121,13 @@ class Groups:
 
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
         """Put back what has not begun. Returns the results of what has, and what could not be put back."""
-        left = [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.NOT_BEGUN]
-        failed = any(isinstance(one, Outcome) and one.what is What.STORE_FAILED for one in results)
+        left = [one.delivery for one in results if isinstance(one, Skipped) and one.what is SkipReason.NOT_BEGUN]
+        failed = any(isinstance(one, Skipped) and one.what is SkipReason.STORE_FAILED for one in results)
         self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
         self._together = 1 if left else min(2 * self._together, int(self._most))
         if not left:
             return results, left
-        begun = [one for one in results if not (isinstance(one, Outcome) and one.what is What.NOT_BEGUN)]
+        begun = [one for one in results if not (isinstance(one, Skipped) and one.what is SkipReason.NOT_BEGUN)]
         return begun, [] if self._waiting.put_back(left, self._epoch) else left
 
 
@@ -151,7 +151,7 @@ class ResultSink(Protocol):
         """No handler has begun with these, and none will."""
 
 
-class Workers:
+class WorkerPool:
     """See the module. `put`, `hold` and `withdraw` may be called from any thread.
 
     Args:
@@ -172,10 +172,10 @@ class Workers:
         handler: Callable[[Any], object],
         batch: bool,
         store: IdempotencyStore | None,
-        claiming: Claiming | None,
+        claiming: ClaimPolicy | None,
         sink: ResultSink,
     ) -> None:
-        self._waiting = _Waiting()
+        self._waiting = _WaitingWork()
         if store is None or claiming is None:
             new_worker: Callable[[], _Worker] = partial(_Worker, handler, batch, self._waiting, sink)
         else:
@@ -303,7 +303,7 @@ class Workers:
         )
 
 
-class _Waiting:
+class _WaitingWork:
     """What no worker has taken yet. Taking it needs no lock; an epoch ends when what waits is withdrawn or held."""
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ class _Worker:
         held: what it has taken, and not reported yet.
     """
 
-    def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _Waiting, sink: ResultSink) -> None:
+    def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _WaitingWork, sink: ResultSink) -> None:
         self.seconds = Histogram()
         self.held: Work | tuple[()] = ()
         self._handler = handler
@@ -425,17 +425,17 @@ class _ClaimingWorker(_Worker):
         self,
         handler: Callable[[Any], object],
         batch: bool,
-        waiting: _Waiting,
+        waiting: _WaitingWork,
         sink: ResultSink,
         *,
         store: IdempotencyStore,
-        claiming: Claiming,
+        claiming: ClaimPolicy,
         share: float,
     ) -> None:
         super().__init__(handler, batch, waiting, sink)
         self._store = store
         self._claiming = claiming
-        self._groups = Groups(waiting, share)
+        self._groups = ClaimBatcher(waiting, share)
 
     def _handle(self, item: Work) -> Sequence[Result]:
         self.held = deliveries = self._groups.take(item)
@@ -458,7 +458,7 @@ class _ClaimingWorker(_Worker):
             step = next(steps)
             while True:
                 try:
-                    if type(step) is not Call:
+                    if type(step) is not RunHandler:
                         answer = ask(self._store, step)
                         now = clock()
                     elif may_begin(now):  # far more often than the others: one look at the clock for each
@@ -469,7 +469,7 @@ class _ClaimingWorker(_Worker):
                             now = clock()
                             seconds.append(now - started)
                     else:
-                        raise NotBegun  # noqa: TRY301
+                        raise NotStarted  # noqa: TRY301
                 except BaseException as error:  # noqa: BLE001  # the generator decides what it means
                     step = steps.throw(error)
                 else:

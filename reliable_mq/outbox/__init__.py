@@ -10,13 +10,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reliable_mq.outbox.protocol import Claims, Outbox, OutboxStatus, SetAside
+from reliable_mq.outbox.protocol import FailedRow, Outbox, OutboxStatus, RowLeases
 from reliable_mq.outbox.sqlite import SQLiteOutbox
 
 if TYPE_CHECKING:
     from reliable_mq.outbox.sqlalchemy import SQLAlchemyOutbox
 
-__all__ = ["Claims", "Outbox", "OutboxStatus", "SQLAlchemyOutbox", "SQLiteOutbox", "SetAside"]
+__all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowLeases", "SQLAlchemyOutbox", "SQLiteOutbox"]
 
 if not TYPE_CHECKING:  # where any name would seem to exist
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from reliable_mq.message import Message
 
-__all__ = ["Claims", "Outbox", "OutboxStatus", "SetAside", "Taken", "check_ids", "check_number", "ordering_by"]
+__all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowBatch", "RowLeases", "check_ids", "check_number", "ordering_by"]
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
 """From a message, its exchange and its routing key to the key of its order; None for no order."""
 
 
-class SetAside(NamedTuple):
+class FailedRow(NamedTuple):
     """A message that will not be published until somebody decides.
 
     Attributes:
@@ -36,7 +36,7 @@ class SetAside(NamedTuple):
     age: float
 
 
-class Taken(NamedTuple):
+class RowBatch(NamedTuple):
     """What a relay gets at a time.
 
     Attributes:
@@ -45,10 +45,10 @@ class Taken(NamedTuple):
     """
 
     rows: list[OutboxRow]
-    damaged: list[Settlement]
+    damaged: list[RowSettlement]
 
 
-class Claims(Protocol):
+class RowLeases(Protocol):
     """One relay's hold on rows. For one thread; every method may block.
 
     Each raises `OutboxError` where the outbox cannot answer; the same call may be made again.
@@ -57,15 +57,15 @@ class Claims(Protocol):
     keep_every: float
     """Seconds after which ``keep`` is to be called again."""
 
-    def take(self, limit: int) -> Taken:
+    def take(self, limit: int) -> RowBatch:
         """Take up to ``limit`` rows that no other relay has and that are due, in order. Fewer says nothing."""
         ...
 
-    def decided(self, settlements: Sequence[Settlement]) -> None:
+    def decided(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are decided, and will be carried out. Does not block."""
         ...
 
-    def written(self, settlements: Sequence[Settlement]) -> None:
+    def written(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are carried out: these rows are no longer ours. Does not block."""
         ...
 
@@ -96,7 +96,7 @@ class Outbox(Protocol):
         """Give the ordering key of a message that a publisher stores."""
         ...
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         """Store messages and carry out fates, in one transaction that is durable when this returns.
 
         Raises:
@@ -104,7 +104,7 @@ class Outbox(Protocol):
         """
         ...
 
-    def claims(self) -> Claims:
+    def claims(self) -> RowLeases:
         """Make what one relay takes its rows from."""
         ...
 
@@ -123,7 +123,7 @@ class Outbox(Protocol):
         """Count what is in it."""
         ...
 
-    def set_aside(self, limit: int = 100) -> list[SetAside]:
+    def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Give the messages that were set aside, the oldest first.
 
         Raises:

@@ -1,7 +1,7 @@
 """The relay: a thread that takes rows out of an outbox, has them published, and sees to their fates.
 
 What to publish and what becomes of each row is decided by `reliable_mq.core.outbox.RelaySession`; how a row gets onto a
-connection is the business of the face (`Carrier`).
+connection is the business of the face (`RowPublisher`).
 
 Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and ``max_bytes`` of their
 bodies, or one row: the carrier has room for them, and the relay never waits where it could not renew its claims; an
@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
-from reliable_mq.core.outbox import Fate, RelaySession, Settlement
+from reliable_mq.core.outbox import RelaySession, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.errors import ReliableMQError
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.outbox import OutboxRow
     from reliable_mq.core.statistics import OutboxStatus
-    from reliable_mq.outbox.protocol import Claims, Outbox
+    from reliable_mq.outbox.protocol import Outbox, RowLeases
 
-__all__ = ["Carrier", "OutboxRelay"]
+__all__ = ["OutboxRelay", "RowPublisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _COUNT_SHARE: Final = 20
 _ERRORS_SAID_EVERY: Final = 30.0  # seconds
 
 
-class Carrier(Protocol):
+class RowPublisher(Protocol):
     """Publishes rows, on one of the faces. Called on the relay's thread."""
 
     def connect(self) -> None:
@@ -79,9 +79,9 @@ class OutboxRelay:
     def __init__(
         self,
         outbox: Outbox,
-        carrier: Carrier,
+        carrier: RowPublisher,
         *,
-        settle: Callable[[list[Settlement]], None],
+        settle: Callable[[list[RowSettlement]], None],
         limit: int,
         max_bytes: int,
         name: str,
@@ -96,10 +96,10 @@ class OutboxRelay:
         self._limit = limit
         self._max_bytes = max_bytes
         self._session = RelaySession()
-        self._claims: Claims | None = None
+        self._claims: RowLeases | None = None
         self._wake = threading.Event()
         self._lock = threading.Lock()  # for _written
-        self._written: list[Settlement] = []
+        self._written: list[RowSettlement] = []
         self._outstanding = 0  # rows at the carrier
         self._outstanding_bytes = 0
         self._full = False  # more is ready than there are bytes for
@@ -114,7 +114,7 @@ class OutboxRelay:
         self._error_said_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, claims: Claims) -> None:
+    def start(self, claims: RowLeases) -> None:
         """Start the thread, with what it takes rows from. Does not block."""
         self._claims = claims
         self._thread.start()
@@ -124,7 +124,7 @@ class OutboxRelay:
         self._look_at = 0.0
         self._wake.set()
 
-    def settled(self, settlements: Sequence[Settlement]) -> None:
+    def settled(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are carried out. Does not block."""
         with self._lock:
             self._written.extend(settlements)
@@ -192,7 +192,7 @@ class OutboxRelay:
         except ReliableMQError as error:
             self._pause(error)
 
-    def _turn(self, claims: Claims) -> bool:
+    def _turn(self, claims: RowLeases) -> bool:
         """Do what there is to do; return whether that was anything."""
         session = self._session
         with self._lock:
@@ -227,7 +227,7 @@ class OutboxRelay:
             self._send(session.ready)
         return bool(written or settled or taken)
 
-    def _take(self, claims: Claims, now: float) -> int:
+    def _take(self, claims: RowLeases, now: float) -> int:
         session = self._session
         room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
         # A few rows at a time would cost a look at the outbox each.
@@ -258,18 +258,18 @@ class OutboxRelay:
             self._outstanding += len(rows)
             self._carrier.send(rows)
 
-    def _decide(self, claims: Claims) -> None:
+    def _decide(self, claims: RowLeases) -> None:
         settlements = self._session.settlements
         if not settlements:
             return
         self._session.settlements = []
         for settlement in settlements:
-            if settlement.fate is Fate.SET_ASIDE:
+            if settlement.fate is RowOutcome.SET_ASIDE:
                 self.statistics.set_aside += 1
                 logger.error("message %s is set aside: %s", settlement.row.message.message_id, settlement.reason)
-            elif settlement.fate is Fate.LATER:
+            elif settlement.fate is RowOutcome.LATER:
                 self.statistics.delayed += 1
-            elif settlement.fate is Fate.CONFIRMED:
+            elif settlement.fate is RowOutcome.CONFIRMED:
                 self.statistics.confirmed += 1
                 self._pauses = 0
                 self.error = None

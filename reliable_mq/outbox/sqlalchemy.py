@@ -35,14 +35,19 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, registry, scoped_session
 
-from reliable_mq._util.sqlalchemy import AsyncRunner, Runner, SyncRunner, refuse_autocommit
+from reliable_mq._util.sqlalchemy import (
+    AsyncTransactionRunner,
+    SyncTransactionRunner,
+    TransactionRunner,
+    refuse_autocommit,
+)
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.codec import publish_head
-from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
+from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.message import Message
-from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
-from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyClaims
+from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
+from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.outbox.sqlalchemy_table import (
     COLLATES,
     DELAYED,
@@ -127,7 +132,9 @@ class SQLAlchemyOutbox:
         self.table = outbox_table(table, schema)
         self._engine = engine
         self._dialect = engine.dialect
-        self._runner: Runner = AsyncRunner(engine) if isinstance(engine, AsyncEngine) else SyncRunner(engine)
+        self._runner: TransactionRunner = (
+            AsyncTransactionRunner(engine) if isinstance(engine, AsyncEngine) else SyncTransactionRunner(engine)
+        )
         self._create = create
         self._ordering_key = ordering_key
         self._lease = seconds("lease", lease, positive=True)
@@ -230,7 +237,7 @@ class SQLAlchemyOutbox:
         _check_texts(message.message_id, exchange, routing_key, key)
         return key
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         """Store messages and carry out fates, in one transaction.
 
         Raises:
@@ -239,8 +246,10 @@ class SQLAlchemyOutbox:
         now = time.time()
         new = [self._values(row, now) for row in rows]
         # In the order of their ids: transactions that lock rows in one order do not wait for each other in a circle.
-        removed = sorted(one.row.id for one in settlements if one.fate is Fate.CONFIRMED)
-        others = sorted((one for one in settlements if one.fate is not Fate.CONFIRMED), key=lambda one: one.row.id)
+        removed = sorted(one.row.id for one in settlements if one.fate is RowOutcome.CONFIRMED)
+        others = sorted(
+            (one for one in settlements if one.fate is not RowOutcome.CONFIRMED), key=lambda one: one.row.id
+        )
         if not (new or removed or others):
             return
         committing = False
@@ -267,10 +276,10 @@ class SQLAlchemyOutbox:
             error.may_have_arrived = committing
             raise
 
-    def claims(self) -> Claims:
+    def claims(self) -> RowLeases:
         """Make what one relay takes its rows from."""
         self.open()
-        return SQLAlchemyClaims(self.table, self._do, self._lease, boot_name(self._dialect))
+        return SQLAlchemyRowLeases(self.table, self._do, self._lease, boot_name(self._dialect))
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
@@ -316,7 +325,7 @@ class SQLAlchemyOutbox:
 
         return self._do(work, "reading")
 
-    def set_aside(self, limit: int = 100) -> list[SetAside]:
+    def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Give the messages that were set aside, the oldest first."""
         check_number("limit", limit)
         columns = self.table.c
@@ -332,10 +341,10 @@ class SQLAlchemyOutbox:
             .limit(limit)
         )
 
-        def work(connection: Connection) -> list[SetAside]:
+        def work(connection: Connection) -> list[FailedRow]:
             now = time.time()
             return [
-                SetAside(message_id, exchange, routing_key, attempts, reason or "", max(now - float(stored_at), 0.0))
+                FailedRow(message_id, exchange, routing_key, attempts, reason or "", max(now - float(stored_at), 0.0))
                 for message_id, exchange, routing_key, attempts, reason, stored_at in connection.execute(query)
             ]
 
@@ -392,15 +401,15 @@ class SQLAlchemyOutbox:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
 
-    def _fate(self, settlement: Settlement, now: float) -> dict[str, Any]:
+    def _fate(self, settlement: RowSettlement, now: float) -> dict[str, Any]:
         columns = self.table.c
         free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
         duplicate = settlement.possible_duplicate or settlement.row.possible_duplicate
         if duplicate:  # whoever had it before us may have published it
             free["possible_duplicate"] = 1
-        if settlement.fate is Fate.BACK:
+        if settlement.fate is RowOutcome.BACK:
             return free
-        later = settlement.fate is Fate.LATER
+        later = settlement.fate is RowOutcome.LATER
         return free | {
             "state": DELAYED if later else SET_ASIDE,
             "available_at": now + settlement.delay if later else 0.0,

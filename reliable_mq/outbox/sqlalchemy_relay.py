@@ -28,9 +28,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import and_, case, func, literal, or_, select, union_all, update
 
-from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
+from reliable_mq.core.outbox import (
+    COLUMNS,
+    FORMAT,
+    LONGEST_DELAY,
+    OutboxRow,
+    RowOutcome,
+    RowSettlement,
+    UnreadableRow,
+    row_from,
+)
 from reliable_mq.message import Message
-from reliable_mq.outbox.protocol import Taken
+from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlalchemy_table import (
     SET_ASIDE,
     WALKS_AN_INDEX,
@@ -44,7 +53,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Row, Select, Table
 
-__all__ = ["SQLAlchemyClaims"]
+__all__ = ["SQLAlchemyRowLeases"]
 
 _BEHIND: Final = 200  # rows looked at behind the first ones of their keys, at least
 _KEYS_BEHIND: Final = 50  # keys whose rows one statement looks for
@@ -57,7 +66,7 @@ _IDS_AT_A_TIME: Final = 500  # in one statement; some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
-class SQLAlchemyClaims:
+class SQLAlchemyRowLeases:
     """See the module. For one thread.
 
     Args:
@@ -82,7 +91,7 @@ class SQLAlchemyClaims:
         self._last_key: str | None = None  # up to which keys were looked at
         self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
 
-    def take(self, limit: int) -> Taken:
+    def take(self, limit: int) -> RowBatch:
         """Take rows that are due and that nobody has, in order."""
         limit = min(limit, self._affordable)
         began = time.monotonic()
@@ -90,7 +99,7 @@ class SQLAlchemyClaims:
         rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, renews), "taking rows")
         if renews or not self._taken:
             self._renewed_at = began
-        taken = Taken([], [])
+        taken = RowBatch([], [])
         claim = self._claim_name
         held: set[str] = set()  # keys with a row that is damaged
         for found in rows:
@@ -99,11 +108,11 @@ class SQLAlchemyClaims:
                 row = row_from(number, values, in_doubt=bool(was_claimed), claim=claim)
             except UnreadableRow as error:
                 row = OutboxRow(number, Message(b""), "", "", True, None, 0, False, claim)
-                taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
+                taken.damaged.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, str(error)))
                 held.add(found.ordering_key)
             else:
                 if row.ordering_key in held:
-                    taken.damaged.append(Settlement(row, Fate.BACK))
+                    taken.damaged.append(RowSettlement(row, RowOutcome.BACK))
                 else:
                     taken.rows.append(row)
             self._taken[number] = row
@@ -111,10 +120,10 @@ class SQLAlchemyClaims:
             self._weigh(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
         return taken
 
-    def decided(self, settlements: Sequence[Settlement]) -> None:
+    def decided(self, settlements: Sequence[RowSettlement]) -> None:
         """Nothing to do: a row that is there holds those behind it."""
 
-    def written(self, settlements: Sequence[Settlement]) -> None:
+    def written(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are carried out."""
         for settlement in settlements:
             row = settlement.row

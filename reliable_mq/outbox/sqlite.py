@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
 from reliable_mq._util.validation import Duration, file_path, seconds
-from reliable_mq.core.outbox import COLUMNS, FORMAT, Fate, NewRow, Settlement, values_of
+from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
-from reliable_mq.outbox.protocol import Claims, OutboxStatus, SetAside, check_ids, check_number, ordering_by
-from reliable_mq.outbox.sqlite_file import OpenFile, Reserve, is_full, outbox_error, uncertain
-from reliable_mq.outbox.sqlite_relay import SQLiteClaims
+from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
+from reliable_mq.outbox.sqlite_file import DiskReserve, OpenFile, is_full, outbox_error, uncertain
+from reliable_mq.outbox.sqlite_relay import SQLiteRowLeases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ class SQLiteOutbox:
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self._timeout = min(seconds("timeout", timeout, positive=True), _LONGEST_TIMEOUT)
         self._ordering_key = ordering_key
-        self._reserve = Reserve(self.path)
+        self._reserve = DiskReserve(self.path)
         self._made_in = os.getpid()
         self._file = OpenFile(self.path)
         self._lock = threading.Lock()  # for the connection
@@ -167,7 +167,7 @@ class SQLiteOutbox:
         """Give the ordering key of a message."""
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         """Store messages and carry out fates, in one transaction that is on disk when this returns.
 
         Raises:
@@ -175,17 +175,17 @@ class SQLiteOutbox:
         """
         stored_at, now = time.time(), since_boot() / 1_000_000
         stored = [(*values_of(row), stored_at) for row in rows]
-        removed = [(one.row.id,) for one in settlements if one.fate is Fate.CONFIRMED]
+        removed = [(one.row.id,) for one in settlements if one.fate is RowOutcome.CONFIRMED]
         changed = [
             (
-                1 if one.fate is Fate.LATER else 2,
-                now + one.delay if one.fate is Fate.LATER else None,
+                1 if one.fate is RowOutcome.LATER else 2,
+                now + one.delay if one.fate is RowOutcome.LATER else None,
                 one.reason,
                 one.possible_duplicate,
                 one.row.id,
             )
             for one in settlements
-            if one.fate in (Fate.LATER, Fate.SET_ASIDE)
+            if one.fate in (RowOutcome.LATER, RowOutcome.SET_ASIDE)
         ]
         if not (stored or removed or changed):
             return
@@ -208,10 +208,10 @@ class SQLiteOutbox:
         else:
             self._transact_in_any_case(work, "removing what was published")
 
-    def claims(self) -> Claims:
+    def claims(self) -> RowLeases:
         """Make what one relay takes its rows from."""
         self.open()
-        return SQLiteClaims(self.path, self._timeout, self._file)
+        return SQLiteRowLeases(self.path, self._timeout, self._file)
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
@@ -240,7 +240,7 @@ class SQLiteOutbox:
 
         return self._ask(work)
 
-    def set_aside(self, limit: int = 100) -> list[SetAside]:
+    def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Give the messages that were set aside, the oldest first."""
         check_number("limit", limit)
         query = (
@@ -248,7 +248,7 @@ class SQLiteOutbox:
             "WHERE state = 2 AND format <= ? ORDER BY id LIMIT ?"
         )
         return self._ask(
-            lambda connection: list(map(SetAside._make, connection.execute(query, (time.time(), FORMAT, limit))))
+            lambda connection: list(map(FailedRow._make, connection.execute(query, (time.time(), FORMAT, limit))))
         )
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:

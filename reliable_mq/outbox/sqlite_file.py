@@ -30,7 +30,7 @@ from reliable_mq.errors import OutboxError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["OpenFile", "Reserve", "is_full", "outbox_error", "uncertain"]
+__all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 
 
 class OpenFile:
@@ -105,7 +105,7 @@ _BYTES: Final = 8 * 1024 * 1024  # the log: 4 MiB (SQLite's default), a transact
 _ZEROS: Final = bytes(1024 * 1024)
 
 
-class Reserve:
+class DiskReserve:
     """See the module. Shared by all processes that have the outbox open; thread-safe in that no state is kept here."""
 
     def __init__(self, database: Path) -> None:

@@ -24,10 +24,19 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from reliable_mq._util.boottime import since_boot
-from reliable_mq._util.hooks import ForkStage, in_child
-from reliable_mq.core.outbox import COLUMNS, FORMAT, LONGEST_DELAY, Fate, OutboxRow, Settlement, UnreadableRow, row_from
+from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq.core.outbox import (
+    COLUMNS,
+    FORMAT,
+    LONGEST_DELAY,
+    OutboxRow,
+    RowOutcome,
+    RowSettlement,
+    UnreadableRow,
+    row_from,
+)
 from reliable_mq.message import Message
-from reliable_mq.outbox.protocol import Taken
+from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlite_file import outbox_error
 
 if TYPE_CHECKING:
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.outbox.sqlite_file import OpenFile
 
-__all__ = ["SQLiteClaims"]
+__all__ = ["SQLiteRowLeases"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +84,7 @@ class _Key:
         self.passed: int | None = None
 
 
-class SQLiteClaims:
+class SQLiteRowLeases:
     """See the module. For one thread.
 
     Args:
@@ -111,9 +120,9 @@ class SQLiteClaims:
             self.close()
             raise
 
-    def take(self, limit: int) -> Taken:
+    def take(self, limit: int) -> RowBatch:
         """Take rows that are due: those that were delayed, those that waited for their key, then new ones, in order."""
-        taken = Taken([], [])
+        taken = RowBatch([], [])
         self._walked = self._walked_bytes = 0
         try:
             connection = self._reader()
@@ -138,13 +147,13 @@ class SQLiteClaims:
             raise outbox_error(error, self._path, "reading") from error
         return taken
 
-    def decided(self, settlements: Sequence[Settlement]) -> None:
+    def decided(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are decided: what they hold is held from now on."""
         for settlement in settlements:
             row, key = settlement.row, settlement.row.ordering_key
-            if key is None or settlement.fate is Fate.CONFIRMED:
+            if key is None or settlement.fate is RowOutcome.CONFIRMED:
                 continue
-            if settlement.fate is not Fate.BACK:
+            if settlement.fate is not RowOutcome.BACK:
                 self._held.add(key)
                 self._holding.add(key)
             elif row.id in self._due:  # it is delayed still
@@ -152,16 +161,16 @@ class SQLiteClaims:
             else:
                 self._pass(self._keys[key], row.id)
 
-    def written(self, settlements: Sequence[Settlement]) -> None:
+    def written(self, settlements: Sequence[RowSettlement]) -> None:
         """Fates are carried out."""
         for settlement in settlements:
             row, fate = settlement.row, settlement.fate
             self._taken.discard(row.id)
             self._due.discard(row.id)
             key = row.ordering_key
-            if key is not None and fate in (Fate.LATER, Fate.SET_ASIDE):
+            if key is not None and fate in (RowOutcome.LATER, RowOutcome.SET_ASIDE):
                 self._holding.discard(key)
-            if fate is Fate.BACK and key is None:
+            if fate is RowOutcome.BACK and key is None:
                 self._position = min(self._position, row.id - 1)
             if key is not None:
                 self._key_settled(key)
@@ -233,7 +242,7 @@ class SQLiteClaims:
         self._position = 0
         self._epoch = epoch
 
-    def _give(self, cursor: sqlite3.Cursor, taken: Taken, limit: int, *, delayed: bool) -> None:
+    def _give(self, cursor: sqlite3.Cursor, taken: RowBatch, limit: int, *, delayed: bool) -> None:
         size = 0
         with closing(cursor):
             for number, *values in cursor:
@@ -262,7 +271,7 @@ class SQLiteClaims:
                 if len(taken.rows) >= limit or size >= _BYTES_AT_A_TIME:
                     return
 
-    def _give_of_key(self, connection: sqlite3.Connection, name: str, taken: Taken) -> None:
+    def _give_of_key(self, connection: sqlite3.Connection, name: str, taken: RowBatch) -> None:
         key = self._keys.get(name)
         if key is None or key.taken or key.passed is None:
             return
@@ -286,7 +295,7 @@ class SQLiteClaims:
             else:
                 self._again.append(name)
 
-    def _read(self, number: int, values: Sequence[Any], taken: Taken) -> OutboxRow | None:
+    def _read(self, number: int, values: Sequence[Any], taken: RowBatch) -> OutboxRow | None:
         try:
             return row_from(number, values, in_doubt=number <= self._doubtful)
         except UnreadableRow as error:
@@ -299,7 +308,7 @@ class SQLiteClaims:
                 if key is not None:
                     self._keys.setdefault(key, _Key()).taken += 1
                 self._taken.add(number)
-                taken.damaged.append(Settlement(row, Fate.SET_ASIDE, 0.0, str(error)))
+                taken.damaged.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, str(error)))
             elif not self._unreadable_said:
                 self._unreadable_said = True
                 logger.error("outbox %s: %s", self._path, error)  # noqa: TRY400  # nothing broke here
@@ -327,7 +336,7 @@ class SQLiteClaims:
     def _pass(key: _Key, number: int) -> None:
         key.passed = number if key.passed is None else min(key.passed, number)
 
-    def _take(self, row: OutboxRow, taken: Taken) -> None:
+    def _take(self, row: OutboxRow, taken: RowBatch) -> None:
         if row.ordering_key is not None:
             self._keys.setdefault(row.ordering_key, _Key()).taken += 1
         self._taken.add(row.id)
@@ -346,7 +355,7 @@ class SQLiteClaims:
             self._again.append(name)
 
     def _hand_back(self, rows: Iterable[OutboxRow]) -> None:
-        settlements = [Settlement(row, Fate.BACK) for row in rows]
+        settlements = [RowSettlement(row, RowOutcome.BACK) for row in rows]
         self.decided(settlements)
         self.written(settlements)
 
@@ -359,7 +368,7 @@ def _text_or_bytes(value: bytes) -> str | bytes:
 
 
 # In a forked child they are the parent's.
-_open_claims: WeakSet[SQLiteClaims] = WeakSet()
+_open_claims: WeakSet[SQLiteRowLeases] = WeakSet()
 
 
 def _forget_in_child() -> None:
@@ -367,4 +376,4 @@ def _forget_in_child() -> None:
         claims.forget()
 
 
-in_child(ForkStage.RELEASE, _forget_in_child)
+at_fork(ForkStage.RELEASE, _forget_in_child)

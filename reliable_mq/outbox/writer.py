@@ -16,7 +16,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from reliable_mq.core.outbox import NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowSettlement
 from reliable_mq.errors import OutboxError, ReliableMQError
 
 if TYPE_CHECKING:
@@ -61,15 +61,15 @@ class OutboxWriter(Generic[T]):
         *,
         name: str,
         on_stored: Callable[[list[T], OutboxError | None], None],
-        on_settled: Callable[[list[Settlement]], None],
+        on_settled: Callable[[list[RowSettlement]], None],
         statistics: OutboxStatistics,
     ) -> None:
         self._outbox = outbox
         self._statistics = statistics
         self._on_stored = on_stored
         self._on_settled = on_settled
-        self._queue: SimpleQueue[_Message[T] | list[Settlement] | Callable[[], object] | None] = SimpleQueue()
-        self._settlements: list[Settlement] = []
+        self._queue: SimpleQueue[_Message[T] | list[RowSettlement] | Callable[[], object] | None] = SimpleQueue()
+        self._settlements: list[RowSettlement] = []
         self._settle_at = 0.0
         self._error_said_at = float("-inf")
         self._ending = False
@@ -84,7 +84,7 @@ class OutboxWriter(Generic[T]):
         """Store a message soon. Does not block."""
         self._queue.put(_Message(owner, row))
 
-    def settle(self, settlements: list[Settlement]) -> None:
+    def settle(self, settlements: list[RowSettlement]) -> None:
         """Carry out fates soon. Does not block."""
         self._queue.put(settlements)
 
@@ -180,7 +180,7 @@ class OutboxWriter(Generic[T]):
         else:
             self._settled(settlements)
 
-    def _settled(self, settlements: list[Settlement]) -> None:
+    def _settled(self, settlements: list[RowSettlement]) -> None:
         if settlements:
             self._settlements = []
             self._settle_at = 0.0

@@ -13,9 +13,9 @@ from pyspark.sql.datasource import DataSource
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
 from reliable_mq.spark.options import QueueOptions, read_options, write_options
-from reliable_mq.spark.pickling import Shipped, ShippedClass
+from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
-from reliable_mq.spark.sink import BatchSink, Sink
+from reliable_mq.spark.sink import BatchSink, StreamSink
 from reliable_mq.spark.stream_source import StreamBatch, StreamSource
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RabbitMQDataSource"]
 
 
-class RabbitMQDataSource(Shipped, DataSource, metaclass=ShippedClass):
+class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameMeta):
     """RabbitMQ, to read from and to write to. See `reliable_mq.spark`. The arguments' names are Spark's."""
 
     @classmethod
@@ -73,4 +73,4 @@ class RabbitMQDataSource(Shipped, DataSource, metaclass=ShippedClass):
                 "for a publisher to delete; use outputMode('append'), or foreachBatch with a batch write in it"
             )
         options = write_options(self.options)
-        return Sink(options, check_written_schema(schema, options))
+        return StreamSink(options, check_written_schema(schema, options))

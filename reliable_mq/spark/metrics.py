@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, write_to_textfile
 
-from reliable_mq._util.hooks import ForkStage, in_child
+from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.metrics.registry import Family, Reading, register
 
 if TYPE_CHECKING:
@@ -230,4 +230,4 @@ def _locked(directory: Path, worker: int) -> TextIOWrapper | None:
 
 _lock = threading.Lock()
 _exporters: dict[str, Exporter | None] = {}
-in_child(ForkStage.FORGET, _exporters.clear)
+at_fork(ForkStage.FORGET, _exporters.clear)

@@ -14,14 +14,14 @@ import pickle
 from abc import ABCMeta
 from typing import Any
 
-__all__ = ["Shipped", "ShippedClass"]
+__all__ = ["PicklableByName", "PicklableByNameMeta"]
 
 
-class ShippedClass(ABCMeta):
+class PicklableByNameMeta(ABCMeta):
     """A metaclass for a class that Spark pickles."""
 
 
-class Shipped:
+class PicklableByName:
     """A mixin for what Spark pickles."""
 
     def __reduce__(self) -> tuple[Any, tuple[str, str, bytes]]:
@@ -57,4 +57,4 @@ def _unpacked(module: str, name: str, state: bytes | None) -> object:
 
 
 _unpacked.__module__ = "__main__"  # so that cloudpickle takes it with it
-copyreg.pickle(ShippedClass, _reduce_class)
+copyreg.pickle(PicklableByNameMeta, _reduce_class)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["Batches", "Position", "size_of"]
+__all__ = ["Batches", "QueuePosition", "size_of"]
 
 _OVERHEAD: Final = 512  # bytes that a delivery takes beside its body and properties
 
@@ -41,7 +41,7 @@ def size_of(delivery: RawDelivery) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class QueuePosition:
     """Where a query is in what it has read; see the module."""
 
     session: str
@@ -49,12 +49,12 @@ class Position:
     queues: Mapping[str, int]
 
     @classmethod
-    def first(cls, queues: Iterable[str]) -> Position:
+    def first(cls, queues: Iterable[str]) -> QueuePosition:
         """Give the position of a query that has read nothing."""
         return cls("", 0, dict.fromkeys(queues, 0))
 
     @classmethod
-    def parse(cls, offset: object) -> Position:
+    def parse(cls, offset: object) -> QueuePosition:
         """Read what `as_json` made.
 
         Raises:
@@ -74,9 +74,9 @@ class Position:
 
 
 @dataclass(slots=True)
-class _Batch:
-    start: Position
-    end: Position
+class _QueueBatch:
+    start: QueuePosition
+    end: QueuePosition
     deliveries: list[Delivery]
     size: int
 
@@ -96,10 +96,10 @@ class Batches:
         self._session = session
         self.waiting: deque[Delivery] = deque()
         self.held = 0
-        self._planned: list[_Batch] = []
-        self._last = Position(session, 0, {})  # where planning has come to
+        self._planned: list[_QueueBatch] = []
+        self._last = QueuePosition(session, 0, {})  # where planning has come to
 
-    def knows(self, start: Position) -> bool:
+    def knows(self, start: QueuePosition) -> bool:
         """Whether the batch that follows ``start`` is planned already."""
         return any(batch.start == start for batch in self._planned)
 
@@ -117,8 +117,8 @@ class Batches:
         return size
 
     def plan(
-        self, start: Position, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
-    ) -> Position:
+        self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
+    ) -> QueuePosition:
         """Put what waits into a batch that follows ``start``; gives its end, which is ``start`` where nothing waits.
 
         A batch has one delivery at least, however large that is.
@@ -154,11 +154,11 @@ class Batches:
         counts = dict(start.queues)
         for delivery in taken:
             counts[delivery.queue] = counts.get(delivery.queue, 0) + 1
-        end = self._last = Position(self._session, start.sequence + len(taken), counts)
-        self._planned.append(_Batch(start, end, taken, size))
+        end = self._last = QueuePosition(self._session, start.sequence + len(taken), counts)
+        self._planned.append(_QueueBatch(start, end, taken, size))
         return end
 
-    def deliveries(self, start: Position, end: Position) -> list[Delivery]:
+    def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
         """Give what lies between two positions; nothing where it is not known here."""
         return [
             delivery
@@ -167,7 +167,7 @@ class Batches:
             for delivery in batch.deliveries
         ]
 
-    def horizon(self, ready: Mapping[str, int]) -> Position:
+    def horizon(self, ready: Mapping[str, int]) -> QueuePosition:
         """Give the position after everything that waits here or is ``ready`` at the broker, by queue."""
         last = self._last
         counts = dict(last.queues)
@@ -176,9 +176,9 @@ class Batches:
         for queue, count in ready.items():
             counts[queue] = counts.get(queue, 0) + count
         sequence = last.sequence + sum(counts.values()) - sum(last.queues.values())
-        return Position(self._session, sequence, counts)
+        return QueuePosition(self._session, sequence, counts)
 
-    def committed(self, end: Position) -> list[Delivery]:
+    def committed(self, end: QueuePosition) -> list[Delivery]:
         """Every batch up to ``end`` is committed: give its deliveries, to be acked."""
         if end.session != self._session:
             return []

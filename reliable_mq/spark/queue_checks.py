@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
 from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["Arguments", "Verdict", "check_queues", "delivery_limit", "judge"]
+__all__ = ["CheckResult", "QueueArguments", "check_queues", "delivery_limit", "judge"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _SHORT_TIMEOUT: Final = 600_000  # milliseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class QueueArguments:
     """What a queue was declared with."""
 
     durable: bool = True
@@ -44,7 +44,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """What is said of a queue.
 
     Attributes:
@@ -70,7 +70,7 @@ def check_queues(options: QueueOptions) -> int | None:
         BrokerUnavailable: the broker could not be asked.
     """
     limits: list[int] = []
-    with _quietly(), StepChannel(parse_url(options.url), name=_NAME) as channel:
+    with _quietly(), AdminChannel(parse_url(options.url), name=_NAME) as channel:
         version = channel.server.version_tuple
         for name in options.queues:
             try:
@@ -93,7 +93,7 @@ def check_queues(options: QueueOptions) -> int | None:
     return min(limits, default=None)
 
 
-def delivery_limit(arguments: Arguments, version: tuple[int, ...]) -> int | None:
+def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int | None:
     """Return after how many deliveries but one a queue gives a message up; None for never.
 
     Args:
@@ -106,7 +106,7 @@ def delivery_limit(arguments: Arguments, version: tuple[int, ...]) -> int | None
     return limit if isinstance(limit, int) and limit >= 0 else None
 
 
-def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
+def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> CheckResult:
     """Say what is wrong with a queue.
 
     Args:
@@ -117,9 +117,9 @@ def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
     values = arguments.values
     kind = values.get("x-queue-type", "classic")
     if kind == "stream":
-        return Verdict(refused=f"{name!r} is a stream: read it with the option stream, not queue")
+        return CheckResult(refused=f"{name!r} is a stream: read it with the option stream, not queue")
     if arguments.auto_delete:
-        return Verdict(
+        return CheckResult(
             refused=f"queue {name!r} is auto-delete: it would be deleted with all its messages when this query stops "
             "reading it; bind a durable queue to the same exchange, and read that"
         )
@@ -135,10 +135,10 @@ def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
             "raise it, or make batches small with maxMessagesPerTrigger"
         )
     if kind != "quorum":
-        return Verdict(warnings=tuple(warnings))
+        return CheckResult(warnings=tuple(warnings))
     limit = delivery_limit(arguments, version)
     if limit is None:
-        return Verdict(warnings=tuple(warnings))
+        return CheckResult(warnings=tuple(warnings))
     own = "" if "x-delivery-limit" in values else " (the broker's default)"
     counts = (
         f"queue {name!r} has a delivery limit of {limit}{own}: every time the application or its connection dies, all "
@@ -146,8 +146,8 @@ def judge(name: str, arguments: Arguments, version: tuple[int, ...]) -> Verdict:
     )
     if "x-dead-letter-exchange" in values:
         warnings.append(f"{counts}; after {limit + 1} deliveries they are dead-lettered. Set x-delivery-limit=-1")
-        return Verdict(warnings=tuple(warnings))
-    return Verdict(
+        return CheckResult(warnings=tuple(warnings))
+    return CheckResult(
         dropped=f"{counts}, and with no dead-letter exchange they are dropped after {limit + 1}. Declare it with "
         "x-delivery-limit=-1, or with a dead-letter exchange. A policy that does so cannot be seen from here",
         warnings=tuple(warnings),
@@ -169,7 +169,7 @@ def _quietly() -> Iterator[None]:
         connector.removeFilter(other)
 
 
-def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arguments | None:
+def _arguments(channel: AdminChannel, name: str, version: tuple[int, ...]) -> QueueArguments | None:
     """Find out what an existing queue was declared with; None where that cannot be known."""
     try:
         comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
@@ -178,7 +178,7 @@ def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arg
     else:
         existing, text = comparison.existing, comparison.ended_by
         if isinstance(existing, DeclareQueue):
-            return Arguments(existing.durable, existing.auto_delete, existing.arguments)
+            return QueueArguments(existing.durable, existing.auto_delete, existing.arguments)
     logger.warning(
         "the arguments of queue %r cannot be looked at (%s): make sure that it has x-delivery-limit=-1 or a "
         "dead-letter exchange, where it is a quorum queue",
@@ -188,7 +188,7 @@ def _arguments(channel: StepChannel, name: str, version: tuple[int, ...]) -> Arg
     return None
 
 
-def _carry_out(channel: StepChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
+def _carry_out(channel: AdminChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
     """Carry out steps that go on after a refusal, on a channel that is opened anew."""
     try:
         step = next(steps)

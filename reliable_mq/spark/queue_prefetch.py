@@ -21,7 +21,7 @@ from reliable_mq.codec import CodecError, Properties
 if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
 
-__all__ = ["Appetite", "Move", "times_returned"]
+__all__ = ["PrefetchChange", "PrefetchController", "times_returned"]
 
 _FIRST: Final = 64  # deliveries whose size is not known: 1 GiB at the very most, and mostly some kilobytes
 _WEIGHT: Final = 0.2  # of the sizes of one read in the average
@@ -29,7 +29,7 @@ _COUNT: Final = "x-delivery-count"
 _SLACK: Final = 1.1  # times what may be held: messages a little larger than the average do not end a subscription
 
 
-class Move(enum.Enum):
+class PrefetchChange(enum.Enum):
     """What to do with the subscription."""
 
     STAY = enum.auto()
@@ -38,7 +38,7 @@ class Move(enum.Enum):
     """Subscribe, again where need be, with the `Appetite.prefetch` of now."""
 
 
-class Appetite:
+class PrefetchController:
     """See the module. Not thread-safe.
 
     Args:
@@ -100,7 +100,7 @@ class Appetite:
         self.granted = self.prefetch
         self.paused = False
 
-    def move(self, held: int, unacked: int) -> Move:
+    def move(self, held: int, unacked: int) -> PrefetchChange:
         """Say what to do.
 
         Args:
@@ -108,17 +108,21 @@ class Appetite:
             unacked: deliveries that are.
         """
         if self.paused:
-            return Move.RENEW if held <= self._most_bytes / 4 and not self._risky(unacked) else Move.STAY
+            return (
+                PrefetchChange.RENEW
+                if held <= self._most_bytes / 4 and not self._risky(unacked)
+                else PrefetchChange.STAY
+            )
         if held > _SLACK * self._most_bytes:
             self.paused = True
-            return Move.PAUSE
+            return PrefetchChange.PAUSE
         if self._risky(unacked) and self.granted > 1:
             self.paused = True
             self._looked = False
-            return Move.PAUSE
+            return PrefetchChange.PAUSE
         if unacked >= self.granted and self.prefetch >= 2 * self.granted:
-            return Move.RENEW
-        return Move.STAY
+            return PrefetchChange.RENEW
+        return PrefetchChange.STAY
 
     def _risky(self, unacked: int) -> bool:
         """Whether more is unacked than may count as delivered once more."""

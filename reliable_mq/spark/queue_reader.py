@@ -32,16 +32,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch
-from reliable_mq.connection.interfaces import QuietClient
+from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import StepRefused, refusal
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.delivery import Delivery, Source
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.metrics.registry import register
 from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
-from reliable_mq.spark.queue_batches import Batches, Position
-from reliable_mq.spark.queue_prefetch import Appetite, Move, times_returned
+from reliable_mq.spark.queue_batches import Batches, QueuePosition
+from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, times_returned
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.codec.methods import QueueState, Step
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["Pump", "Settling", "Subscriptions"]
+__all__ = ["Acker", "QueueReader", "Subscriptions"]
 
 
 class Subscriptions:
@@ -69,7 +69,9 @@ class Subscriptions:
         appetite: says the prefetch.
     """
 
-    def __init__(self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], appetite: Appetite) -> None:
+    def __init__(
+        self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], appetite: PrefetchController
+    ) -> None:
         self._name = name
         self._queues = queues
         self._wanted = wanted
@@ -139,7 +141,7 @@ class Subscriptions:
 logger = logging.getLogger(__name__)
 
 
-class Settling:
+class Acker:
     """See the module. Of the I/O thread alone.
 
     Args:
@@ -217,7 +219,7 @@ _COUNT_EVERY: Final = 1.0  # seconds, for the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
 
-class Pump(QuietClient):
+class QueueReader(NullListener):
     """See the module. Making it does not connect.
 
     Args:
@@ -249,7 +251,7 @@ class Pump(QuietClient):
         self._asked_at: float | None = None  # since when more is being asked for
         self._handed_back = threading.Event()
         # Of the I/O thread alone.
-        self._appetite = Appetite(
+        self._appetite = PrefetchController(
             most=options.prefetch,
             most_bytes=2 * options.max_bytes,
             queues=len(options.queues),
@@ -257,7 +259,7 @@ class Pump(QuietClient):
         )
         self._limited = delivery_limit is not None and not options.prefetch_given
         self._returned: dict[int, int] = {}  # how often what is unacked has come back before, by delivery tag
-        self._sources: dict[str, Source] = {}  # by queue
+        self._sources: dict[str, ChannelGeneration] = {}  # by queue
         self._busy = False  # the subscriptions are being changed
         self._closing = False
         self._count_again = 0.0  # not before, for the backlog
@@ -269,9 +271,9 @@ class Pump(QuietClient):
             settings=settings,
             setup=self._set_up,
             client=self,
-            recovery=Recovery(hosts=len(settings.endpoints)),
+            recovery=ReconnectPolicy(hosts=len(settings.endpoints)),
         )
-        self._settling = Settling(self._io.write, self.statistics)
+        self._settling = Acker(self._io.write, self.statistics)
         self._subscriptions = Subscriptions(f"spark-{session}", options.queues, self._wants, self._appetite)
 
     # -- for Spark's thread --------------------------------------------------------------------------------------------
@@ -295,7 +297,7 @@ class Pump(QuietClient):
         self.close(0.0)
         raise error
 
-    def plan(self, start: Position, *, most: int, timeout: float) -> Position:
+    def plan(self, start: QueuePosition, *, most: int, timeout: float) -> QueuePosition:
         """Plan the batch after ``start`` of what is there, or of what comes first within ``timeout`` seconds.
 
         Raises:
@@ -311,12 +313,12 @@ class Pump(QuietClient):
                     return self._plan(start, most)
                 self._changed.wait(wait)
 
-    def deliveries(self, start: Position, end: Position) -> list[Delivery]:
+    def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
         """Give what lies between two positions; nothing where this process has not planned it."""
         with self._changed:
             return self._batches.deliveries(start, end)
 
-    def committed(self, end: Position) -> None:
+    def committed(self, end: QueuePosition) -> None:
         """Ack every batch up to ``end``. Does not wait for the broker."""
         with self._changed:
             done = self._batches.committed(end)
@@ -348,7 +350,7 @@ class Pump(QuietClient):
             wanted = self._remaining
             return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
 
-    def backlog(self) -> Position:
+    def backlog(self) -> QueuePosition:
         """Have what is ready counted, for the next call; give the position behind all that is known to be there."""
         self._io.call_soon(self._count_now_and_then)
         with self._changed:
@@ -375,7 +377,7 @@ class Pump(QuietClient):
             connected=connected,
         )
 
-    def _wait_for_more(self, start: Position, most: int, called: float, deadline: float) -> float:
+    def _wait_for_more(self, start: QueuePosition, most: int, called: float, deadline: float) -> float:
         """Give the seconds to wait before the batch after ``start`` is planned.
 
         The acks that went before have made room for more, which is on its way; a batch is worth some milliseconds.
@@ -391,7 +393,7 @@ class Pump(QuietClient):
             return max(self._asked_at, called) + _ASKING - now
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + _LINGER) - now
 
-    def _plan(self, start: Position, most: int) -> Position:
+    def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
         known = self._batches.knows(start)
         end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes, remaining=self._remaining)
         if not known and end != start:
@@ -413,14 +415,14 @@ class Pump(QuietClient):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """A channel is set up, and subscribed."""
         self._settling.opened(generation, channel)
-        self._sources = {queue: Source(generation, channel, queue) for queue in self._options.queues}
+        self._sources = {queue: ChannelGeneration(generation, channel, queue) for queue in self._options.queues}
         self._busy = False
         logger.info("reading %s on %s %s", ", ".join(self._options.queues), server.product, server.version)
         with self._changed:
             self._connected = True
             self._changed.notify_all()
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """The channel is gone; the broker delivers again what was not acked."""
         self.statistics.reconnects += not self._closing
         self._settling.lost()
@@ -541,12 +543,12 @@ class Pump(QuietClient):
             return
         self._appetite.returned = max(self._returned.values(), default=0)
         move = self._appetite.move(self._batches.held, self._settling.outstanding)
-        if move is not Move.STAY:
+        if move is not PrefetchChange.STAY:
             self._busy = True
-            if move is Move.RENEW:
+            if move is PrefetchChange.RENEW:
                 with self._changed:
                     self._asked_at = time.monotonic()
-            steps = self._subscriptions.end() if move is Move.PAUSE else self._subscriptions.renew()
+            steps = self._subscriptions.end() if move is PrefetchChange.PAUSE else self._subscriptions.renew()
             self._io.run(steps, self._changed_subscriptions)
 
     def _answered(self) -> None:

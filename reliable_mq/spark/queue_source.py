@@ -46,10 +46,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
 from reliable_mq.spark.columns import decode, raw_batch
-from reliable_mq.spark.pickling import Shipped
-from reliable_mq.spark.queue_batches import Position, size_of
+from reliable_mq.spark.pickling import PicklableByName
+from reliable_mq.spark.queue_batches import QueuePosition, size_of
 from reliable_mq.spark.queue_checks import check_queues
-from reliable_mq.spark.queue_reader import Pump
+from reliable_mq.spark.queue_reader import QueueReader
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
@@ -120,13 +120,13 @@ class QueuePartition(InputPartition):
         return f"<QueuePartition of {len(self.value)} bytes>"
 
 
-class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader of a query in queue mode. Spark makes several, of which one reads."""
 
     def __init__(self, options: QueueOptions, names: Sequence[str]) -> None:
         self._options: QueueOptions | None = options
         self._names = tuple(names)
-        self._pump: Pump | None = None
+        self._pump: QueueReader | None = None
         self._available_now = False
         self._finished = False
 
@@ -143,7 +143,7 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Give the position of a query that has read nothing. Called more than once."""
-        return Position.first(self._given.queues).as_json()
+        return QueuePosition.first(self._given.queues).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Give ``maxMessagesPerTrigger``."""
@@ -161,7 +161,7 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "trigger(once=True) reads all that there is as one batch, however large: use "
                 "trigger(availableNow=True), which makes as many batches as maxMessagesPerTrigger asks for"
             )
-        position = Position.parse(start)
+        position = QueuePosition.parse(start)
         pump = self._reading()
         pump.committed(position)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._given.max_messages
@@ -178,7 +178,7 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Give the batch between two positions; nothing of one that an earlier process has planned."""
-        first, last = Position.parse(start), Position.parse(end)
+        first, last = QueuePosition.parse(start), QueuePosition.parse(end)
         deliveries = [] if self._pump is None else self._pump.deliveries(first, last)
         if not deliveries:
             if last.sequence > first.sequence:
@@ -193,7 +193,7 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: dict[str, Any]) -> None:
         """Ack what lies before ``end``, whose batch is committed."""
         if self._pump is not None:
-            self._pump.committed(Position.parse(end))
+            self._pump.committed(QueuePosition.parse(end))
 
     def stop(self) -> None:
         """Hand back what is not committed. Spark calls it when the application dies, not when a query is stopped."""
@@ -206,17 +206,17 @@ class QueueSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise UsageError("this reader was sent to an executor, which has the messages, and not the options")
         return self._options
 
-    def _reading(self) -> Pump:
+    def _reading(self) -> QueueReader:
         """Give the pump, connected by the first call."""
         if self._pump is None:
             limit = check_queues(self._given)
-            pump = Pump(self._given, uuid.uuid4().hex[:12], delivery_limit=limit)
+            pump = QueueReader(self._given, uuid.uuid4().hex[:12], delivery_limit=limit)
             on_termination(lambda: pump.close(_HAND_BACK))
             pump.open()
             self._pump = pump
         return self._pump
 
-    def _next_available(self, pump: Pump, start: Position, most: int) -> Position:
+    def _next_available(self, pump: QueueReader, start: QueuePosition, most: int) -> QueuePosition:
         """Plan a batch of what was ready when the query began; ``start`` where nothing of that is left.
 
         Other consumers may have taken it meanwhile. So a queue is at its end, too, when the broker says twice that

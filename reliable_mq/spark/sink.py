@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, in_child
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 from reliable_mq.spark.metrics import exporter
-from reliable_mq.spark.pickling import Shipped
+from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.rows import MessageIds, RowPlan, UnsendableRow
 from reliable_mq.sync.publisher import Publisher
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reliable_mq.spark.options import WriteOptions
     from reliable_mq.sync.confirmation import Confirmation
 
-__all__ = ["BatchSink", "Sink", "Written", "borrowed_publisher", "close_all"]
+__all__ = ["BatchSink", "StreamSink", "WrittenPartition", "close_all", "publisher_pool"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
-def borrowed_publisher(options: WriteOptions) -> Iterator[Publisher]:
+def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher, connected or about to be; at a clean exit it is kept, on an exception it is thrown away."""
     key = options.url, options.metrics_directory
     metrics = exporter(options.metrics_directory)
@@ -135,7 +135,7 @@ def close_all() -> None:
 
 
 at_exit(ExitStage.KEPT, close_all)
-in_child(ForkStage.FORGET, _idle.clear)
+at_fork(ForkStage.FORGET, _idle.clear)
 
 
 _WAITED_FOR_BEYOND: Final = 8000  # confirmations kept; more where the first of them is slow, and its rows need memory
@@ -146,7 +146,7 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 
 @dataclass(frozen=True, slots=True)
-class Written(WriterCommitMessage):
+class WrittenPartition(WriterCommitMessage):
     """What a task has done: all of it confirmed.
 
     Attributes:
@@ -158,7 +158,7 @@ class Written(WriterCommitMessage):
     bytes: int
 
 
-class BatchSink(Shipped, DataSourceArrowWriter):
+class BatchSink(PicklableByName, DataSourceArrowWriter):
     """``df.write.format("rabbitmq")``.
 
     Args:
@@ -171,7 +171,7 @@ class BatchSink(Shipped, DataSourceArrowWriter):
         self._plan = RowPlan(options, names)
         self._write_id = str(uuid.uuid4())
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenPartition:
         """Publish a partition; returns when all of it is confirmed.
 
         Raises:
@@ -190,14 +190,14 @@ class BatchSink(Shipped, DataSourceArrowWriter):
         _log_abort("the batch", messages)
 
 
-class Sink(Shipped, DataSourceStreamArrowWriter):
+class StreamSink(PicklableByName, DataSourceStreamArrowWriter):
     """``df.writeStream.format("rabbitmq")``. Arguments as for `BatchSink`."""
 
     def __init__(self, options: WriteOptions, names: tuple[str, ...]) -> None:
         self._options = options
         self._plan = RowPlan(options, names)
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WrittenPartition:
         """Publish a partition of a micro-batch. As `BatchSink.write`."""
         partition = _partition()
         context = TaskContext.get()
@@ -232,16 +232,16 @@ class _Partition:
     failures: list[str] = field(default_factory=list)
     errors: list[PublishError] = field(default_factory=list)
 
-    def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, batches: Iterator[pa.RecordBatch]) -> WrittenPartition:
         self.ids = MessageIds(self.prefix, self.plan.constant)
         for batch in batches:
             if batch.num_rows:
-                with borrowed_publisher(self.options) as publisher:
+                with publisher_pool(self.options) as publisher:
                     self._publish(publisher, batch)
                     for each in batches:
                         self._publish(publisher, each)
                     self._settle(0)
-        return Written(self.rows, self.bytes)
+        return WrittenPartition(self.rows, self.bytes)
 
     def _publish(self, publisher: Publisher, batch: pa.RecordBatch) -> None:
         confirmations = self.confirmations
@@ -306,12 +306,12 @@ def _partition() -> int:
 
 
 def _log_commit(what: str, messages: Sequence[Any]) -> None:
-    written = [message for message in messages if isinstance(message, Written)]
+    written = [message for message in messages if isinstance(message, WrittenPartition)]
     logger.info("%s is written: %d messages are confirmed", what, sum(message.rows for message in written))
 
 
 def _log_abort(what: str, messages: Sequence[Any]) -> None:
-    written = [message for message in messages if isinstance(message, Written)]
+    written = [message for message in messages if isinstance(message, WrittenPartition)]
     logger.warning(
         "%s was given up after %d messages were confirmed, which stay published; a further attempt publishes them again"
         " with the same ids",

@@ -25,18 +25,18 @@ from reliable_mq.codec import CodecError, Properties, encode_ack
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch
 from reliable_mq.core.channel_setup import StepRefused, is_away, refusal
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import Reply, Step
+    from reliable_mq.codec.methods import MethodReply, Step
     from reliable_mq.core.channel_setup import ServerInfo
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["End", "StreamChannel", "end_of", "first_offset", "offset_at", "offset_of", "partitions_of"]
+__all__ = ["StreamChannel", "StreamEnd", "end_of", "first_offset", "offset_at", "offset_of", "partitions_of"]
 
 _OFFSET: Final = "x-stream-offset"
 _ENTRY: Final = bytes((len(_OFFSET),)) + _OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
@@ -44,7 +44,7 @@ _PRECONDITION_FAILED: Final = 406
 _number: Final = Struct(">q").unpack_from
 
 
-class StreamChannel(StepChannel):
+class StreamChannel(AdminChannel):
     """See the module. A context manager: entering connects. One thread at a time may use it.
 
     Args:
@@ -57,7 +57,7 @@ class StreamChannel(StepChannel):
         self._channel = 0
         self._arrived: list[RawDelivery] = []  # guarded by _changed, as _loss and _cancelled
         self._arriving: list[RawDelivery] = []  # I/O thread: of the read that is going on
-        self._loss: Loss | None = None
+        self._loss: ConnectionLoss | None = None
         self._cancelled = False
         self._tags = 0
 
@@ -107,7 +107,7 @@ class StreamChannel(StepChannel):
         if last:
             self.ack(last)
 
-    def carry_out(self, step: Step) -> Reply:
+    def carry_out(self, step: Step) -> MethodReply:
         """Do a step, as `perform`, but raise our errors where the broker refuses it."""
         try:
             return self.perform(step)
@@ -148,7 +148,7 @@ class StreamChannel(StepChannel):
             self._channel = channel
         super().ready(generation, channel, frame_max, server)
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """What came stays to be taken; then nothing comes."""
         super().lost(generation, loss)
         with self._changed:
@@ -200,7 +200,7 @@ _MOST_PARTITIONS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class StreamEnd:
     """The end of a stream.
 
     Attributes:
@@ -212,14 +212,14 @@ class End:
     average: float
 
 
-def end_of(channel: StreamChannel, stream: str, patience: float) -> End:
+def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     """Find the end of a stream. Takes some milliseconds, or ``patience`` seconds where the stream is empty.
 
     Raises:
         BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
     """
     tag = channel.consume(stream, "last", _PREFETCH)
-    found = End(0, 0.0)
+    found = StreamEnd(0, 0.0)
     last_tag = 0
     for look in range(_LOOKS):
         arrived = channel.take(patience) if look else _first_of(channel, stream, patience)
@@ -229,7 +229,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> End:
         arrived += channel.take(0.0)
         last_tag = arrived[-1].delivery_tag
         size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)
-        found = End(_offset(arrived[-1], stream) + 1, size / len(arrived))
+        found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived))
         if len(arrived) < _PREFETCH:
             break
         channel.ack(last_tag)  # the prefetch may have held the rest of the chunk back

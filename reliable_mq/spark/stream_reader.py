@@ -19,7 +19,7 @@ from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.queue_batches import size_of
-from reliable_mq.spark.queue_prefetch import Appetite
+from reliable_mq.spark.queue_prefetch import PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offset, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.url import parse_url
@@ -62,7 +62,7 @@ class RangeReader:
         self._range = each
         self._names = names
         self._position = each.start  # all before it was given
-        self._appetite = Appetite(most=options.prefetch, most_bytes=_HELD, queues=1)
+        self._appetite = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1)
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)

@@ -27,9 +27,9 @@ from pyspark.sql.streaming.datasource import (
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark.metrics import exporter
-from reliable_mq.spark.pickling import Shipped
+from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
-from reliable_mq.spark.stream_broker import End, StreamChannel, end_of, first_offset, offset_at, partitions_of
+from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at, partitions_of
 from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.url import parse_url
@@ -52,7 +52,7 @@ _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
 
 
-class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader of a query in stream mode.
 
     Args:
@@ -172,7 +172,7 @@ class StreamSource(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow)
             metrics.write()
 
 
-class StreamBatch(Shipped, DataSourceReader):
+class StreamBatch(PicklableByName, DataSourceReader):
     """The reader of a batch of stream mode. Arguments as for `StreamSource`."""
 
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
@@ -206,10 +206,10 @@ class _Planner:
         self._options = options
         self._channel: StreamChannel | None = None
         self._streams: list[str] = []
-        self._ends: dict[str, End] = {}
+        self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
 
-    def ends(self, *, sure: bool) -> dict[str, End]:
+    def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
         """Give the ends of all streams.
 
         Args:

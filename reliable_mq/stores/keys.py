@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DAY",
     "FORMAT",
-    "Answer",
-    "Doubts",
+    "ClaimAnswer",
     "PurgePace",
+    "UnansweredClaims",
     "claims_in_order",
     "held_by",
     "microseconds",
@@ -46,7 +46,7 @@ _READABLE: Final = re.compile(r"(?!sha256:)[!-~](?:[ -~]{0,198}[!-~])?")
 _HOLDER_BITS: Final = 62  # they fit a signed number of 64
 
 
-class Answer(NamedTuple):
+class ClaimAnswer(NamedTuple):
     """What became of a key that was to be claimed."""
 
     status: ClaimStatus
@@ -96,7 +96,7 @@ def taken_in_order(claims: Iterable[Claim], taken: Collection[tuple[str, int]]) 
     return [(stored_key(claim.key), claim.token) in taken for claim in claims]
 
 
-class Doubts:
+class UnansweredClaims:
     """The holders in whose names keys were claimed, as far as nobody answered. Thread-safe.
 
     A holder is a number that is drawn for a question. Whoever takes one out of here again asks the same question again;

@@ -36,8 +36,8 @@ from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.keys import (
     DAY,
-    Answer,
-    Doubts,
+    ClaimAnswer,
+    UnansweredClaims,
     claims_in_order,
     held_by,
     microseconds,
@@ -168,11 +168,11 @@ _STATUS: Final = {
 }
 
 
-def answers(reply: Sequence[bytes | str]) -> list[Answer]:
+def answers(reply: Sequence[bytes | str]) -> list[ClaimAnswer]:
     """Read what `CLAIM` answered."""
     fields = [field.encode() if isinstance(field, str) else field for field in reply]
     return [
-        Answer(_STATUS[status], int(token), int(attempts))
+        ClaimAnswer(_STATUS[status], int(token), int(attempts))
         for status, token, attempts in zip(fields[::3], fields[1::3], fields[2::3], strict=True)
     ]
 
@@ -183,7 +183,7 @@ _BROKEN: Final = (redis.ConnectionError, OSError)  # also where a server that wa
 Script = tuple[list[str], list[object]]
 
 
-class _Questions:
+class _RedisStoreBase:
     """What both faces ask, and how they read the answers."""
 
     def __init__(self, where: str, retention: Duration, timeout: Duration, prefix: str) -> None:
@@ -193,7 +193,7 @@ class _Questions:
         if not isinstance(prefix, str):
             raise ConfigurationError(f"prefix must be text, not {prefix!r}")
         self._prefix = prefix
-        self._doubts = Doubts()
+        self._doubts = UnansweredClaims()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
@@ -234,7 +234,7 @@ def _taken(items: Sequence[Any], replies: list[Any]) -> set[Any]:
     return {item for item, mark in zip(items, marks, strict=True) if mark}
 
 
-class RedisStore(_Questions):
+class RedisStore(_RedisStoreBase):
     """Deduplicates among all processes that use the same Redis. Thread-safe; a question costs one round trip.
 
     Connects at the first question. Redis 6 or newer, with ``maxmemory-policy noeviction``; what Redis forgets, by
@@ -344,7 +344,7 @@ class RedisStore(_Questions):
             return replies
 
 
-class AsyncRedisStore(_Questions):
+class AsyncRedisStore(_RedisStoreBase):
     """The same for ``AsyncConsumer``, on ``redis.asyncio``, with the arguments of `RedisStore`.
 
     To be used by one event loop. The timeout is that of a whole question.

@@ -36,9 +36,9 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.stores.keys import FORMAT, Answer
+from reliable_mq.stores.keys import FORMAT, ClaimAnswer
 
-__all__ = ["Ask", "Dialect", "Held", "MySQL", "PostgreSQL", "SQLite", "Steps", "checked_table", "judged"]
+__all__ = ["Dialect", "Held", "MySQL", "PostgreSQL", "Query", "SQLite", "Steps", "checked_table", "judged"]
 
 T = TypeVar("T")
 _TABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,47}\.)?[A-Za-z_][A-Za-z0-9_]{0,47}")
@@ -47,14 +47,14 @@ Held: TypeAlias = tuple[str, int]
 """What is stored for a key, and the token of its claim."""
 
 
-class Ask(NamedTuple):
+class Query(NamedTuple):
     """A statement, with parameters by name; answer with its rows, or nothing."""
 
     sql: str
     parameters: Mapping[str, object]
 
 
-Steps: TypeAlias = Generator[Ask, Sequence[Sequence[Any]], T]
+Steps: TypeAlias = Generator[Query, Sequence[Sequence[Any]], T]
 
 
 def checked_table(name: str) -> str:
@@ -97,7 +97,9 @@ class Dialect:
             "(c.state = 1 AND (c.lease_ends <= excluded.token OR c.holder = excluded.holder)))"
         )
 
-    def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
+    def claim(
+        self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
+    ) -> Steps[dict[str, ClaimAnswer]]:
         """Claim what is stored for keys, each in the name of its holder.
 
         Args:
@@ -125,18 +127,20 @@ class Dialect:
         raise NotImplementedError
 
 
-def judged(holders: Mapping[str, int], granted: dict[str, Answer], rows: Sequence[Sequence[Any]]) -> dict[str, Answer]:
+def judged(
+    holders: Mapping[str, int], granted: dict[str, ClaimAnswer], rows: Sequence[Sequence[Any]]
+) -> dict[str, ClaimAnswer]:
     """Add to what is granted what is said of the other keys: key, format, whether it is done, attempts."""
     found = granted
     for key, version, done, attempts in rows:
         if key in found:
             continue
         if version != FORMAT:
-            found[key] = Answer(ClaimStatus.UNREADABLE)
+            found[key] = ClaimAnswer(ClaimStatus.UNREADABLE)
         else:
-            found[key] = Answer(ClaimStatus.DONE if done else ClaimStatus.IN_PROGRESS, attempts=attempts)
+            found[key] = ClaimAnswer(ClaimStatus.DONE if done else ClaimStatus.IN_PROGRESS, attempts=attempts)
     for key in holders:  # a row that came, or went, between the two looks: whoever brought it has it
-        found.setdefault(key, Answer(ClaimStatus.IN_PROGRESS))
+        found.setdefault(key, ClaimAnswer(ClaimStatus.IN_PROGRESS))
     return found
 
 
@@ -166,7 +170,9 @@ class MySQL(Dialect):
         self._by_key = f"{table} FORCE INDEX (PRIMARY)"
         self._is_mariadb, self._version = False, ""  # not known
 
-    def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
+    def claim(
+        self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
+    ) -> Steps[dict[str, ClaimAnswer]]:
         """See `Dialect.claim`. An assignment sees those before it: ``holder`` says to the later ones what was found."""
         yield from self._find_out()
         old = self.table.rpartition(".")[2]
@@ -187,7 +193,7 @@ class MySQL(Dialect):
             f"(:k{number}, {FORMAT}, 1, {self._now}, :n{number}, 0, {self._now} + :lease, {self._now} + :kept)"
             for number in range(len(holders))
         )
-        yield Ask(
+        yield Query(
             f"INSERT INTO {self.table} (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"VALUES {rows_given} {'AS new_row ' if named else ''}ON DUPLICATE KEY UPDATE "
             f"token = IF({free}, IF({old}.state = 1 AND {ours}, {old}.token, GREATEST({old}.token + 1, {token})), "
@@ -200,16 +206,16 @@ class MySQL(Dialect):
             {**keys, **numbers, "lease": lease, "kept": lease + retention},
         )
         names = ", ".join(f":{name}" for name in keys)
-        rows = yield Ask(
+        rows = yield Query(
             f"SELECT claim_key, format, state, expires > {self._now}, token, holder, attempts FROM {self.table} "
             f"WHERE claim_key IN ({names})",
             keys,
         )
-        granted: dict[str, Answer] = {}
+        granted: dict[str, ClaimAnswer] = {}
         others: list[tuple[object, ...]] = []
         for key, version, state, lives, token, holder, attempts in rows:
             if version == FORMAT and state == 1 and holder == holders[key]:
-                granted[key] = Answer(ClaimStatus.NEW, token, attempts)
+                granted[key] = ClaimAnswer(ClaimStatus.NEW, token, attempts)
             else:
                 others.append((key, version, state == 2 and lives, attempts))
         return judged(holders, granted, others)
@@ -220,7 +226,7 @@ class MySQL(Dialect):
         taken = {(key, token) for key, token, state in rows if state in (1, 2)} & set(held)
         if taken:
             names, keys = _named(sorted(key for key, _ in taken))
-            yield Ask(
+            yield Query(
                 f"UPDATE {self._by_key} SET state = 2, holder = 0, "
                 f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
                 {**keys, "retention": retention},
@@ -233,7 +239,7 @@ class MySQL(Dialect):
         taken = {(key, token) for key, token, state in rows if state == 1} & set(held)
         if taken:
             names, keys = _named(sorted(key for key, _ in taken))
-            yield Ask(
+            yield Query(
                 f"UPDATE {self._by_key} SET state = 0, holder = 0, attempts = attempts + :failed, "
                 f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
                 {**keys, "retention": retention, "failed": int(failed)},
@@ -242,7 +248,7 @@ class MySQL(Dialect):
 
     def _lock(self, held: Sequence[Held]) -> Steps[Sequence[Sequence[Any]]]:
         names, keys = _named([key for key, _ in held])
-        rows = yield Ask(
+        rows = yield Query(
             f"SELECT claim_key, token, state FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} "
             f"AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             keys,
@@ -252,7 +258,7 @@ class MySQL(Dialect):
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
         """See `Dialect.reset`."""
         names, parameters = _named(keys)
-        rows = yield Ask(
+        rows = yield Query(
             f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
             f"AND attempts > 0 AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             parameters,
@@ -260,7 +266,7 @@ class MySQL(Dialect):
         found = [key for (key,) in rows]
         if found:
             names, parameters = _named(found)
-            yield Ask(f"UPDATE {self._by_key} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
+            yield Query(f"UPDATE {self._by_key} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
         return set(found)
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
@@ -273,13 +279,13 @@ class MySQL(Dialect):
         yield from self._find_out()
         locking = "FOR UPDATE" if self._is_mariadb and self._older_than(10, 6) else "FOR UPDATE SKIP LOCKED"
         over = f"expires <= {self._now} AND format = {FORMAT}"
-        rows = yield Ask(  # twice as many as wanted: others may be at the first of them
+        rows = yield Query(  # twice as many as wanted: others may be at the first of them
             f"SELECT claim_key FROM {self.table} WHERE {over} ORDER BY expires LIMIT {2 * limit}", {}
         )
         if not rows:
             return 0
         names, keys = _named([key for (key,) in rows])
-        rows = yield Ask(
+        rows = yield Query(
             f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND {over} "
             f"LIMIT {int(limit)} {locking}",
             keys,
@@ -292,13 +298,13 @@ class MySQL(Dialect):
                 if self._is_mariadb
                 else f"DELETE /*+ INDEX({self.table.rpartition('.')[2]} PRIMARY) */ FROM {self.table}"
             )
-            yield Ask(f"{delete} WHERE claim_key IN ({names})", keys)
+            yield Query(f"{delete} WHERE claim_key IN ({names})", keys)
         return len(rows)
 
     def _find_out(self) -> Steps[None]:
         """Ask the server which it is, once."""
         if not self._version:
-            [(said,)] = yield Ask("SELECT VERSION()", {})
+            [(said,)] = yield Query("SELECT VERSION()", {})
             self._is_mariadb = "mariadb" in said.lower()
             self._version = said
 
@@ -330,18 +336,20 @@ class SQLite(Dialect):
     )
     _given = "(SELECT json_extract(value, '$[0]') AS k, json_extract(value, '$[1]') AS n FROM json_each(:given)) AS g"
 
-    def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
+    def claim(
+        self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
+    ) -> Steps[dict[str, ClaimAnswer]]:
         """See `Dialect.claim`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"INSERT INTO {self.table} AS c (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"SELECT g.k, {FORMAT}, 1, :now, g.n, 0, :now + :lease, :now + :lease + :retention "
             f"FROM {self._given} WHERE true ON CONFLICT (claim_key) DO UPDATE SET {self._one_transition} "
             "RETURNING claim_key, token, attempts",
             {"given": json.dumps(list(holders.items())), "now": now, "lease": lease, "retention": retention},
         )
-        granted = {key: Answer(ClaimStatus.NEW, token, attempts) for key, token, attempts in rows}
+        granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, attempts in rows}
         if len(granted) < len(holders):
-            rows = yield Ask(
+            rows = yield Query(
                 f"SELECT claim_key, format, state = 2 AND expires > :now, attempts FROM {self.table} "
                 "WHERE claim_key IN (SELECT value FROM json_each(:keys))",
                 {"keys": json.dumps([key for key in holders if key not in granted]), "now": now},
@@ -351,7 +359,7 @@ class SQLite(Dialect):
 
     def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
         """See `Dialect.complete`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"UPDATE {self.table} AS c SET state = 2, holder = 0, expires = max(c.expires, :now + :retention) "
             f"FROM {self._given} WHERE c.claim_key = g.k AND c.token = g.n AND c.format = {FORMAT} "
             "AND c.state IN (1, 2) AND c.expires > :now RETURNING claim_key, token",
@@ -361,7 +369,7 @@ class SQLite(Dialect):
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
         """See `Dialect.release`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"UPDATE {self.table} AS c SET state = 0, holder = 0, attempts = c.attempts + :failed, "
             f"expires = max(c.expires, :now + :retention) FROM {self._given} WHERE c.claim_key = g.k "
             f"AND c.token = g.n AND c.format = {FORMAT} AND c.state = 1 AND c.expires > :now "
@@ -372,7 +380,7 @@ class SQLite(Dialect):
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
         """See `Dialect.reset`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"UPDATE {self.table} SET attempts = 0 WHERE claim_key IN (SELECT value FROM json_each(:keys)) "
             f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > :now RETURNING claim_key",
             {"keys": json.dumps(list(keys)), "now": now},
@@ -381,7 +389,7 @@ class SQLite(Dialect):
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
         """See `Dialect.purge`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"DELETE FROM {self.table} WHERE claim_key IN (SELECT claim_key FROM {self.table} "
             f"WHERE expires <= :now AND format = {FORMAT} LIMIT :most) RETURNING claim_key",
             {"now": now, "most": limit},
@@ -393,7 +401,7 @@ class SQLite(Dialect):
 
         Not by BEGIN IMMEDIATE: a driver, or an event of the engine, may have begun already.
         """
-        yield Ask(f"UPDATE {self.table} SET state = state WHERE 0", {})
+        yield Query(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
     def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
         """Return what to add to the microseconds since this boot of the machine, so that all processes read one clock.
@@ -408,15 +416,15 @@ class SQLite(Dialect):
             offset: what the wall clock would add.
             since: the microseconds since this boot.
         """
-        rows = yield Ask(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+        rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         if not rows:
-            yield Ask(
+            yield Query(
                 f"INSERT INTO {self.table}_clock (boot, base) "
                 f"SELECT :boot, coalesce(max(token) - :since, :offset) FROM {self.table} WHERE format = {FORMAT} "
                 "ON CONFLICT (boot) DO NOTHING",
                 {"boot": boot, "offset": offset, "since": since},
             )
-            rows = yield Ask(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+            rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         base: int = rows[0][0]
         return base
 
@@ -441,9 +449,11 @@ class PostgreSQL(Dialect):
     _listed = "c.claim_key = ANY(CAST(:keys AS text[]))"
     _given = "unnest(CAST(:keys AS text[]), CAST(:numbers AS bigint[])) AS g(k, n)"
 
-    def claim(self, holders: Mapping[str, int], *, lease: int, retention: int, now: int) -> Steps[dict[str, Answer]]:
+    def claim(
+        self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
+    ) -> Steps[dict[str, ClaimAnswer]]:
         """See `Dialect.claim`. What is not granted is said from before the statement, or not at all."""
-        rows = yield Ask(
+        rows = yield Query(
             f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given}), "
             f"taken AS (INSERT INTO {self.table} AS c "
             "(claim_key, format, state, token, holder, attempts, lease_ends, expires) "
@@ -461,14 +471,14 @@ class PostgreSQL(Dialect):
                 "kept": lease + retention,
             },
         )
-        granted = {key: Answer(ClaimStatus.NEW, token, attempts) for key, token, _, _, attempts in rows if token}
+        granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, _, _, attempts in rows if token}
         if len(granted) < len(holders):
             judged(holders, granted, [(row[0], *row[2:]) for row in rows if not row[1]])
         return granted
 
     def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
         """See `Dialect.complete`."""
-        rows = yield Ask(
+        rows = yield Query(
             self._locked("c.state IN (1, 2)") + f"UPDATE {self.table} c SET state = 2, holder = 0, "
             f"expires = greatest(c.expires, {self._now} + CAST(:retention AS bigint)) "
             f"FROM locked WHERE {self._listed} AND c.claim_key = locked.claim_key AND c.token = locked.token "
@@ -480,7 +490,7 @@ class PostgreSQL(Dialect):
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
         """See `Dialect.release`."""
-        rows = yield Ask(
+        rows = yield Query(
             self._locked("c.state = 1")
             + f"UPDATE {self.table} c SET state = 0, holder = 0, attempts = c.attempts + CAST(:failed AS integer), "
             f"expires = greatest(c.expires, {self._now} + CAST(:retention AS bigint)) "
@@ -507,7 +517,7 @@ class PostgreSQL(Dialect):
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
         """See `Dialect.reset`."""
-        rows = yield Ask(
+        rows = yield Query(
             f"UPDATE {self.table} SET attempts = 0 WHERE claim_key = ANY(CAST(:keys AS text[])) "
             f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > {self._now} RETURNING claim_key",
             {"keys": list(keys)},
@@ -521,7 +531,7 @@ class PostgreSQL(Dialect):
         over; by an open range of formats it reads the first of the index. A list of keys it looks up, whatever the
         size of the table.
         """
-        rows = yield Ask(
+        rows = yield Query(
             f"DELETE FROM {self.table} WHERE claim_key = ANY(ARRAY(SELECT claim_key FROM {self.table} "
             f"WHERE expires <= {self._now} AND format < {FORMAT + 1} "
             "ORDER BY expires LIMIT CAST(:most AS bigint) FOR UPDATE SKIP LOCKED)) RETURNING claim_key",

@@ -29,15 +29,15 @@ from sqlalchemy.orm import Session
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
-from reliable_mq._util.threads import Calls, Lifeline
+from reliable_mq._util.threads import CancelHandle, DeadlineExecutor
 from reliable_mq._util.validation import Duration, seconds
-from reliable_mq.core.idempotency import Commit
+from reliable_mq.core.idempotency import CommitState
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.stores.keys import (
     DAY,
-    Answer,
-    Doubts,
+    ClaimAnswer,
     PurgePace,
+    UnansweredClaims,
     claims_in_order,
     held_by,
     microseconds,
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction, sessionmaker
 
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.core.idempotency import Claim, Hold
+    from reliable_mq.core.idempotency import Claim, InboxClaim
 
 __all__ = [
     "AGAIN_AT_MOST",
     "PURGED_TOGETHER",
     "AsyncSQLAlchemyStore",
-    "Questions",
     "SQLAlchemyStore",
+    "SQLStoreBase",
     "mark",
     "still_open",
     "try_again",
@@ -84,7 +84,7 @@ _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks
 PURGED_TOGETHER: Final = 500  # rows
 
 
-class Questions:
+class SQLStoreBase:
     """What both faces ask, and how they read the answers."""
 
     def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
@@ -101,7 +101,7 @@ class Questions:
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self.timeout = seconds("timeout", timeout, positive=True)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
-        self.doubts = Doubts()
+        self.doubts = UnansweredClaims()
         self._base: int | None = None
         self.pace = PurgePace()
 
@@ -129,7 +129,7 @@ class Questions:
             base = yield from self._sql.clock_base(*boot(), since_boot())
         return (yield from steps(base + since_boot())), base
 
-    def claiming(self, holders: Mapping[str, int], lease: float) -> Callable[[int], Steps[dict[str, Answer]]]:
+    def claiming(self, holders: Mapping[str, int], lease: float) -> Callable[[int], Steps[dict[str, ClaimAnswer]]]:
         return lambda now: self._sql.claim(holders, lease=microseconds(lease), retention=self._retention, now=now)
 
     def completing(self, held: Sequence[Held]) -> Callable[[int], Steps[set[Held]]]:
@@ -162,7 +162,7 @@ class Questions:
             hint = "; create it with create_table(), or by the statements in ddl"
         return IdempotencyStoreError(f"{self!r} failed: {type(cause).__name__}: {said[:500]}{hint}")
 
-    def holds_of(self, deliveries: Sequence[Delivery]) -> list[Hold]:
+    def holds_of(self, deliveries: Sequence[Delivery]) -> list[InboxClaim]:
         holds = [delivery.hold for delivery in deliveries if delivery.hold is not None]
         if not deliveries or len(holds) < len(deliveries):
             raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
@@ -178,7 +178,7 @@ class Questions:
             _carry_out(self._sql.lock(), connection)
         refuse_connection_in_autocommit(connection)
 
-    def complete_in(self, connection: Connection, holds: Iterable[Hold]) -> None:
+    def complete_in(self, connection: Connection, holds: Iterable[InboxClaim]) -> None:
         """Complete in a transaction.
 
         Raises:
@@ -220,7 +220,7 @@ def still_open(transaction: SessionTransaction | AsyncSessionTransaction) -> Non
         )
 
 
-def mark(holds: Iterable[Hold], commit: Commit) -> None:
+def mark(holds: Iterable[InboxClaim], commit: CommitState) -> None:
     """Note for the consumer what is known of the transaction that has these claims as done."""
     for hold in holds:
         hold.commit = commit
@@ -243,7 +243,7 @@ def _statement(sql: str) -> TextClause:
     return text(sql)
 
 
-class SQLAlchemyStore(Questions):
+class SQLAlchemyStore(SQLStoreBase):
     """Deduplicates among all processes that use the same database; a handler's own writes may join it. Thread-safe.
 
     PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must be there: see `create_table`, `ddl`.
@@ -277,7 +277,7 @@ class SQLAlchemyStore(Questions):
         self._engine = engine
         self._session = session
         # SQLite waits by itself, and has no server that could hang.
-        self._calls = None if engine.dialect.name == "sqlite" else Calls("reliable-mq-store")
+        self._calls = None if engine.dialect.name == "sqlite" else DeadlineExecutor("reliable-mq-store")
 
     def create_table(self) -> None:
         """Create the table where it is not there. Any number of processes may. Blocks; not bounded by the timeout.
@@ -370,12 +370,12 @@ class SQLAlchemyStore(Questions):
                 still_open(transaction)
                 session.flush()
                 self.complete_in(connection, holds)
-                mark(holds, Commit.UNKNOWN)
+                mark(holds, CommitState.UNKNOWN)
                 transaction.commit()
         except BaseException:
             self._roll_back(session, connection)
             raise
-        mark(holds, Commit.DONE)
+        mark(holds, CommitState.DONE)
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
@@ -395,7 +395,7 @@ class SQLAlchemyStore(Questions):
         with self._in_time(connection):
             self.check_transaction(connection)
             self.complete_in(connection, holds)
-        mark(holds, Commit.UNKNOWN)
+        mark(holds, CommitState.UNKNOWN)
 
     def close(self) -> None:
         """End the threads. Another question starts some again. The engine is yours."""
@@ -405,7 +405,7 @@ class SQLAlchemyStore(Questions):
     def _begin_in_time(self) -> tuple[Session, SessionTransaction, Connection]:
         try:
             if self._calls is None:
-                return self._begin(Lifeline())
+                return self._begin(CancelHandle())
             context = copy_context()  # of the handler, for what the session's events may look up there
             return self._calls.call(lambda lifeline: context.run(self._begin, lifeline), self.timeout, beyond=True)
         except ConfigurationError:
@@ -413,7 +413,7 @@ class SQLAlchemyStore(Questions):
         except Exception as error:  # whatever the driver raises
             raise self.failed(error) from error
 
-    def _begin(self, lifeline: Lifeline) -> tuple[Session, SessionTransaction, Connection]:
+    def _begin(self, lifeline: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
         session = Session(self._engine) if self._session is None else self._session()
         try:
             transaction = session.begin()
@@ -463,7 +463,7 @@ class SQLAlchemyStore(Questions):
         for attempt in range(AGAIN_AT_MOST):
             try:
                 if self._calls is None:
-                    return self._ask_once(steps, Lifeline())
+                    return self._ask_once(steps, CancelHandle())
                 left = max(deadline - time.monotonic(), 0.001)
                 return self._calls.call(lambda lifeline: self._ask_once(steps, lifeline), left)
             except Exception as error:
@@ -471,7 +471,7 @@ class SQLAlchemyStore(Questions):
                     raise
         raise TimeoutError("one conflict with others after the other")
 
-    def _ask_once(self, steps: Callable[[int], Steps[T]], lifeline: Lifeline) -> T:
+    def _ask_once(self, steps: Callable[[int], Steps[T]], lifeline: CancelHandle) -> T:
         with (
             self._engine.connect() as connection,
             lifeline.holding(connection.connection.dbapi_connection, connection.invalidate),
@@ -479,7 +479,7 @@ class SQLAlchemyStore(Questions):
             return self.answer(connection, steps)
 
 
-class AsyncSQLAlchemyStore(Questions):
+class AsyncSQLAlchemyStore(SQLStoreBase):
     """The same for ``AsyncConsumer``, on an ``AsyncEngine``, with the arguments of `SQLAlchemyStore`.
 
     To be used by one event loop.
@@ -569,14 +569,14 @@ class AsyncSQLAlchemyStore(Questions):
                 self.not_rolled_back(error)
             raise
         await self._in_time(self._commit(session, transaction, connection, holds))
-        mark(holds, Commit.DONE)
+        mark(holds, CommitState.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
         """See `SQLAlchemyStore.inbox`."""
         holds = self.holds_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await self._in_time(self._complete_in(connection, holds))
-        mark(holds, Commit.UNKNOWN)
+        mark(holds, CommitState.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         try:
@@ -602,20 +602,20 @@ class AsyncSQLAlchemyStore(Questions):
         session: AsyncSession,
         transaction: AsyncSessionTransaction,
         connection: AsyncConnection,
-        holds: Sequence[Hold],
+        holds: Sequence[InboxClaim],
     ) -> None:
         try:
             still_open(transaction)
             await session.flush()
             await connection.run_sync(self.complete_in, holds)
-            mark(holds, Commit.UNKNOWN)
+            mark(holds, CommitState.UNKNOWN)
             await transaction.commit()
         except BaseException:  # here: where nobody waits any more, nobody else is to touch the session
             await self._roll_back(session)
             raise
         await session.close()
 
-    async def _complete_in(self, connection: AsyncConnection, holds: Sequence[Hold]) -> None:
+    async def _complete_in(self, connection: AsyncConnection, holds: Sequence[InboxClaim]) -> None:
         await connection.run_sync(self.check_transaction)
         await connection.run_sync(self.complete_in, holds)
 

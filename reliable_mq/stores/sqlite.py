@@ -19,8 +19,8 @@ from reliable_mq._util.validation import Duration, file_path, seconds
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.keys import (
     DAY,
-    Doubts,
     PurgePace,
+    UnansweredClaims,
     claims_in_order,
     held_by,
     microseconds,
@@ -71,7 +71,7 @@ class SQLiteStore:
         self._retention = microseconds(seconds("retention", retention, positive=True))
         self._timeout = seconds("timeout", timeout, positive=True)
         self._sql = SQLite(checked_table(table))
-        self._doubts = Doubts()
+        self._doubts = UnansweredClaims()
         self._pace = PurgePace()
         self._made_in = os.getpid()
         self._lock = threading.Lock()  # for all below

@@ -15,20 +15,20 @@ from typing import Any, Self, overload
 from tenacity import RetryCallState
 from tenacity.stop import stop_base
 
-from reliable_mq.codec.methods import Reply, Step
-from reliable_mq.connection.interfaces import QuietClient
+from reliable_mq.codec.methods import MethodReply, Step
+from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused
-from reliable_mq.core.reconnect import Loss, Recovery
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
-__all__ = ["StepChannel"]
+__all__ = ["AdminChannel"]
 
 _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own deadlines
 
 
-class StepChannel(QuietClient):
+class AdminChannel(NullListener):
     """A channel to carry out steps on. A context manager: entering connects. One thread at a time may use it.
 
     Args:
@@ -55,7 +55,7 @@ class StepChannel(QuietClient):
             settings=settings,
             setup=_no_steps,
             client=self,
-            recovery=Recovery(hosts=len(settings.endpoints), stop=self._stop),
+            recovery=ReconnectPolicy(hosts=len(settings.endpoints), stop=self._stop),
         )
 
     def __enter__(self) -> Self:
@@ -78,12 +78,12 @@ class StepChannel(QuietClient):
         self._io.close(_GRACE)
 
     @overload
-    def perform(self, step: Step) -> Reply: ...
+    def perform(self, step: Step) -> MethodReply: ...
 
     @overload
-    def perform(self, step: Pipeline) -> tuple[Reply, ...]: ...
+    def perform(self, step: Pipeline) -> tuple[MethodReply, ...]: ...
 
-    def perform(self, step: Step | Pipeline) -> Reply | tuple[Reply, ...]:
+    def perform(self, step: Step | Pipeline) -> MethodReply | tuple[MethodReply, ...]:
         """Carry out one step, or one pipeline of steps, and return the broker's reply. Blocks for a round trip.
 
         Raises:
@@ -98,7 +98,7 @@ class StepChannel(QuietClient):
                 raise BrokerUnavailable(f"the broker did not answer {type(step).__name__} within {self._timeout:g} s")
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        reply: Reply | tuple[Reply, ...] = outcome[0]
+        reply: MethodReply | tuple[MethodReply, ...] = outcome[0]
         return reply
 
     def _wait_ready(self) -> None:
@@ -122,7 +122,7 @@ class StepChannel(QuietClient):
             self.server, self.frame_max, self._ready, self._stop.was_ready = server, frame_max, True, True
             self._changed.notify_all()
 
-    def lost(self, generation: int, loss: Loss) -> None:
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
         with self._changed:
             self._ready = False
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from reliable_mq._util.threads import Condition
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.publisher.publication import Outcome
-from reliable_mq.engine.publisher_channel import WatchedPublication
+from reliable_mq.engine.publisher_channel import ObservedPublication
 
 if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
@@ -55,7 +55,7 @@ def time_to_wait(timeout: Duration | None) -> float | None:
     return seconds("timeout", number)
 
 
-class Home(Protocol):
+class ConfirmationOwner(Protocol):
     """What a confirmation needs of the publisher that it belongs to."""
 
     lock: threading.RLock
@@ -77,7 +77,7 @@ class Home(Protocol):
         """A failure that was counted as unseen has been looked at; the caller holds the lock."""
 
 
-class Confirmation(WatchedPublication):
+class Confirmation(ObservedPublication):
     """What ``submit`` returns: the outcome of a publish, once it is known. Thread-safe.
 
     It has the methods of :class:`concurrent.futures.Future` that make sense here; it cannot be cancelled.
@@ -85,7 +85,7 @@ class Confirmation(WatchedPublication):
 
     __slots__ = ()
 
-    home: Home
+    home: ConfirmationOwner
 
     @property
     def message_id(self) -> str:

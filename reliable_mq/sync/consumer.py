@@ -22,14 +22,14 @@ from functools import partial
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, in_child
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.statistics import ConsumerStatistics, Histogram
 from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
-from reliable_mq.engine.workers import OWED, Workers
+from reliable_mq.engine.workers import OWED, WorkerPool
 from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
@@ -37,7 +37,7 @@ from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores import IdempotencyStore
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.subscription import PullSubscription, Republisher, Subscription
-from reliable_mq.topology import OWN, OwnDeadLetter, Queue
+from reliable_mq.topology import DEFAULT, DefaultDeadLetter, Queue
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Consumer:
         ack_mode: AckMode = "manual",
         batch_size: int | None = None,
         batch_wait: Duration = 1.0,
-        dead_letter: Queue | str | OwnDeadLetter | None = OWN,
+        dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT,
         offset: Offset | None = None,
         exclusive: bool = False,
         consumer_arguments: Mapping[str, object] | None = None,
@@ -251,7 +251,7 @@ class Consumer:
         self._entered = False  # run or with has begun
         self._stopped = False
         self._stop_by: float | None = None  # on the monotonic clock
-        self._workers: tuple[Workers, ...] = ()
+        self._workers: tuple[WorkerPool, ...] = ()
         self._registration = None if registry is None else register(registry, self._readings)
 
     # Running
@@ -498,7 +498,7 @@ class Consumer:
         else:
             subscription = Subscription(self._options, self._settings, self._new_recovery())
             new_workers = partial(
-                Workers,
+                WorkerPool,
                 handler=self._handler,
                 batch=self._options.batch,
                 store=self._store,
@@ -550,9 +550,9 @@ class Consumer:
             self._registration.close()
         _open_consumers.discard(self)
 
-    def _new_recovery(self) -> Recovery:
+    def _new_recovery(self) -> ReconnectPolicy:
         wait, stop = self._reconnect
-        return Recovery(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
+        return ReconnectPolicy(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
 
     @contextmanager
     def _signals(self) -> Iterator[list[int]]:
@@ -599,7 +599,7 @@ class Consumer:
 # Consumers that run in the background are closed at the latest when the interpreter exits, so that what is done is
 # acked and the rest goes back. In a forked child they are the parent's.
 _open_consumers: set[Consumer] = set()
-in_child(ForkStage.FORGET, _open_consumers.clear)
+at_fork(ForkStage.FORGET, _open_consumers.clear)
 
 
 def _close_at_exit() -> None:

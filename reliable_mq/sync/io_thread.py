@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.connection.connection import Connector
-from reliable_mq.connection.interfaces import Client, TimerHandle
+from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
 from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.errors import UsageError
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.reconnect import Recovery
+    from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["Client", "IOThread", "TimerHandle"]
+__all__ = ["ConnectionListener", "IOThread", "TimerHandle"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class IOThread:
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
     ) -> None:
         self._name = name
         self._make_connector = partial(

@@ -1,7 +1,7 @@
 """The way into an outbox on the sync face: callers wait on their own threads.
 
-Everything here may be interrupted as a `reliable_mq.sync.publisher_channel.PublishingLane` may be: by a signal handler
-that calls it, or by an exception that one raises.
+Everything here may be interrupted as a `reliable_mq.sync.publisher_channel.PublisherChannel` may be: by a signal
+handler that calls it, or by an exception that one raises.
 
 Invariants: those of `reliable_mq.engine.outbox_channel`.
 
@@ -17,23 +17,30 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from reliable_mq._util.threads import CallbackThread, Calls, Condition
+from reliable_mq._util.threads import CallbackThread, Condition, DeadlineExecutor
 from reliable_mq.core.publisher.publication import StoredPublication
-from reliable_mq.engine.outbox_channel import ANSWER_AT_LEAST, CLOSE_GRACE, QUESTIONS, BaseStoringLane, Looks, not_open
+from reliable_mq.engine.outbox_channel import (
+    ANSWER_AT_LEAST,
+    CLOSE_GRACE,
+    QUESTIONS,
+    BacklogPoller,
+    BaseOutboxChannel,
+    not_open,
+)
 from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
 from reliable_mq.sync.confirmation import Confirmation, time_to_wait
-from reliable_mq.sync.publisher_channel import Room
+from reliable_mq.sync.publisher_channel import WindowWaiters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reliable_mq._util.validation import Duration
-    from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+    from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
-    from reliable_mq.outbox.protocol import Claims, Outbox
-    from reliable_mq.outbox.relay import Carrier
+    from reliable_mq.outbox.protocol import Outbox, RowLeases
+    from reliable_mq.outbox.relay import RowPublisher
 
-__all__ = ["RowCarrier", "StoredConfirmation", "StoringLane"]
+__all__ = ["OutboxChannel", "RelayPublisher", "StoredConfirmation"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +54,7 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
     __slots__ = ("error",)
 
-    home: StoringLane
+    home: OutboxChannel
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
         """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
@@ -81,21 +88,21 @@ class _Opening:
         self.error: BaseException | None = None
 
 
-class StoringLane(BaseStoringLane[StoredConfirmation]):
+class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     """See the module; the arguments are those of the base. Thread-safe.
 
     Attributes:
         lock: guards the window and the watchers of all confirmations.
     """
 
-    def __init__(self, outbox: Outbox, carrier: Carrier, options: PublisherOptions, *, measured: bool) -> None:
+    def __init__(self, outbox: Outbox, carrier: RowPublisher, options: PublisherOptions, *, measured: bool) -> None:
         self.lock = threading.RLock()
         super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
-        self._room = Room(self.lock, self._window, self._ask_for_room)
+        self._room = WindowWaiters(self.lock, self._window, self._ask_for_room)
         self._asked = False  # the writer's thread will look for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._questions = Calls(f"{options.name}-outbox-question", QUESTIONS)
+        self._questions = DeadlineExecutor(f"{options.name}-outbox-question", QUESTIONS)
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
         self._closing = f"{options.name}-outbox-close"
@@ -216,7 +223,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
 
     def _open(self, opening: _Opening) -> None:
         """Open the outbox, however long that takes; where nobody waits for it any more, let go of it again."""
-        claims: Claims | None = None
+        claims: RowLeases | None = None
         try:
             self.outbox.open()
             claims = self.outbox.claims()
@@ -273,7 +280,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
         if error is None:
             self.relay.wake()
 
-    def _settled(self, settlements: list[Settlement]) -> None:
+    def _settled(self, settlements: list[RowSettlement]) -> None:
         self.relay.settled(settlements)
         with self.lock:
             self._changed.notify_all()
@@ -345,7 +352,7 @@ class StoringLane(BaseStoringLane[StoredConfirmation]):
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
         """Wait until nothing is left up to the row ``last``; return what is left at the end."""
-        looks = Looks()
+        looks = BacklogPoller()
         while True:
             began = time.monotonic()
             left, _ = self._ask(lambda: self.outbox.backlog(last), deadline)
@@ -362,7 +369,7 @@ _PART_WAITED_FOR: Final = 4  # of what is outstanding: a quarter
 _SWEEP_EVERY: Final = 0.05  # seconds: a row in front may take long, those behind it need not
 
 
-class RowCarrier:
+class RelayPublisher:
     """Publishes rows and collects what became of them. For the relay's thread.
 
     Args:

@@ -1,8 +1,8 @@
 """The confirming publisher: what a user calls.
 
 It validates before anything is sent, hands each publish to its
-:class:`~reliable_mq.sync.publisher_channel.PublishingLane`, and turns outcomes into receipts and errors. Everything it
-promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`.
+:class:`~reliable_mq.sync.publisher_channel.PublisherChannel`, and turns outcomes into receipts and errors. Everything
+it promises about delivery is decided in :mod:`reliable_mq.core.publisher.session`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
-from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, in_child
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
@@ -27,8 +27,8 @@ from reliable_mq.metrics.registry import register
 from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.sync.confirmation import Confirmation
-from reliable_mq.sync.outbox_channel import RowCarrier, StoredConfirmation, StoringLane
-from reliable_mq.sync.publisher_channel import PublishingLane
+from reliable_mq.sync.outbox_channel import OutboxChannel, RelayPublisher, StoredConfirmation
+from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -146,12 +146,12 @@ class Publisher:
         self._outbox = outbox
         self._made_in = os.getpid()
         self._lock = threading.RLock()  # for the seven below; held for moments only
-        self._storing: StoringLane | None = None  # the way into the outbox
-        self._storing_opens: StoringLane | None = None  # the same, also before it is open
+        self._storing: OutboxChannel | None = None  # the way into the outbox
+        self._storing_opens: OutboxChannel | None = None  # the same, also before it is open
         self._starting = False  # the owner of the lock is starting a lane
-        self._opening: PublishingLane | None = None  # which becomes _lane, too, with its first verdict
+        self._opening: PublisherChannel | None = None  # which becomes _lane, too, with its first verdict
         self._openers = 0  # callers that wait for it
-        self._lane: PublishingLane | None = None
+        self._lane: PublisherChannel | None = None
         self._closed = False  # no more is to be published
         self._over = False  # what failed has been reported
         self._registration = None if registry is None else register(registry, self._readings)
@@ -437,7 +437,7 @@ class Publisher:
 
     # With an outbox
 
-    def _store_lane(self, outbox: Outbox, timeout: float | None) -> StoringLane:
+    def _store_lane(self, outbox: Outbox, timeout: float | None) -> OutboxChannel:
         """Open the outbox, and start the relay, where that is not done.
 
         In no more than ``timeout`` seconds; None for as long as a message may take.
@@ -450,9 +450,9 @@ class Publisher:
             if self._closed:
                 raise UsageError("this publisher is closed; nothing was stored")
             if self._storing_opens is None:
-                carrier = RowCarrier(self._connect_relay, self._relay)
+                carrier = RelayPublisher(self._connect_relay, self._relay)
                 measured = self._registration is not None
-                self._storing_opens = StoringLane(outbox, carrier, self._options, measured=measured)
+                self._storing_opens = OutboxChannel(outbox, carrier, self._options, measured=measured)
             storing = self._storing_opens
         storing.start(self._options.delivery_timeout if timeout is None else timeout)  # without the lock: it may hang
         with self._lock:
@@ -501,7 +501,7 @@ class Publisher:
         lane.submit(confirmation)
         return confirmation
 
-    def _close_storing(self, storing: StoringLane, limit: float) -> None:
+    def _close_storing(self, storing: OutboxChannel, limit: float) -> None:
         """Close the way into the outbox, and the relay."""
         storing.check_closable()
 
@@ -514,7 +514,7 @@ class Publisher:
 
     # Private
 
-    def _open(self, timeout: float, *, required: bool = False) -> PublishingLane:
+    def _open(self, timeout: float, *, required: bool = False) -> PublisherChannel:
         """Open, and wait for up to ``timeout`` seconds until every host has had its first attempt.
 
         Raises where no further attempt can help, or where a connection is ``required`` and there is none.
@@ -548,12 +548,12 @@ class Publisher:
             lane.close(0)
         raise error
 
-    def _start(self) -> PublishingLane:
+    def _start(self) -> PublisherChannel:
         if self._starting:
             raise UsageError("this publisher is just being opened, by what this signal handler has interrupted")
         self._starting = True
         try:
-            lane = self._opening = PublishingLane(self._options)  # known before it runs: who is interrupted closes it
+            lane = self._opening = PublisherChannel(self._options)  # known before it runs: who is interrupted closes it
             _open_publishers.add(self)
             lane.start()
         except BaseException:
@@ -585,7 +585,7 @@ class Publisher:
 # Open publishers are kept alive until they are closed: what is outstanding in one that was forgotten is still
 # published, at the latest when the interpreter exits. In a forked child they are the parent's.
 _open_publishers: set[Publisher] = set()
-in_child(ForkStage.FORGET, _open_publishers.clear)
+at_fork(ForkStage.FORGET, _open_publishers.clear)
 
 
 def _close_at_exit() -> None:

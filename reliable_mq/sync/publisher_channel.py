@@ -12,8 +12,8 @@ Invariants:
 - every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
   lane ends;
 - every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends;
-- callers that wait for the window are admitted in the order in which they came, by the I/O thread (`Room`); a callback
-  passes those who wait for callbacks;
+- callers that wait for the window are admitted in the order in which they came, by the I/O thread (`WindowWaiters`); a
+  callback passes those who wait for callbacks;
 - a caller may be interrupted anywhere: by a signal handler that calls the lane itself (hence locks that their owner may
   take again, and waits that let go of them altogether), or by an exception that a signal handler raises: what it leaves
   behind is at most a place too many in the window, or its message, which is published all the same.
@@ -39,7 +39,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from reliable_mq._util.threads import CallbackThread, Condition
-from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublishingLane
+from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 from reliable_mq.sync.confirmation import PATIENCE, Confirmation
 from reliable_mq.sync.io_thread import IOThread
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["PublishingLane", "Room"]
+__all__ = ["PublisherChannel", "WindowWaiters"]
 
 _LOOK_AGAIN = 0.1  # seconds after which one that waits asks by itself: few places in the window wake nobody
 
 
-class Room:
+class WindowWaiters:
     """See the module. Every method is for who holds the lock.
 
     Args:
@@ -154,7 +154,7 @@ class _Waiter:
 _ABORT_GRACE = 1.0  # seconds for what is aborted after the closing handshake
 
 
-class PublishingLane(BasePublishingLane[Confirmation]):
+class PublisherChannel(BasePublisherChannel[Confirmation]):
     """See the module. Public methods are thread-safe; those of the base that are on the loop are for the I/O thread.
 
     Attributes:
@@ -168,7 +168,7 @@ class PublishingLane(BasePublishingLane[Confirmation]):
         self.lock = threading.RLock()
         super().__init__(options, self.lock)
         self._changed = Condition(self.lock)
-        self._room = Room(self.lock, self.window, lambda: self._io.call_soon(self._look_for_room))
+        self._room = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._look_for_room))
         self._line = self._room.waiting
         self._flushing: list[float] = []  # since when, for each caller that waits for what was submitted before
         self._inbox: deque[Confirmation] = deque()

@@ -30,10 +30,10 @@ from reliable_mq.sync.io_thread import IOThread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import Client
+    from reliable_mq.connection.interfaces import ConnectionListener
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.core.reconnect import Recovery
-    from reliable_mq.core.retry.dead_letters import Republish
+    from reliable_mq.core.reconnect import ReconnectPolicy
+    from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.sync.confirmation import Confirmation
@@ -53,13 +53,13 @@ class Republisher:
     """
 
     def __init__(
-        self, publisher: Publisher, answer: Callable[[Republish, ReliableMQError | None], None], name: str
+        self, publisher: Publisher, answer: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
     ) -> None:
         self._publisher = publisher
         self._answer = answer
         self._thread = CallbackThread(name)
 
-    def put(self, republish: Republish) -> None:
+    def put(self, republish: RepublishRequest) -> None:
         """Publish one. Does not block."""
         self._thread.put(partial(self._publish, republish))
 
@@ -72,7 +72,7 @@ class Republisher:
         self._thread.stop()
         self._thread.join(timeout)
 
-    def _publish(self, republish: Republish) -> None:
+    def _publish(self, republish: RepublishRequest) -> None:
         try:
             message = Message.from_wire(republish.body, republish.properties)
             confirmation = self._publisher.submit(
@@ -86,7 +86,7 @@ class Republisher:
         else:
             confirmation.add_done_callback(partial(self._settled, republish))
 
-    def _settled(self, republish: Republish, confirmation: Confirmation) -> None:
+    def _settled(self, republish: RepublishRequest, confirmation: Confirmation) -> None:
         self._answer(republish, confirmation.exception())
 
 
@@ -125,8 +125,8 @@ class Subscription(BaseSubscription):
         name: str,
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
-        client: Client,
-        recovery: Recovery,
+        client: ConnectionListener,
+        recovery: ReconnectPolicy,
     ) -> IOThread:
         return IOThread(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
 
@@ -136,7 +136,7 @@ class PullSubscription(Subscription, BasePullSubscription):
 
     _changed: threading.Condition
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: Recovery) -> None:
+    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
         super().__init__(options, settings, recovery)
         self._turn = threading.Lock()
 

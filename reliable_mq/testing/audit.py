@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Account", "Balance"]
+__all__ = ["Audit", "AuditResult"]
 
 _SHOWN = 5
 
 
-class Account:
+class Audit:
     """Collects message ids. Every method may be called from any thread; none blocks for longer than a few updates."""
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class Account:
         with self._lock:
             self._effects[message_id] += 1
 
-    def balance(self) -> Balance:
+    def balance(self) -> AuditResult:
         """The account as it stands."""
         with self._lock:
             drained = self._handled + self._dead_lettered + self._left
             unknown = self._attempted - self._confirmed - self._failed
-            return Balance(
+            return AuditResult(
                 attempted=len(self._attempted),
                 confirmed=len(self._confirmed),
                 failed=len(self._failed),
@@ -102,7 +102,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Balance:
+class AuditResult:
     """What an account comes to: numbers of distinct messages, and the ids that stand out.
 
     Attributes:

@@ -28,7 +28,7 @@ import struct
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from reliable_mq.testing.faults import Cut, Direction, Line
+from reliable_mq.testing.faults import Cut, Direction, LinkConditions
 from reliable_mq.testing.frames import Chunk, Frame, Splitter, parse
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing.faults import FrameFault
 
-__all__ = ["Board", "Link", "Pipe", "Side"]
+__all__ = ["ProxiedConnection", "ProxiedSocket", "ProxyState", "Stream"]
 
 logger = logging.getLogger(__name__)
 _BACKLOG: Final = 256 * 1024
@@ -48,7 +48,7 @@ _SLICES_PER_SECOND: Final = 50
 _SMALLEST_SLICE: Final = 64
 
 
-class _End(enum.Enum):
+class _StreamEnd(enum.Enum):
     """How a stream ends; waits in the queue like bytes."""
 
     FIN = enum.auto()
@@ -57,10 +57,17 @@ class _End(enum.Enum):
     CUT_RESET = enum.auto()
 
 
-class Pipe:
+class Stream:
     """One direction of a connection."""
 
-    def __init__(self, link: Link, direction: Direction, source: Side, target: Side, line: Line) -> None:
+    def __init__(
+        self,
+        link: ProxiedConnection,
+        direction: Direction,
+        source: ProxiedSocket,
+        target: ProxiedSocket,
+        line: LinkConditions,
+    ) -> None:
         self.finished = False
         self.line = line
         self._clear = _is_clear(line)
@@ -71,7 +78,7 @@ class Pipe:
         self._board = link.board
         self._faults = link.board.faults[direction]
         self._splitter = Splitter()
-        self._queue: deque[tuple[float, bytes | _End, list[int]]] = deque()
+        self._queue: deque[tuple[float, bytes | _StreamEnd, list[int]]] = deque()
         self._backlog = 0
         self._late_until = 0.0
         self._free_at = 0.0
@@ -101,7 +108,7 @@ class Pipe:
             return
         if not reset:
             self._emit(self._splitter.take_rest(), [])
-        self._enqueue(_End.RESET if reset else _End.FIN)
+        self._enqueue(_StreamEnd.RESET if reset else _StreamEnd.FIN)
         self.update()
 
     def target_lost(self) -> None:
@@ -111,7 +118,7 @@ class Pipe:
         self._backlog = 0
         self.update()
 
-    def set_line(self, line: Line) -> None:
+    def set_line(self, line: LinkConditions) -> None:
         """Change what the line does, for what waits already, too."""
         if not line.delay and self.line.delay:
             self._queue = deque((0.0, item, keys) for _, item, keys in self._queue)
@@ -176,7 +183,7 @@ class Pipe:
             for step in self._ask(part):
                 if isinstance(step, Cut):
                     self._emit(b"".join(out) + step.data, out_keys)
-                    self._enqueue(_End.CUT_RESET if step.reset else _End.CUT_FIN)
+                    self._enqueue(_StreamEnd.CUT_RESET if step.reset else _StreamEnd.CUT_FIN)
                     self._discarding = True
                     return
                 out.append(step.raw)
@@ -209,7 +216,7 @@ class Pipe:
         else:
             self._enqueue(data, keys)
 
-    def _enqueue(self, item: bytes | _End, keys: list[int] | None = None) -> None:
+    def _enqueue(self, item: bytes | _StreamEnd, keys: list[int] | None = None) -> None:
         if self._discarding or self._stopped:
             return
         due = 0.0
@@ -235,7 +242,7 @@ class Pipe:
                 self._timer = loop.call_at(due, self.update)
                 return
             self._queue.popleft()
-            if isinstance(item, _End):
+            if isinstance(item, _StreamEnd):
                 self._finish(item)
                 return
             rate = self.line.rate
@@ -254,16 +261,16 @@ class Pipe:
         self._board.forwarded[self._direction].update(keys)
         self._target.write(data)
 
-    def _finish(self, end: _End) -> None:
-        if end is _End.FIN:
+    def _finish(self, end: _StreamEnd) -> None:
+        if end is _StreamEnd.FIN:
             self.finished = True
             self._target.end_writing()
             self._link.pipe_finished()
         else:
-            self._link.cut(reset=end is not _End.CUT_FIN)
+            self._link.cut(reset=end is not _StreamEnd.CUT_FIN)
 
 
-def _is_clear(line: Line) -> bool:
+def _is_clear(line: LinkConditions) -> bool:
     return not (line.black_hole or line.delay or line.rate is not None)
 
 
@@ -276,7 +283,7 @@ _FIN_PATIENCE: Final = 5.0
 _LINGER_ZERO: Final = struct.pack("ii", 1, 0)
 
 
-class Board(Protocol):
+class ProxyState(Protocol):
     """What a connection shares with all others of its proxy."""
 
     random: random.Random
@@ -291,21 +298,21 @@ class Board(Protocol):
     def failed(self, error: Exception) -> None:
         """A fault raised."""
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: ProxiedConnection) -> None:
         """Both sockets of a connection are closed."""
 
 
-class Link:
+class ProxiedConnection:
     """One connection: the client's socket, the broker's socket, and the pipes."""
 
-    def __init__(self, number: int, board: Board, lines: dict[Direction, Line]) -> None:
+    def __init__(self, number: int, board: ProxyState, lines: dict[Direction, LinkConditions]) -> None:
         self.number = number
         self.board = board
-        self.client = Side(self)
-        self.broker = Side(self)
-        self.pipes: dict[Direction, Pipe] = {
-            "to_broker": Pipe(self, "to_broker", self.client, self.broker, lines["to_broker"]),
-            "to_client": Pipe(self, "to_client", self.broker, self.client, lines["to_client"]),
+        self.client = ProxiedSocket(self)
+        self.broker = ProxiedSocket(self)
+        self.pipes: dict[Direction, Stream] = {
+            "to_broker": Stream(self, "to_broker", self.client, self.broker, lines["to_broker"]),
+            "to_client": Stream(self, "to_client", self.broker, self.client, lines["to_client"]),
         }
         self.client.outbound, self.client.inbound = self.pipes["to_broker"], self.pipes["to_client"]
         self.broker.outbound, self.broker.inbound = self.pipes["to_client"], self.pipes["to_broker"]
@@ -338,7 +345,7 @@ class Link:
             self._guard = loop.call_later(_FIN_PATIENCE, lambda: self.cut(reset=True))
         self.board.changed()
 
-    def cut_side(self, side: Side, *, reset: bool) -> None:
+    def cut_side(self, side: ProxiedSocket, *, reset: bool) -> None:
         """End one side; the other stays open, and hears nothing of it."""
         self.orphaned = True
         side.orphan()
@@ -361,15 +368,15 @@ class Link:
         self.board.changed()
 
 
-class Side(asyncio.Protocol):
+class ProxiedSocket(asyncio.Protocol):
     """One socket of a connection."""
 
-    outbound: Pipe
+    outbound: Stream
     """What it reads goes in here."""
-    inbound: Pipe
+    inbound: Stream
     """What it writes comes from here."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ProxiedConnection) -> None:
         self._link = link
         self._transport: asyncio.Transport | None = None
         self.mute = False

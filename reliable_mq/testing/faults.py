@@ -1,8 +1,8 @@
 """The faults that the proxy can set: on the line (bytes), and on single frames.
 
-A fault on the line is a value (`Line`), the same for every connection or for some. A fault on frames is an object with
-`apply`, which answers each frame with what is to leave in its place; `FrameFault` is the general primitive, and
-cutting, holding back confirms and a user's own function are all built on it.
+A fault on the line is a value (`LinkConditions`), the same for every connection or for some. A fault on frames is an
+object with `apply`, which answers each frame with what is to leave in its place; `FrameFault` is the general primitive,
+and cutting, holding back confirms and a user's own function are all built on it.
 
 Invariants:
 - faults are changed and asked on the proxy's thread only;
@@ -28,7 +28,7 @@ __all__ = [
     "CutInBody",
     "Direction",
     "FrameFault",
-    "Line",
+    "LinkConditions",
     "Rewrite",
     "RewriteFunction",
     "Step",
@@ -55,7 +55,7 @@ RewriteFunction = Callable[[Direction, Frame], Iterable[Step]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinkConditions:
     """What one direction of a connection does to the bytes that pass.
 
     Attributes:
@@ -157,7 +157,7 @@ class ConfirmMode(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _HeldFrame:
     """One ack, nack or return. A return has a content, and its fate decides about what of that is still to come."""
 
     link: int
@@ -176,8 +176,8 @@ class ConfirmGate:
     """
 
     mode: ConfirmMode = ConfirmMode.PASS
-    _held: deque[_Entry] = field(default_factory=deque)
-    _open: dict[tuple[int, int], _Entry] = field(default_factory=dict)
+    _held: deque[_HeldFrame] = field(default_factory=deque)
+    _open: dict[tuple[int, int], _HeldFrame] = field(default_factory=dict)
 
     @property
     def spent(self) -> bool:
@@ -192,7 +192,7 @@ class ConfirmGate:
         if frame.kind in (HEADER, BODY):
             return self._content(link, frame)
         if frame.name in ("basic.ack", "basic.nack", "basic.return") and self.mode is not ConfirmMode.PASS:
-            entry = _Entry(link, frame.channel, self.mode, [frame])
+            entry = _HeldFrame(link, frame.channel, self.mode, [frame])
             if frame.name == "basic.return":
                 self._open[link, frame.channel] = entry
             if self.mode is ConfirmMode.HOLD:
@@ -231,14 +231,14 @@ class ConfirmGate:
             entry.frames.append(frame)
         return ()
 
-    def _take(self, count: int | None, fate: ConfirmMode) -> list[_Entry]:
-        taken: list[_Entry] = []
+    def _take(self, count: int | None, fate: ConfirmMode) -> list[_HeldFrame]:
+        taken: list[_HeldFrame] = []
         while self._held and (count is None or len(taken) < count):
             entry = self._held.popleft()
             entry.fate = fate
             taken.append(entry)
         return taken
 
-    def _forget(self, matches: Callable[[_Entry], bool]) -> None:
+    def _forget(self, matches: Callable[[_HeldFrame], bool]) -> None:
         self._held = deque(entry for entry in self._held if not matches(entry))
         self._open = {place: entry for place, entry in self._open.items() if not matches(entry)}

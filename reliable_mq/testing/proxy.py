@@ -36,7 +36,15 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from reliable_mq.errors import ConfigurationError, UsageError
-from reliable_mq.testing.faults import ConfirmMode, CutAfter, CutInBody, Direction, Line, Rewrite, RewriteFunction
+from reliable_mq.testing.faults import (
+    ConfirmMode,
+    CutAfter,
+    CutInBody,
+    Direction,
+    LinkConditions,
+    Rewrite,
+    RewriteFunction,
+)
 from reliable_mq.testing.frames import Frame, key_of, name_of
 from reliable_mq.testing.server import DIRECTIONS, Server
 
@@ -606,7 +614,7 @@ class FaultProxy(ProxyBase):
         self._call(lambda server: server.heal())
 
     def _set_lines(
-        self, direction: Directions, change: Callable[[Line], Line], *, new_connections: bool = True
+        self, direction: Directions, change: Callable[[LinkConditions], LinkConditions], *, new_connections: bool = True
     ) -> None:
         directions = _directions(direction)
         self._call(lambda server: server.set_lines(directions, change, new_connections=new_connections))

@@ -15,8 +15,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.errors import UsageError
-from reliable_mq.testing.connection import Link
-from reliable_mq.testing.faults import ConfirmGate, ConfirmMode, Direction, FrameFault, Line
+from reliable_mq.testing.connection import ProxiedConnection
+from reliable_mq.testing.faults import ConfirmGate, ConfirmMode, Direction, FrameFault, LinkConditions
 
 if TYPE_CHECKING:
     import random
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Listens, and holds what all connections share (a `reliable_mq.testing.connection.Board`).
+    """Listens, and holds what all connections share (a `reliable_mq.testing.connection.ProxyState`).
 
     Args:
         upstream: the broker's host and port.
@@ -50,8 +50,8 @@ class Server:
         self.gate = ConfirmGate()
         self.accepted = 0
         self.error: Exception | None = None
-        self._lines: dict[Direction, Line] = {direction: Line() for direction in DIRECTIONS}
-        self._links: dict[int, Link] = {}
+        self._lines: dict[Direction, LinkConditions] = {direction: LinkConditions() for direction in DIRECTIONS}
+        self._links: dict[int, ProxiedConnection] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
         self._admitting = asyncio.Event()
         self._one_ended = asyncio.Event()
@@ -99,7 +99,7 @@ class Server:
             self._listener.close()
             self._listener = None
 
-    def newest(self) -> Link:
+    def newest(self) -> ProxiedConnection:
         """Give the most recent connection that is live.
 
         Raises:
@@ -126,7 +126,7 @@ class Server:
             self.error = error
         self.changed()
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: ProxiedConnection) -> None:
         """Both sockets of a connection are closed."""
         self._links.pop(link.number, None)
         self._one_ended.set()
@@ -138,7 +138,11 @@ class Server:
     # faults
 
     def set_lines(
-        self, directions: Iterable[Direction], change: Callable[[Line], Line], *, new_connections: bool
+        self,
+        directions: Iterable[Direction],
+        change: Callable[[LinkConditions], LinkConditions],
+        *,
+        new_connections: bool,
     ) -> None:
         """Change what the line does, on every connection, and on those to come unless `new_connections` is False."""
         for direction in directions:
@@ -181,7 +185,7 @@ class Server:
         """Take back every fault; what was kept back leaves."""
         for direction in DIRECTIONS:
             self.faults[direction][:] = []
-            self._lines[direction] = Line()
+            self._lines[direction] = LinkConditions()
         self.set_confirms(ConfirmMode.PASS)
         self.release(None)
         for link in tuple(self._links.values()):
@@ -189,7 +193,7 @@ class Server:
                 link.cut(reset=True)
                 continue
             for pipe in link.pipes.values():
-                pipe.set_line(Line())
+                pipe.set_line(LinkConditions())
         self.admit()
 
     # listening
@@ -212,7 +216,7 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         client, _ = listener.accept()
         self.accepted += 1
-        link = Link(self.accepted, self, self._lines)
+        link = ProxiedConnection(self.accepted, self, self._lines)
         self._links[link.number] = link
         task = asyncio.get_running_loop().create_task(self._open(link, client))
         self._opening[link.number] = task
@@ -220,7 +224,7 @@ class Server:
         task.add_done_callback(lambda _: self._opened(link, client))
         self.changed()
 
-    async def _open(self, link: Link, client: socket.socket) -> None:
+    async def _open(self, link: ProxiedConnection, client: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.upstream
         await loop.connect_accepted_socket(lambda: link.client, client)
@@ -234,7 +238,7 @@ class Server:
         else:
             link.start()
 
-    def _opened(self, link: Link, client: socket.socket) -> None:
+    def _opened(self, link: ProxiedConnection, client: socket.socket) -> None:
         del self._opening[link.number]
         if not link.client.opened:
             client.close()

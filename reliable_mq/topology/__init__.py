@@ -20,16 +20,16 @@ from reliable_mq.topology.declare import (
     mismatch_from_reply,
 )
 from reliable_mq.topology.exchange import Binding, Exchange
-from reliable_mq.topology.queue import DEAD_SUFFIX, OWN, OwnDeadLetter, Queue, QueueType
+from reliable_mq.topology.queue import DEAD_SUFFIX, DEFAULT, DefaultDeadLetter, Queue, QueueType
 
 __all__ = [
     "DEAD_SUFFIX",
-    "OWN",
+    "DEFAULT",
     "Binding",
     "Declaration",
+    "DefaultDeadLetter",
     "Exchange",
     "Inequivalence",
-    "OwnDeadLetter",
     "Queue",
     "QueueType",
     "TopologyWarning",

@@ -18,8 +18,8 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "SHORT_STRING_BYTES",
+    "ArgumentProblem",
     "Arguments",
-    "Flaw",
     "TopologyWarning",
     "check_flag",
     "check_name",
@@ -34,7 +34,7 @@ class TopologyWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
+class ArgumentProblem:
     """Something wrong with an argument.
 
     Attributes:
@@ -105,7 +105,7 @@ _LIKE: Final = 0.8  # how alike two names are of which one is taken for a misspe
 
 def lint_arguments(
     arguments: Mapping[str, object], queue_type: str, version: tuple[int, ...] | None = None
-) -> list[Flaw]:
+) -> list[ArgumentProblem]:
     """Look at the arguments of a queue.
 
     Args:
@@ -117,7 +117,7 @@ def lint_arguments(
         What is wrong, by the name of the argument.
     """
     given = {name: value for name, value in arguments.items() if value is not None} | {"x-queue-type": queue_type}
-    flaws: list[Flaw] = []
+    flaws: list[ArgumentProblem] = []
     for name, value in given.items():
         flaws += _name(name, version)
         flaws += _check_value(name, value, queue_type)
@@ -126,45 +126,51 @@ def lint_arguments(
     return sorted(flaws, key=lambda flaw: flaw.argument)
 
 
-def _name(name: str, version: tuple[int, ...] | None) -> Iterator[Flaw]:
+def _name(name: str, version: tuple[int, ...] | None) -> Iterator[ArgumentProblem]:
     known = _KNOWN.get(name)
     if known is None:
         yield from _unknown(name)
         return
     if version is not None and version < known.since:
         since = ".".join(map(str, known.since))
-        yield Flaw(
+        yield ArgumentProblem(
             name, f"is of RabbitMQ {since} and newer; this broker takes it and does nothing", f"upgrade, or drop {name}"
         )
     if known.until and (version or _OLDEST) >= known.until:
         until = ".".join(map(str, known.until))
-        yield Flaw(name, f"does nothing from RabbitMQ {until} on, or is refused", f"drop it: {known.instead}")
+        yield ArgumentProblem(
+            name, f"does nothing from RabbitMQ {until} on, or is refused", f"drop it: {known.instead}"
+        )
 
 
-def _unknown(name: str) -> Iterator[Flaw]:
+def _unknown(name: str) -> Iterator[ArgumentProblem]:
     if name in _PLUGINS:
         return
     close = get_close_matches(name if name.startswith("x-") else f"x-{name}", _KNOWN, 1, _LIKE)
     if close:
         text = f"is not known to RabbitMQ, which ignores it: did you mean {close[0]}?"
-        yield Flaw(name, text, f"write {close[0]}", certain=True)
+        yield ArgumentProblem(name, text, f"write {close[0]}", certain=True)
     elif name.startswith("x-"):
-        yield Flaw(
+        yield ArgumentProblem(
             name, "is not known to RabbitMQ, which ignores it", "look for its name, unless a plugin of yours reads it"
         )
 
 
-def _check_value(name: str, value: object, queue_type: str) -> Iterator[Flaw]:
+def _check_value(name: str, value: object, queue_type: str) -> Iterator[ArgumentProblem]:
     allowed = _VALUES.get(name)
     if allowed is not None and value not in allowed:
         close = get_close_matches(str(value), allowed, 1)
         guess = f": did you mean {close[0]!r}?" if close else ""
-        yield Flaw(name, f"cannot be {value!r}{guess}", f"it is one of {', '.join(allowed)}", certain=True)
+        yield ArgumentProblem(name, f"cannot be {value!r}{guess}", f"it is one of {', '.join(allowed)}", certain=True)
     if name == "x-overflow" and value == "reject-publish-dlx" and queue_type == "quorum":
-        yield Flaw(name, "cannot be reject-publish-dlx on a quorum queue", "use reject-publish", certain=True)
+        yield ArgumentProblem(
+            name, "cannot be reject-publish-dlx on a quorum queue", "use reject-publish", certain=True
+        )
     least = _LEAST.get(name)
     if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        yield Flaw(name, f"must be a whole number of at least {least}, not {value!r}", "correct it", certain=True)
+        yield ArgumentProblem(
+            name, f"must be a whole number of at least {least}, not {value!r}", "correct it", certain=True
+        )
 
 
 _LEAST: Final = {
@@ -181,69 +187,73 @@ _LEAST: Final = {
 # -- arguments that contradict each other, or lose messages together ---------------------------------------------------
 
 
-def _at_least_once(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _at_least_once(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if given.get("x-dead-letter-strategy") != "at-least-once" or given["x-queue-type"] != "quorum":
         return
     if "x-dead-letter-exchange" not in given:
         text = "at-least-once needs a dead-letter exchange, and there is none"
-        yield Flaw("x-dead-letter-strategy", text, "give x-dead-letter-exchange (a policy can, too)")
+        yield ArgumentProblem("x-dead-letter-strategy", text, "give x-dead-letter-exchange (a policy can, too)")
     if given.get("x-overflow", "drop-head") != "reject-publish":
         text = "at-least-once is not in effect without x-overflow=reject-publish; RabbitMQ says so in its log only"
-        yield Flaw("x-dead-letter-strategy", text, "give x-overflow=reject-publish", certain=True)
+        yield ArgumentProblem("x-dead-letter-strategy", text, "give x-overflow=reject-publish", certain=True)
 
 
-def _delivery_limit(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limit = given.get("x-delivery-limit")
     if isinstance(limit, int) and limit >= 0 and "x-dead-letter-exchange" not in given:
         text = (
             f"drops a message after {limit + 1} deliveries, as there is no dead-letter exchange; lost connections count"
         )
-        yield Flaw("x-delivery-limit", text, "give x-dead-letter-exchange, or -1 and a retry policy that counts")
+        yield ArgumentProblem(
+            "x-delivery-limit", text, "give x-dead-letter-exchange, or -1 and a retry policy that counts"
+        )
 
 
-def _routing_key(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _routing_key(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if given.get("x-dead-letter-exchange") == "" and "x-dead-letter-routing-key" not in given:
         text = (
             "is the default exchange and there is no x-dead-letter-routing-key: dead letters go to queues named as "
             "their own routing keys, often this one, where such a cycle ends in dropping them"
         )
-        yield Flaw("x-dead-letter-exchange", text, "give x-dead-letter-routing-key, the name of a dead-letter queue")
+        yield ArgumentProblem(
+            "x-dead-letter-exchange", text, "give x-dead-letter-routing-key, the name of a dead-letter queue"
+        )
 
 
-def _length(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _length(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limits = [name for name in ("x-max-length", "x-max-length-bytes") if name in given]
     if limits and given["x-queue-type"] != "stream" and "x-overflow" not in given:
         text = "drops the oldest messages when it is reached, confirmed ones too, as there is no x-overflow"
-        yield Flaw(
+        yield ArgumentProblem(
             limits[0], text, "give x-overflow=reject-publish: a full queue then nacks; or drop-head, if it is meant"
         )
 
 
-def _head_blocking(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _head_blocking(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if "x-message-ttl" in given and "x-max-priority" in given:
         text = "expires messages at the head only: one of a high priority that is not due holds up all that are"
-        yield Flaw("x-message-ttl", text, "give it up, or x-max-priority")
+        yield ArgumentProblem("x-message-ttl", text, "give it up, or x-max-priority")
 
 
-def _expiry(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _expiry(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     expires, ttl = given.get("x-expires"), given.get("x-message-ttl")
     if isinstance(expires, int) and isinstance(ttl, int) and expires <= ttl:
         text = "deletes the unused queue with its messages before x-message-ttl lets them expire: none is dead-lettered"
-        yield Flaw("x-expires", text, "make it longer than x-message-ttl, or leave it out")
+        yield ArgumentProblem("x-expires", text, "make it longer than x-message-ttl, or leave it out")
 
 
-def _delayed_retry(given: Mapping[str, object]) -> Iterator[Flaw]:
+def _delayed_retry(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     shortest, longest = given.get("x-delayed-retry-min"), given.get("x-delayed-retry-max")
     if isinstance(shortest, int) and isinstance(longest, int) and shortest > longest:
-        yield Flaw(
+        yield ArgumentProblem(
             "x-delayed-retry-min", f"({shortest}) is above x-delayed-retry-max ({longest})", "swap", certain=True
         )
     for name in ("x-delayed-retry-min", "x-delayed-retry-max"):
         if name in given and given.get("x-delayed-retry-type", "disabled") == "disabled":
-            yield Flaw(name, "does nothing without x-delayed-retry-type", "give x-delayed-retry-type=failed")
+            yield ArgumentProblem(name, "does nothing without x-delayed-retry-type", "give x-delayed-retry-type=failed")
 
 
-_Rule = Callable[[Mapping[str, object]], Iterator[Flaw]]
+_Rule = Callable[[Mapping[str, object]], Iterator[ArgumentProblem]]
 _RULES: Final[tuple[_Rule, ...]] = (
     _at_least_once,
     _delivery_limit,

@@ -20,21 +20,21 @@ from reliable_mq.topology.arguments import (
     lint_arguments,
 )
 
-__all__ = ["OWN", "OwnDeadLetter", "Queue", "QueueType"]
+__all__ = ["DEFAULT", "DefaultDeadLetter", "Queue", "QueueType"]
 
 QueueType = Literal["quorum", "classic", "stream"]
 
 
-class OwnDeadLetter(enum.Enum):
-    """The type of `OWN`, the default of `Queue.dead_letter`."""
+class DefaultDeadLetter(enum.Enum):
+    """The type of `DEFAULT`, the default of `Queue.dead_letter`."""
 
-    OWN = "own"
+    DEFAULT = "own"
 
     def __repr__(self) -> str:
-        return "OWN"
+        return "DEFAULT"
 
 
-OWN: Final = OwnDeadLetter.OWN
+DEFAULT: Final = DefaultDeadLetter.DEFAULT
 """A quorum queue called ``<name>.dead``, declared before the queue.
 
 None for a stream, which has no dead letters; for a queue that goes away by itself (exclusive, auto-delete), which would
@@ -89,7 +89,8 @@ class Queue:
         durable: whether it survives a restart of the broker; False for a classic queue only.
         exclusive: for this connection only, deleted with it; a classic queue only.
         auto_delete: deleted with its last consumer; a classic queue only.
-        dead_letter: where messages go that are rejected or expire: by default a queue of its own (`OWN`), a `Queue` to
+        dead_letter: where messages go that are rejected or expire: by default a queue of its own (`DEFAULT`), a `Queue`
+        to
             declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as it is, with
             a dead-letter queue of its own unless it says ``dead_letter=None``.
         max_length: messages; a full queue refuses publishes (they are nacked), it does not drop the oldest.
@@ -116,7 +117,7 @@ class Queue:
     durable: bool = True
     exclusive: bool = False
     auto_delete: bool = False
-    dead_letter: Queue | str | OwnDeadLetter | None = OWN
+    dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT
     max_length: int | None = None
     max_length_bytes: int | None = None
     message_ttl: Duration | None = None
@@ -202,7 +203,7 @@ class Queue:
     def _has_its_own(self) -> bool:
         routed = _DLX in self.arguments or _DLX_KEY in self.arguments
         passing = self.type == "stream" or self.exclusive or self.auto_delete
-        return self.dead_letter is OWN and not passing and not routed
+        return self.dead_letter is DEFAULT and not passing and not routed
 
     def _check_flags(self) -> None:
         for flag in ("durable", "exclusive", "auto_delete", "single_active_consumer"):
@@ -242,7 +243,7 @@ class Queue:
         dead_letter: object = self.dead_letter
         if isinstance(dead_letter, str):
             check_name(f"dead_letter of queue {self.name!r}", dead_letter)
-        elif dead_letter is not None and not isinstance(dead_letter, Queue | OwnDeadLetter):
+        elif dead_letter is not None and not isinstance(dead_letter, Queue | DefaultDeadLetter):
             raise self._error("dead_letter", f"must be a Queue, a name or None, not {type(dead_letter).__name__}")
         if self._has_its_own() and len(self.name.encode()) + len(DEAD_SUFFIX) > SHORT_STRING_BYTES:
             raise self._error("name", f"leaves no room for {DEAD_SUFFIX!r}: shorten it, or give dead_letter")
@@ -264,7 +265,7 @@ class Queue:
         if self.arguments.get("x-queue-type", self.type) != self.type:
             raise self._error("argument x-queue-type", f"contradicts type={self.type!r}: give type alone")
         for argument in (_DLX, _DLX_KEY):
-            if argument in self.arguments and self.dead_letter is not OWN:
+            if argument in self.arguments and self.dead_letter is not DEFAULT:
                 raise self._error(f"argument {argument}", "is given beside dead_letter: leave one of them out")
         declared = self.arguments_for(_NEWEST)
         if _DLX_KEY in declared and _DLX not in declared:

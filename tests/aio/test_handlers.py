@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from reliable_mq import Ack, DeadLetter, RetryLater
-from reliable_mq.aio.handlers import HandlerTasks
+from reliable_mq.aio.handlers import TaskPool
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
 from reliable_mq.core.idempotency import Claim
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
@@ -93,14 +93,14 @@ async def running(
     batch: bool = False,
     store: Any = None,
     key: Callable[[Delivery], str | None] | None = None,
-) -> AsyncIterator[tuple[HandlerTasks, Sink]]:
+) -> AsyncIterator[tuple[TaskPool, Sink]]:
     """Afterwards no task and no thread is left."""
     before = asyncio.all_tasks()
     sink = Sink()
-    claiming = None if store is None else Claiming(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
-    tasks = HandlerTasks(
-        name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
+    claiming = (
+        None if store is None else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
     )
+    tasks = TaskPool(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
     try:
         yield tasks, sink
     finally:
@@ -117,7 +117,7 @@ def failures(results: Sequence[Result]) -> list[str]:
 
 
 def cancelled(results: Sequence[Result]) -> list[Delivery]:
-    return [one.delivery for one in results if isinstance(one, Outcome) and one.what is What.CANCELLED]
+    return [one.delivery for one in results if isinstance(one, Skipped) and one.what is SkipReason.CANCELLED]
 
 
 def test_each_delivery_is_handled_once_and_in_order_by_one_task(store: Any) -> None:
@@ -311,14 +311,14 @@ def test_a_task_that_is_ended_all_the_same_is_replaced_and_that_is_logged(
     """What it held has failed: else it would neither be settled nor come again while the channel lives."""
     ends = iter([MemoryError()])
 
-    def end(self: HandlerTasks, *_args: object) -> Any:
+    def end(self: TaskPool, *_args: object) -> Any:
         for error in ends:
             raise error
         return original(self, *_args)
 
     name = "_handle" if store is None else "_handle_claimed"
-    original = getattr(HandlerTasks, name)
-    monkeypatch.setattr(HandlerTasks, name, end)
+    original = getattr(TaskPool, name)
+    monkeypatch.setattr(TaskPool, name, end)
 
     async def main() -> None:
         async with running(handled, store=store) as (tasks, sink):
@@ -510,7 +510,7 @@ def test_a_store_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPat
             tasks.put(items(1))
             await asyncio.sleep(0.01)
             assert await tasks.stop(0.0)
-            assert [type(one) for one in sink.results] == [Outcome]
+            assert [type(one) for one in sink.results] == [Skipped]
 
     try:
         asyncio.run(main())

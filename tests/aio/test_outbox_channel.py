@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from reliable_mq.core.outbox import Settlement
-    from reliable_mq.outbox import Claims
+    from reliable_mq.core.outbox import RowSettlement
+    from reliable_mq.outbox import RowLeases
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -39,7 +39,7 @@ class SlowOutbox(SQLiteOutbox):
         threading.Event().wait(pause)
         super().open()
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         assert self.may_write.wait(20)
         super().write(rows, settlements)
         self.written.extend(len(row.message.body) for row in rows)
@@ -158,7 +158,7 @@ class HangingOutbox(SQLiteOutbox):
         assert self.which != "open" or self.may_go_on.wait(60)
         super().open()
 
-    def claims(self) -> Claims:
+    def claims(self) -> RowLeases:
         assert self.which != "claims" or self.may_go_on.wait(60)
         return super().claims()
 
@@ -205,7 +205,7 @@ class HangingClaims(SQLiteOutbox):
         super().__init__(path)
         self.may_go_on = threading.Event()
 
-    def claims(self) -> Claims:
+    def claims(self) -> RowLeases:
         claims = super().claims()
         close = claims.close
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.demo.display import LinesDisplay, LiveDisplay, Moment, State, Story, Verdict, display_for
+from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, Moment, Story, display_for
 from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, fails_once, is_poison
-from reliable_mq.testing.audit import Account
+from reliable_mq.testing.audit import Audit
 
 RUNNING, KILLED, STARTING = BrokerState.RUNNING, BrokerState.KILLED, BrokerState.STARTING
 
@@ -121,10 +121,10 @@ def test_where_nobody_looks_at_a_terminal_there_is_a_line_now_and_then() -> None
     console, out = text_console()
     with display_for(console, "10 orders", 10) as display:
         assert isinstance(display, LinesDisplay)
-        display.update(0.0, progress(published=3), State(RUNNING, True, True, None))
-        display.update(1.0, progress(published=4), State(RUNNING, True, True, None))
+        display.update(0.0, progress(published=3), BrokerStatus(RUNNING, True, True, None))
+        display.update(1.0, progress(published=4), BrokerStatus(RUNNING, True, True, None))
         display.tell(1.5, "the broker is [killed]")
-        display.update(62.0, progress(published=9, confirmed=8, duplicates=1), State(KILLED, False, True, None))
+        display.update(62.0, progress(published=9, confirmed=8, duplicates=1), BrokerStatus(KILLED, False, True, None))
     counts = "retried 0  dead-lettered 0  duplicates"
     assert out.getvalue().splitlines() == [
         "10 orders",
@@ -138,9 +138,9 @@ def test_on_a_terminal_it_is_drawn_in_place() -> None:
     console, out = text_console(terminal=True)
     with display_for(console, "10 orders", 10) as display:
         assert isinstance(display, LiveDisplay)
-        display.update(0.0, progress(), State(RUNNING, True, True, None))
+        display.update(0.0, progress(), BrokerStatus(RUNNING, True, True, None))
         display.tell(1.0, "the broker is [killed]")
-        display.update(1.0, progress(published=9, confirmed=8), State(KILLED, False, True, "low on memory"))
+        display.update(1.0, progress(published=9, confirmed=8), BrokerStatus(KILLED, False, True, "low on memory"))
     last = out.getvalue()[-1500:]
     for text in ("✘ broker killed", "publisher blocked: low on memory", "8/s", "00:01  the broker is [killed]"):
         assert text in last
@@ -149,8 +149,8 @@ def test_on_a_terminal_it_is_drawn_in_place() -> None:
 # -- the account -------------------------------------------------------------------------------------------------------
 
 
-def account(*, confirmed: str = "abc", handled: str = "ab", dead: str = "c", left: str = "") -> Account:
-    made = Account()
+def account(*, confirmed: str = "abc", handled: str = "ab", dead: str = "c", left: str = "") -> Audit:
+    made = Audit()
     for message_id in "abc":
         made.attempted(message_id)
     for message_id in confirmed:
@@ -163,11 +163,11 @@ def account(*, confirmed: str = "abc", handled: str = "ab", dead: str = "c", lef
     return made
 
 
-def verdict(made: Account, outages: int = 1) -> Verdict:
-    return Verdict(made.balance(), progress(retried=4, republished=7, duplicates=2), outages, 12.3)
+def verdict(made: Audit, outages: int = 1) -> DemoResult:
+    return DemoResult(made.balance(), progress(retried=4, republished=7, duplicates=2), outages, 12.3)
 
 
-def shown(what: Verdict) -> str:
+def shown(what: DemoResult) -> str:
     console, out = text_console()
     console.print(what)
     return out.getvalue()
@@ -198,7 +198,7 @@ def test_a_message_that_nobody_confirmed_and_that_arrived_is_named() -> None:
         (account(handled="a", left="b"), "1 orders are left"),
     ],
 )
-def test_an_account_that_does_not_add_up_says_why(made: Account, fault: str) -> None:
+def test_an_account_that_does_not_add_up_says_why(made: Audit, fault: str) -> None:
     bad = verdict(made)
     assert any(fault in each for each in bad.faults)
     assert "✘ confirmed 3" in shown(bad)

@@ -14,7 +14,7 @@ from reliable_mq.cli.dlq.options import chosen
 from reliable_mq.cli.dlq.render import age, details, listing, summary
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.deadletters import DeadMessage, Filter
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
@@ -23,7 +23,7 @@ NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 def letter(body: bytes, **table: object) -> DeadMessage:
     properties = encode_properties(Message(body, headers={headers.FORMAT: 1, **table}, message_id="id\x1b[2J"))  # type: ignore[dict-item]
     delivery = Delivery("", 1, False, "", "orders.dead", properties, body)
-    delivery.source = Source(1, 1, "orders.dead")
+    delivery.source = ChannelGeneration(1, 1, "orders.dead")
     return DeadMessage(delivery, 1)
 
 

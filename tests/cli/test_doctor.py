@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from reliable_mq.cli import doctor
 from reliable_mq.cli.app import app
 from reliable_mq.cli.doctor import broker, management
-from reliable_mq.cli.doctor.broker import Entry, examine_alarms
+from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
 from reliable_mq.core.channel_setup import ServerInfo
@@ -230,7 +230,7 @@ def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypa
     with http_server({}, received) as port:
         monkeypatch.setitem(management._PORTS, "http", port)
         monkeypatch.setattr(doctor, "_existence", lambda *_: [])  # which needs AMQP
-        entry = Entry(parse_url("amqp://localhost"), ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
+        entry = HostEntry(parse_url("amqp://localhost"), ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
         settings = parse_url(f"amqp://user:{SECRET}@0.0.0.0")
         (found,) = doctor._by_management(settings, entry, [], None)
         assert received == [None]

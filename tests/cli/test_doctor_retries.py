@@ -11,7 +11,7 @@ from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.retry.delay_queues import DelayQueue, Ladder
+from reliable_mq.core.retry.delay_queues import DelayQueue, DelayQueues
 
 NEWEST, OLD = (4, 3, 6), (4, 0, 5)
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
@@ -94,7 +94,7 @@ def test_a_quarantine_that_nobody_consumes_from_is_warned_of() -> None:
 
 
 def test_the_delay_queues_that_a_consumer_declares_are_known() -> None:
-    made = Ladder("orders", RetryPolicy(5, delays=(1, 10, 60))).queue(10_000)
+    made = DelayQueues("orders", RetryPolicy(5, delays=(1, 10, 60))).queue(10_000)
     assert DelayQueue.of(made.name) == DelayQueue("orders", 10_000)
     assert not_well(examine(view(ORDERS), view(DEAD), view(made, messages=3))) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reliable_mq.connection.wakeup import Alarm
+from reliable_mq.connection.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_it_rings_at_the_earliest_time_it_was_set_to_and_can_be_set_again() -> N
         timers.append(Timer(delay, fn))
         return timers[-1]
 
-    alarm = Alarm(lambda: rung.append("rung"))
+    alarm = Wakeup(lambda: rung.append("rung"))
     for at in (12.0, None, 15.0, 12.0, 11.0, 9.0):
         alarm.set(at, 10.0, call_later)
     assert [(timer.delay, timer.cancelled) for timer in timers] == [(2.0, True), (1.0, True), (0.0, False)]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from reliable_mq.codec import encode_table, join_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import Failure, Failures
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.attempts import AttemptHistory, Failure
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 
 #: The length of a header table that ends before its entries do: the properties hold, the headers do not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
 #: Where deliveries come from, until a session says where.
-SOURCE = Source(0, 0, "orders")
+SOURCE = ChannelGeneration(0, 0, "orders")
 #: A header that our publisher or consumer wrote makes the session look closer.
 OURS = {headers.FORMAT: headers.FORMAT_VERSION}
 
@@ -54,7 +54,7 @@ def delivery(
     body: bytes = b"body",
     message_id: str | None = "m1",
     headers: Mapping[str, object] | bytes | None = None,
-    source: Source = SOURCE,
+    source: ChannelGeneration = SOURCE,
     **others: bytes,
 ) -> Delivery:
     raw = properties(headers=headers, message_id=message_id, **others)
@@ -67,8 +67,8 @@ def failure(*, at: float = 1_000.0, delay: float | None = None, verdict: str | N
     return Failure("ValueError", "no", at, delay, verdict)
 
 
-def failures(count: int, *, at: float = 1_000.0) -> Failures:
-    made = Failures()
+def failures(count: int, *, at: float = 1_000.0) -> AttemptHistory:
+    made = AttemptHistory()
     for _ in range(count):
         made.add(failure(at=at))
     return made

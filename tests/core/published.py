@@ -11,7 +11,7 @@ from pamqp.header import ContentHeader
 
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.publication import Publication, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Publication
 from reliable_mq.core.publisher.session import PublishingSession
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
@@ -25,11 +25,11 @@ CONFIRM_TIMEOUT = 30.0
 DELIVERY_TIMEOUT = 120.0
 FRAME_MAX = 4096
 
-NO_ROUTE = Reply(312, "NO_ROUTE")
-NO_EXCHANGE = Reply(404, "NOT_FOUND - no exchange 'missing' in vhost '/'")
-UNKNOWN_ERROR = Reply(406, "PRECONDITION_FAILED - something new")
-FRAME_ERROR = Reply(501, "FRAME_ERROR")
-FORCED = Reply(320, "CONNECTION_FORCED - broker forced connection closure")
+NO_ROUTE = BrokerReply(312, "NO_ROUTE")
+NO_EXCHANGE = BrokerReply(404, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+UNKNOWN_ERROR = BrokerReply(406, "PRECONDITION_FAILED - something new")
+FRAME_ERROR = BrokerReply(501, "FRAME_ERROR")
+FORCED = BrokerReply(320, "CONNECTION_FORCED - broker forced connection closure")
 
 
 class Unencodable(Message):
@@ -164,7 +164,7 @@ class Shell:
     def return_(self, message_id: str | None) -> None:
         self.session.returned(self.generation, *NO_ROUTE, message_id)
 
-    def lose(self, reply: Reply | None = None, *, connection: bool = True) -> None:
+    def lose(self, reply: BrokerReply | None = None, *, connection: bool = True) -> None:
         self.session.channel_lost(self.generation, reply, connection=connection)
 
     def take_settled(self) -> list[Publication]:

@@ -6,14 +6,15 @@ from random import Random
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.circuit_breaker import Breaker
+from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumingSession, NoticeKind
-from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
-from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
+from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import delivery, failure
 
 CHANNEL = 3
@@ -47,10 +48,10 @@ def make(
         acks=None if automatic else AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
-        ladder=Ladder("orders", policy) if queues else None,
+        ladder=DelayQueues("orders", policy) if queues else None,
         quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
-        breaker=None if kill_switch is None else Breaker(kill_switch),
+        breaker=None if kill_switch is None else CircuitBreaker(kill_switch),
         consumer_timeout=consumer_timeout,
         grouped=grouped,
     )
@@ -83,10 +84,10 @@ def attempt_again(session: ConsumingSession, now: float) -> list[Delivery]:
     return session.take_work()
 
 
-def kinds(session: ConsumingSession) -> list[NoticeKind]:
+def kinds(session: ConsumingSession) -> list[LogEventKind]:
     return [notice.kind for notice in session.take_notices()]
 
 
-def only_republish(session: ConsumingSession) -> Republish:
+def only_republish(session: ConsumingSession) -> RepublishRequest:
     [republish] = session.take_republishes()
     return republish

@@ -10,10 +10,10 @@ from reliable_mq.core.channel_setup import Pipeline
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from reliable_mq.codec.methods import Reply
+    from reliable_mq.codec.methods import MethodReply
 
 
-def granted(step: Step) -> Reply:
+def granted(step: Step) -> MethodReply:
     return QueueState(step.name, 0, 0) if isinstance(step, DeclareQueue | CheckQueue) else None
 
 

@@ -7,7 +7,7 @@ import pytest
 from reliable_mq.codec import encode_table
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.admission import Admission
-from reliable_mq.core.consumer.attempts import FailureBook
+from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.statistics import ConsumerStatistics
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, too_deep
@@ -19,7 +19,7 @@ class Door:
     def __init__(
         self, *, max_body_bytes: int | None = 100, max_header_bytes: int | None = 200, keeps: bool = True
     ) -> None:
-        self.book = FailureBook()
+        self.book = AttemptTracker()
         self.statistics = ConsumerStatistics()
         self.admission = Admission(
             book=self.book,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import FailureBook, Failures, NewerFormat, failures_from_headers
+from reliable_mq.core.consumer.attempts import AttemptHistory, AttemptTracker, NewerFormat, failures_from_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.properties import machine
 
@@ -61,7 +61,7 @@ def test_a_newer_format_is_an_error_that_says_so() -> None:
 
 
 def test_failures_add_up_and_keep_the_first_time() -> None:
-    failures = Failures()
+    failures = AttemptHistory()
     failures.add(failure(at=5.0))
     failures.add(failure(at=9.0))
     assert (failures.count, failures.first_at) == (2, 5.0)
@@ -70,32 +70,32 @@ def test_failures_add_up_and_keep_the_first_time() -> None:
 
 
 def test_without_an_id_nothing_is_remembered() -> None:
-    book = FailureBook()
+    book = AttemptTracker()
     for nameless in (delivery(message_id=None), delivery(message_id=""), delivery(type=b"\x09short")):
-        book.remember(nameless, Failures(1))
+        book.remember(nameless, AttemptHistory(1))
         assert book.recall(nameless) is None
         book.forget(nameless)
     assert len(book) == 0
 
 
 def test_broken_headers_do_not_hide_the_id() -> None:
-    book = FailureBook()
-    failures = Failures(1)
+    book = AttemptTracker()
+    failures = AttemptHistory(1)
     book.remember(delivery(message_id="a", headers=BROKEN_TABLE), failures)
     assert book.recall(delivery(message_id="a")) is failures
 
 
 def test_of_two_counts_the_higher_is_known() -> None:
-    book = FailureBook()
-    book.remember(delivery(), Failures(2))
+    book = AttemptTracker()
+    book.remember(delivery(), AttemptHistory(2))
     for claimed, known in ((1, 2), (4, 4), (3, 4)):
         item = delivery()
-        item.failures = Failures(claimed)
+        item.failures = AttemptHistory(claimed)
         found = book.recall(item)
         assert found is not None
         assert found.count == known
     stranger = delivery(message_id="m2")
-    stranger.failures = Failures(3)
+    stranger.failures = AttemptHistory(3)
     assert book.recall(stranger) is stranger.failures
 
 
@@ -110,12 +110,12 @@ class Remembering(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = FailureBook(capacity=3)
-        self.model: list[tuple[str, Failures]] = []
+        self.book = AttemptTracker(capacity=3)
+        self.model: list[tuple[str, AttemptHistory]] = []
 
     @rule(message_id=IDS)
     def remember(self, message_id: str) -> None:
-        failures = Failures(1)
+        failures = AttemptHistory(1)
         self.model = [*[item for item in self.model if item[0] != message_id][-2:], (message_id, failures)]
         self.book.remember(delivery(message_id=message_id), failures)
 
@@ -136,9 +136,9 @@ TestRemembering.settings = machine(40, steps=30)
 
 
 def test_of_more_than_the_capacity_the_one_that_failed_longest_ago_is_forgotten() -> None:
-    book = FailureBook(2)
+    book = AttemptTracker(2)
     for message_id in ("a", "b", "a", "c"):
-        book.remember(delivery(message_id=message_id), Failures(2))
+        book.remember(delivery(message_id=message_id), AttemptHistory(2))
     assert book.recall(delivery(message_id="b")) is None
     for message_id in ("a", "c"):
         assert book.recall(delivery(message_id=message_id)) is not None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq.core.publisher.bisect import Isolation
+from reliable_mq.core.publisher.bisect import ChannelErrorBisector
 from tests.properties import examples, machine
 
 NAMED = st.sampled_from(["none", "one", "some", "all"])
@@ -21,7 +21,7 @@ class IsolationMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.isolation: Isolation[int] = Isolation()
+        self.isolation: ChannelErrorBisector[int] = ChannelErrorBisector()
         self.everyone: set[int] = set()
         self.settled: set[int] = set()
         self.culprits: set[int] = set()
@@ -100,7 +100,7 @@ class Broker:
     """Processes in order, closes the channel over a flaw, and has not confirmed all by then."""
 
     def __init__(self, flaws: dict[int, str], unconfirmed: set[int]) -> None:
-        self.isolation: Isolation[int] = Isolation()
+        self.isolation: ChannelErrorBisector[int] = ChannelErrorBisector()
         self.flaws = flaws
         self.unconfirmed = unconfirmed  # those whose confirm is lost if the channel closes
         self.copies: Counter[int] = Counter()
@@ -177,7 +177,7 @@ def test_a_culprit_that_is_not_named_costs_two_further_closes(total: int) -> Non
 
 def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
     """A channel that closes over a single publish convicts it, whatever is still unwritten."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(["alone"]) == ["alone"]
     assert not isolation.active
     assert isolation.closed(["alone"], ["unwritten", "unwritten too"]) == ["alone"]
@@ -186,7 +186,7 @@ def test_a_publish_that_was_alone_is_the_culprit_at_once() -> None:
 
 def test_a_close_over_nothing_accuses_nobody() -> None:
     """A channel that closes with nothing outstanding leaves nothing to probe but what there was."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed([]) == []
     assert not isolation.active
     assert isolation.closed([], ["a"], ["a"]) == []
@@ -197,7 +197,7 @@ def test_a_close_over_nothing_accuses_nobody() -> None:
 
 def test_those_that_the_error_names_are_probed_last() -> None:
     """What came before the first of them is known to be good; the rest that is not named comes next."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(list("abXcYd"), list("eZ"), list("XYZ")) == []
     assert isolation.next_group() == ["a", "b"]
     assert isolation.next_group() == ["c", "d", "e"]
@@ -208,7 +208,7 @@ def test_those_that_the_error_names_are_probed_last() -> None:
 
 def test_a_group_of_those_named_is_probed_again_where_another_error_closes_it() -> None:
     """They are convicted by an error that names all of them, and by nothing less."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     isolation.closed(list("WXYZ"), (), list("WXYZ"))
     assert isolation.next_group() == list("WXYZ")
     assert isolation.closed(list("WXYZ"), (), list("YZ")) == []
@@ -221,7 +221,7 @@ def test_a_group_of_those_named_is_probed_again_where_another_error_closes_it() 
 
 def test_suspects_that_nothing_names_are_probed_in_groups_and_then_alone() -> None:
     """The older come first."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     assert isolation.closed(list("abcd")) == []
     assert isolation.next_group() == list("ab")
     assert isolation.closed(list("ab")) == []
@@ -235,7 +235,7 @@ def test_suspects_that_nothing_names_are_probed_in_groups_and_then_alone() -> No
 
 def test_a_lost_connection_convicts_nobody() -> None:
     """A group, even of one, that a lost connection interrupted is probed again as it is."""
-    isolation: Isolation[str] = Isolation()
+    isolation: ChannelErrorBisector[str] = ChannelErrorBisector()
     isolation.closed(["a", "b"])
     group = isolation.next_group()
     isolation.interrupted(group)

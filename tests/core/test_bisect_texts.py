@@ -6,7 +6,7 @@ import pytest
 
 from reliable_mq.codec import join_properties
 from reliable_mq.core.publisher.bisect import named_by
-from reliable_mq.core.publisher.publication import Publication, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Publication
 from reliable_mq.message import Message
 
 PLAIN = Message(b"x")
@@ -84,14 +84,14 @@ OTHERS = [
 def test_a_text_names_what_it_objects_to_and_nothing_else(code: int, text: str, culprit: Publication) -> None:
     """In order, and each that has the flaw."""
     again = Publication(culprit.message, culprit.exchange, culprit.routing_key, False, culprit.size, 0.0, None)
-    assert named_by(Reply(code, text), [*OTHERS, culprit, *OTHERS, again]) == [culprit, again]
+    assert named_by(BrokerReply(code, text), [*OTHERS, culprit, *OTHERS, again]) == [culprit, again]
 
 
 def test_the_default_exchange_has_a_name_in_errors() -> None:
     """RabbitMQ calls it amq.default where it refuses access."""
     to_default, to_events = publication(), publication(exchange="events")
     text = "ACCESS_REFUSED - write access to exchange 'amq.default' in vhost '/' refused for user 'u'"
-    assert named_by(Reply(403, text), [to_events, to_default]) == [to_default]
+    assert named_by(BrokerReply(403, text), [to_events, to_default]) == [to_default]
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_the_default_exchange_has_a_name_in_errors() -> None:
 )
 def test_a_text_that_is_not_known_names_nobody(code: int, text: str) -> None:
     """Then all are suspects."""
-    assert named_by(Reply(code, text), OTHERS) == []
+    assert named_by(BrokerReply(code, text), OTHERS) == []

@@ -9,40 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, KillSwitch
-from reliable_mq.core.consumer.circuit_breaker import Breaker, Change
+from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker, Transition
 
 SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
 
 
-def allowed(breaker: Breaker, now: float) -> int | None:
+def allowed(breaker: CircuitBreaker, now: float) -> int | None:
     breaker.due(now)
     return breaker.allows
 
 
-def tripped() -> Breaker:
-    breaker = Breaker(SWITCH)
-    assert breaker.settled(0, 4, 0.0) is Change.PAUSED
+def tripped() -> CircuitBreaker:
+    breaker = CircuitBreaker(SWITCH)
+    assert breaker.settled(0, 4, 0.0) is Transition.PAUSED
     return breaker
 
 
 def test_it_trips_on_a_share_of_enough_handlings() -> None:
-    breaker = Breaker(SWITCH)
+    breaker = CircuitBreaker(SWITCH)
     assert breaker.settled(0, 3, 0.0) is None
     assert allowed(breaker, 0.0) is None
     assert not breaker.paused
-    assert breaker.settled(3, 0, 1.0) is Change.PAUSED
+    assert breaker.settled(3, 0, 1.0) is Transition.PAUSED
     assert breaker.paused
     assert allowed(breaker, 2.9) == 0
     assert (breaker.deadline, breaker.pause) == (3.0, 2.0)
 
 
 def test_less_than_the_share_is_borne() -> None:
-    breaker = Breaker(SWITCH)
+    breaker = CircuitBreaker(SWITCH)
     assert [breaker.settled(3, 2, now) for now in (0.0, 0.5, 5.0, 9.0)] == [None] * 4
 
 
 def test_what_has_left_the_window_does_not_count() -> None:
-    breaker = Breaker(SWITCH)
+    breaker = CircuitBreaker(SWITCH)
     assert breaker.settled(0, 3, 0.0) is None
     assert breaker.settled(0, 1, 10.0) is None
 
@@ -62,7 +62,7 @@ def test_one_that_succeeds_ends_it() -> None:
     breaker.handed_out()
     assert allowed(breaker, 2.1) == 0
     assert breaker.deadline is None
-    assert breaker.settled(1, 0, 2.5) is Change.RESUMED
+    assert breaker.settled(1, 0, 2.5) is Transition.RESUMED
     assert allowed(breaker, 2.5) is None
 
 
@@ -72,14 +72,14 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     for _ in range(3):
         assert allowed(breaker, now) == 1
         breaker.handed_out()
-        assert breaker.settled(0, 1, now) is Change.PAUSED
+        assert breaker.settled(0, 1, now) is Transition.PAUSED
         pauses.append(breaker.pause)
         now += breaker.pause
     assert pauses == [4.0, 5.0, 5.0]
     assert allowed(breaker, now) == 1
     breaker.handed_out()
     breaker.settled(1, 0, now)
-    assert breaker.settled(0, 4, now) is Change.PAUSED
+    assert breaker.settled(0, 4, now) is Transition.PAUSED
     assert breaker.pause == 2.0, "it begins anew"
 
 
@@ -100,8 +100,8 @@ def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
     assert breaker.allows == 1
 
 
-@pytest.mark.parametrize(("failed", "change"), [(0, Change.RESUMED), (1, Change.PAUSED)])
-def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Change) -> None:
+@pytest.mark.parametrize(("failed", "change"), [(0, Transition.RESUMED), (1, Transition.PAUSED)])
+def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Transition) -> None:
     breaker = tripped()
     breaker.due(2.0)
     breaker.handed_out(beside=True)
@@ -114,7 +114,7 @@ def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, chang
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
 def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tuple[int, int, float]]) -> None:
-    breaker, now = Breaker(SWITCH), 0.0
+    breaker, now = CircuitBreaker(SWITCH), 0.0
     for handled, failed, wait in results:
         now += wait
         if allowed(breaker, now) == 1:

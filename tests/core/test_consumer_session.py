@@ -7,8 +7,8 @@ import pytest
 from reliable_mq import ConfigurationError, PublishNacked, PublishRefused, ReliableMQError
 from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.handler import Failed, Outcome, What
-from reliable_mq.core.consumer.session import NoticeKind
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
+from reliable_mq.core.consumer.settlement import LogEventKind
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.core.sessions import (
     CHANNEL,
@@ -50,6 +50,15 @@ def test_acks_wait_for_their_interval_at_most() -> None:
     assert session.take_output(7.0) == encode_ack(CHANNEL, 2, False)
 
 
+def test_acks_are_due_after_a_count_and_soon_where_no_handler_runs() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    assert session.acks_due_after == 10
+    session.finished([item], 1.0)
+    assert session.acks_due_after == 9
+    assert session.rested_at == float("inf"), "no rest was asked for"
+
+
 def test_a_result_given_twice_is_counted_and_acked_once() -> None:
     session = make()
     [item] = deliver(session, items(1))
@@ -72,7 +81,7 @@ def test_a_failed_delivery_is_held_for_its_delay_and_handed_out_again() -> None:
     assert attempt_again(session, 101.0) == [item]
     assert (item.attempt, item.redelivered) == (2, True)
     assert session.take_output(200.0) == b""
-    assert kinds(session) == [NoticeKind.RETRIED]
+    assert kinds(session) == [LogEventKind.RETRIED]
     session.finished([item], 101.0)
     assert session.take_output(200.0) == encode_ack(CHANNEL, 1, False)
     assert (session.statistics.failed, session.statistics.retried, session.statistics.handled) == (1, 1, 1)
@@ -110,7 +119,7 @@ def test_after_the_last_attempt_the_dead_letter_is_confirmed_before_the_original
     session.published(republish, None, 99.0)
     assert session.take_output(200.0) == encode_ack(CHANNEL, 1, False)
     assert session.statistics.dead_lettered == 1
-    assert kinds(session) == [NoticeKind.DEAD_LETTERED]
+    assert kinds(session) == [LogEventKind.DEAD_LETTERED]
     assert session.drained
 
 
@@ -159,7 +168,7 @@ def test_without_a_dead_letter_queue_what_is_given_up_is_rejected_loudly() -> No
     first, second = deliver(session, items(2))
     fail(session, second)
     assert session.take_output(0.0) == encode_reject(CHANNEL, 2, False)
-    assert kinds(session) == [NoticeKind.REJECTED]
+    assert kinds(session) == [LogEventKind.REJECTED]
     assert session.statistics.rejected == 1
     session.finished([first], 0.0)
     assert session.take_output(5.0) == encode_ack(CHANNEL, 1, False)
@@ -205,7 +214,7 @@ def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> 
     session.oversized(delivery(2, body=b"", redelivered=True), 2_000_000, 0.0)
     assert session.take_output(0.0) == encode_reject(CHANNEL, 2, False)
     [notice] = session.take_notices()
-    assert notice.kind is NoticeKind.REJECTED
+    assert notice.kind is LogEventKind.REJECTED
     assert "2000000 bytes of body are far above the limit of 100" in notice.text
     statistics = session.statistics
     assert (statistics.delivered, statistics.quarantined, statistics.rejected, statistics.redelivered) == (2, 1, 1, 1)
@@ -280,7 +289,7 @@ def test_a_neighbours_success_forgets_nothing() -> None:
 def test_a_duplicate_is_acked_without_a_handler() -> None:
     session = make()
     [item] = deliver(session, items(1))
-    session.finished([Outcome(item, What.DUPLICATE)], 0.0)
+    session.finished([Skipped(item, SkipReason.DUPLICATE)], 0.0)
     assert session.take_output(5.0) == encode_ack(CHANNEL, 1, False)
     assert (session.statistics.duplicates, session.statistics.handled) == (1, 0)
 
@@ -288,7 +297,7 @@ def test_a_duplicate_is_acked_without_a_handler() -> None:
 def test_what_is_claimed_elsewhere_is_looked_at_again_and_not_acked() -> None:
     session = make()
     [item] = deliver(session, items(1))
-    session.finished([Outcome(item, What.IN_PROGRESS)], 0.0)
+    session.finished([Skipped(item, SkipReason.IN_PROGRESS)], 0.0)
     assert session.take_output(99.0) == b""
     assert attempt_again(session, 1.0) == [item]
     assert (item.attempt, session.statistics.claims_in_progress) == (1, 1)
@@ -300,14 +309,14 @@ def test_a_store_that_fails_closed_is_asked_again_ever_more_slowly() -> None:
     now = 0.0
     waits = []
     for _ in range(8):
-        session.finished([Outcome(item, What.STORE_FAILED, "down")], now)
+        session.finished([Skipped(item, SkipReason.STORE_FAILED, "down")], now)
         assert session.deadline is not None
         waits.append(session.deadline - now)
         now = session.deadline
         assert attempt_again(session, now) == [item]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     assert session.take_output(now) == b""
-    assert kinds(session) == [NoticeKind.STORE_FAILED] * 8
+    assert kinds(session) == [LogEventKind.STORE_FAILED] * 8
     assert (item.attempt, session.statistics.store_failures) == (1, 8)
 
 
@@ -316,7 +325,7 @@ def test_attempts_that_the_store_has_counted_end_in_a_dead_letter() -> None:
     [item, bare] = deliver(session, items(2))
     fail(session, item)
     [item] = attempt_again(session, 1.0)
-    session.finished([Outcome(item, What.EXHAUSTED), Outcome(bare, What.EXHAUSTED)], 1.0)
+    session.finished([Skipped(item, SkipReason.EXHAUSTED), Skipped(bare, SkipReason.EXHAUSTED)], 1.0)
     reasons = [republish.reason for republish in session.take_republishes()]
     assert reasons == ["1 of 3 attempts failed", "0 of 3 attempts failed"]
 
@@ -324,7 +333,7 @@ def test_attempts_that_the_store_has_counted_end_in_a_dead_letter() -> None:
 def test_without_an_id_a_delivery_is_dead_lettered_with_that_reason() -> None:
     session = make()
     [item] = deliver(session, [delivery(message_id=None)])
-    session.finished([Outcome(item, What.UNIDENTIFIED)], 0.0)
+    session.finished([Skipped(item, SkipReason.UNIDENTIFIED)], 0.0)
     assert "no message_id" in only_republish(session).reason
     assert session.statistics.quarantined == 1
 
@@ -333,7 +342,7 @@ def test_a_claim_that_was_not_released_is_told() -> None:
     session = make()
     [item] = deliver(session, items(1))
     session.finished([Failed(item, failure(), detail="down")], 0.0)
-    assert kinds(session) == [NoticeKind.STORE_FAILED, NoticeKind.RETRIED]
+    assert kinds(session) == [LogEventKind.STORE_FAILED, LogEventKind.RETRIED]
 
 
 # Batches
@@ -369,7 +378,7 @@ def test_a_failed_batch_is_tried_item_by_item_at_once_and_counts_for_none() -> N
     assert (alone[0][0].attempt, alone[0][0].redelivered) == (1, True)
     assert "its properties are broken" in only_republish(session).reason
     assert session.statistics.failed == 0
-    assert kinds(session).count(NoticeKind.BATCH_FAILED) == 1
+    assert kinds(session).count(LogEventKind.BATCH_FAILED) == 1
 
 
 def test_a_stop_that_keeps_sends_acks_and_leaves_the_rest_to_the_end_of_the_channel() -> None:
@@ -423,7 +432,7 @@ def test_automatic_acks_mean_at_most_once_and_nothing_is_ever_sent() -> None:
     session.finished([first, Failed(second, failure())], 0.0)
     assert session.take_output(99.0) == b""
     assert session.take_republishes() == []
-    assert kinds(session) == [NoticeKind.DROPPED]
+    assert kinds(session) == [LogEventKind.DROPPED]
     statistics = session.statistics
     assert (statistics.delivered, statistics.redelivered, statistics.handled, statistics.failed) == (2, 1, 1, 1)
     deliver(session, items(1, 3))

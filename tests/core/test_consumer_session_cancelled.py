@@ -8,15 +8,16 @@ from reliable_mq import RetryPolicy
 from reliable_mq.codec import encode_nack
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Outcome, What
-from reliable_mq.core.consumer.session import ConsumingSession, NoticeKind
-from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.consumer.handler import Skipped, SkipReason
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery
 from tests.core.sessions import CHANNEL, attempt_again, deliver, items, kinds, make
 
 
-def cancelled(*deliveries: Delivery) -> list[Outcome]:
-    return [Outcome(one, What.CANCELLED, "its handler was cancelled") for one in deliveries]
+def cancelled(*deliveries: Delivery) -> list[Skipped]:
+    return [Skipped(one, SkipReason.CANCELLED, "its handler was cancelled") for one in deliveries]
 
 
 def test_a_delivery_whose_handler_was_cancelled_goes_back_and_is_no_attempt() -> None:
@@ -24,7 +25,7 @@ def test_a_delivery_whose_handler_was_cancelled_goes_back_and_is_no_attempt() ->
     first, second = deliver(session, items(2))
     session.finished(cancelled(first), 0.0)
     assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, requeue=True)
-    assert kinds(session) == [NoticeKind.CANCELLED]
+    assert kinds(session) == [LogEventKind.CANCELLED]
     assert (session.statistics.failed, session.statistics.handed_back, session.running) == (0, 1, 1)
     assert second.attempt == 1
 
@@ -56,7 +57,7 @@ def test_of_a_stream_it_is_held_since_nothing_can_go_back() -> None:
         dead_letters=None,
         broker_dead_letters=False,
         acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
-        position=StreamPosition(),
+        position=StreamOffset(),
     )
     session.opened(1, CHANNEL)
     [item] = deliver(session, [delivery(1, headers={"x-stream-offset": 10})])
@@ -71,4 +72,4 @@ def test_with_automatic_acks_it_is_lost_and_that_is_said() -> None:
     [item] = deliver(session, items(1))
     session.finished(cancelled(item), 0.0)
     assert (session.statistics.failed, session.statistics.handled) == (1, 0)
-    assert kinds(session) == [NoticeKind.DROPPED]
+    assert kinds(session) == [LogEventKind.DROPPED]

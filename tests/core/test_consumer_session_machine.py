@@ -12,14 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.circuit_breaker import Breaker
+from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
-from reliable_mq.core.consumer.handler import Failed, Outcome, Result, What
+from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumingSession, State
-from reliable_mq.core.retry.dead_letters import DeadLetters, Purpose, Republish, Target
-from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import SessionState
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
+from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import delivery, failure
 from tests.properties import machine
 
@@ -37,8 +38,10 @@ class Broker:
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
-        self.waiting: list[Republish] = []  # in delay queues
-        self.waited: dict[str, Republish] = {}  # the retries that are in the queue, or unacked, by their ids there
+        self.waiting: list[RepublishRequest] = []  # in delay queues
+        self.waited: dict[
+            str, RepublishRequest
+        ] = {}  # the retries that are in the queue, or unacked, by their ids there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
         self.oversized: set[str] = set()  # whose bodies the reader does not take in
@@ -59,7 +62,7 @@ class Broker:
                 sent.append(Delivery("ctag", self.tag, redelivered, "", "orders", retry.properties, body))
         return sent
 
-    def expire(self, retry: Republish) -> None:
+    def expire(self, retry: RepublishRequest) -> None:
         """What waited goes back to its queue: a message of its own, which stands for the same one."""
         self.waiting.remove(retry)
         key = f"{identity(retry)}+{len(self.waited)}"
@@ -98,7 +101,7 @@ def base(key: str) -> str:
     return key.partition("+")[0]
 
 
-def identity(item: Delivery | Republish) -> str:
+def identity(item: Delivery | RepublishRequest) -> str:
     return (item if isinstance(item, Delivery) else item.delivery).message_id or ""
 
 
@@ -134,8 +137,8 @@ class Consuming(RuleBasedStateMachine):
             broker_dead_letters=True,
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             batcher=Batcher(3, 2.0) if self.batch else None,
-            ladder=Ladder("orders", policy) if self.queues else None,
-            breaker=None if self.switch is None else Breaker(self.switch),
+            ladder=DelayQueues("orders", policy) if self.queues else None,
+            breaker=None if self.switch is None else CircuitBreaker(self.switch),
             quarantine=None if self.switch is None else Quarantine(Quarantine.of(Queue("orders")), "c#quarantine"),
             consumer_timeout=None if self.switch is None else 40.0,
         )
@@ -146,7 +149,7 @@ class Consuming(RuleBasedStateMachine):
         self.published = 0
         self.work: deque[list[Delivery]] = deque()  # handed out, not begun
         self.begun: list[Delivery] = []
-        self.publishing: list[Republish] = []
+        self.publishing: list[RepublishRequest] = []
         self.may_ack: dict[tuple[int, int], float] = {}  # (generation, tag): since when
         self.failed: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
@@ -261,7 +264,7 @@ class Consuming(RuleBasedStateMachine):
             assert self.open
             assert item.delivery_tag in self.broker.unacked
             assert item not in self.begun
-            assert self.session.state is State.CONSUMING
+            assert self.session.state is SessionState.CONSUMING
             assert item.attempt == 1 or item.redelivered
             if message_id not in self.outlived:
                 assert item.attempt == self.failed.get(message_id, 0) + 1 <= MAX_ATTEMPTS
@@ -300,12 +303,12 @@ class Consuming(RuleBasedStateMachine):
             self.not_before[message_id] = self.now + (policy if delay is None else delay)
         self.finish(Failed(item, failure(delay=delay, verdict="no use" if final else None)))
 
-    @rule(data=st.data(), what=st.sampled_from([What.DUPLICATE, What.IN_PROGRESS, What.STORE_FAILED]))
-    def store_says(self, data: st.DataObject, what: What) -> None:
+    @rule(data=st.data(), what=st.sampled_from([SkipReason.DUPLICATE, SkipReason.IN_PROGRESS, SkipReason.STORE_FAILED]))
+    def store_says(self, data: st.DataObject, what: SkipReason) -> None:
         for item in self.some_begun(data, 1, 1):
-            if what is What.DUPLICATE:
+            if what is SkipReason.DUPLICATE:
                 self.settled_well(item, self.handled)
-            self.finish(Outcome(item, what))
+            self.finish(Skipped(item, what))
 
     @rule(data=st.data())
     def fail_together(self, data: st.DataObject) -> None:
@@ -324,8 +327,8 @@ class Consuming(RuleBasedStateMachine):
         self.session.published(republish, None if confirmed else RETURNED, self.now)
         self.turn()
 
-    def confirmed(self, republish: Republish) -> None:
-        if republish.purpose is Purpose.DEAD_LETTER:
+    def confirmed(self, republish: RepublishRequest) -> None:
+        if republish.purpose is RepublishReason.DEAD_LETTER:
             self.settled_well(republish.delivery, self.dead)
             return
         self.broker.waiting.append(republish)
@@ -349,7 +352,7 @@ class Consuming(RuleBasedStateMachine):
         assert all(self.now - since < ACK_INTERVAL for since in self.may_ack.values())
         deadline = self.session.deadline
         assert deadline is None or deadline > self.now
-        if self.session.state is State.DRAINING and self.session.drained and self.open:
+        if self.session.state is SessionState.DRAINING and self.session.drained and self.open:
             self.close_channel()
             self.open_channel()
 
@@ -378,7 +381,7 @@ class Consuming(RuleBasedStateMachine):
         assert session.running == len(self.begun) + sum(map(len, self.work))
         assert session.statistics.acked == session.statistics.acks_sent + session.statistics.acks_saved
         assert session.statistics.acked == len(self.broker.acked)
-        if session.state is not State.CONSUMING:
+        if session.state is not SessionState.CONSUMING:
             assert not self.work
             assert session.held == 0
             if session.drained and self.open:
@@ -386,7 +389,7 @@ class Consuming(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything behaves from here on; then, or after a stop, nothing is left."""
-        if self.session.state is State.DRAINING and self.open:
+        if self.session.state is SessionState.DRAINING and self.open:
             self.close_channel()
         if not self.open:
             self.open_channel()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from reliable_mq import KillSwitch
-from reliable_mq.core.consumer.handler import Failed, Outcome, What
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.settlement import NoticeKind
+from reliable_mq.core.consumer.settlement import LogEventKind
 from tests.core.deliveries import OURS, delivery, failure
 from tests.core.sessions import ISOLATED, deliver, items, kinds, make
 
@@ -26,7 +26,7 @@ def paused(*, more: int = 3) -> ConsumingSession:
 
 def test_what_was_handed_out_is_taken_back_and_waits_unacked() -> None:
     session = paused()
-    assert NoticeKind.PAUSED in kinds(session)
+    assert LogEventKind.PAUSED in kinds(session)
     assert (session.running, session.outstanding, session.statistics.pauses) == (0, 5, 1)
     session.tick(4.9)
     assert session.take_work() == []
@@ -40,7 +40,7 @@ def test_a_probe_that_succeeds_lets_everything_flow_in_its_order() -> None:
     assert probe.delivery_tag == 3
     assert session.take_work() == []
     session.finished([probe], 5.0)
-    assert NoticeKind.RESUMED in kinds(session)
+    assert LogEventKind.RESUMED in kinds(session)
     session.tick(5.0)
     assert [item.delivery_tag for item in session.take_work()] == [4, 5]
     assert not session.paused
@@ -62,7 +62,7 @@ def test_a_probe_that_says_nothing_about_the_handler_is_followed_by_another() ->
     session = paused()
     session.tick(5.0)
     [probe] = session.take_work()
-    session.finished([Outcome(probe, What.DUPLICATE)], 5.0)
+    session.finished([Skipped(probe, SkipReason.DUPLICATE)], 5.0)
     session.tick(5.0)
     assert len(session.take_work()) == 1
 

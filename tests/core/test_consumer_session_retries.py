@@ -19,11 +19,12 @@ from reliable_mq.codec import encode_ack, encode_reject
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Failed, Outcome, What
-from reliable_mq.core.consumer.session import ConsumingSession, Notice, NoticeKind
-from reliable_mq.core.retry.dead_letters import Purpose, Republish
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
-from reliable_mq.core.retry.retry_headers import unpack
+from reliable_mq.core.retry.retry_headers import decode_retry_headers
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_retry_headers import waited
@@ -34,7 +35,7 @@ RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchan
 REFUSED = PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR")
 
 
-def failed_once(session: ConsumingSession, *, delay: float | None = None) -> tuple[Delivery, Republish]:
+def failed_once(session: ConsumingSession, *, delay: float | None = None) -> tuple[Delivery, RepublishRequest]:
     [item] = deliver(session, items(1))
     fail(session, item, delay=delay)
     return item, only_republish(session)
@@ -44,7 +45,11 @@ def test_a_failed_delivery_waits_in_the_delay_queue_of_its_attempt() -> None:
     """And its original is acked once that is confirmed, not before."""
     session = make(queues=True)
     item, republish = failed_once(session)
-    assert (republish.routing_key, republish.purpose, republish.delivery) == ("orders.retry.1000", Purpose.RETRY, item)
+    assert (republish.routing_key, republish.purpose, republish.delivery) == (
+        "orders.retry.1000",
+        RepublishReason.RETRY,
+        item,
+    )
     assert (session.take_output(99.0), session.held, session.drained) == (b"", 0, False)
     session.published(republish, None, 99.0)
     assert session.take_output(200.0) == encode_ack(CHANNEL, 1, multiple=False)
@@ -57,10 +62,10 @@ def test_a_failed_delivery_waits_in_the_delay_queue_of_its_attempt() -> None:
     assert republish.routing_key == "orders.retry.10000"
     [last] = deliver(session, [waited_delivery(republish, 3)], 300.0)
     fail(session, last, 300.0)
-    assert only_republish(session).purpose is Purpose.DEAD_LETTER
+    assert only_republish(session).purpose is RepublishReason.DEAD_LETTER
 
 
-def waited_delivery(republish: Republish, tag: int) -> Delivery:
+def waited_delivery(republish: RepublishRequest, tag: int) -> Delivery:
     found = waited(republish.properties)
     found.delivery_tag = tag
     return found
@@ -125,7 +130,7 @@ def test_a_way_through_queues_that_are_not_ours_makes_none() -> None:
     [queue] = session.take_declarations()
     assert queue.name == "orders.retry.50000"
     session.declared(queue, None, 0.0)
-    assert unpack(waited(only_republish(session).properties)).path == (10_000, 100)
+    assert decode_retry_headers(waited(only_republish(session).properties)).path == (10_000, 100)
 
 
 @pytest.mark.parametrize("delay", [0, 0.0])
@@ -149,7 +154,7 @@ def test_the_log_names_the_message_its_queue_the_attempts_and_the_exception() ->
     [again] = attempt_again(session, 1.0)
     fail(session, again)
     fail(session, second, verdict="blocked")
-    session.finished([Outcome(third, What.UNIDENTIFIED)], 1.0)
+    session.finished([Skipped(third, SkipReason.UNIDENTIFIED)], 1.0)
     broken, refused, unknown = lines(session)
     assert broken == (
         "message 'm1' of queue 'orders' dead-lettered: 2 of 2 attempts failed; attempts failed: 2, "
@@ -172,12 +177,12 @@ def test_the_log_does_not_say_the_exception_twice() -> None:
 
 
 def test_the_log_of_a_message_that_has_not_failed_counts_no_attempts() -> None:
-    notice = Notice(NoticeKind.CANCELLED, delivery(message_id="m1"), "its handler was cancelled")
+    notice = LogEvent(LogEventKind.CANCELLED, delivery(message_id="m1"), "its handler was cancelled")
     assert notice.line("c") == "message 'm1' of queue 'orders' not handled, and no attempt: its handler was cancelled"
 
 
 def test_the_log_says_of_what_consumer_it_speaks_where_it_speaks_of_no_message() -> None:
-    assert Notice(NoticeKind.PAUSED, None, "text").line("c") == (
+    assert LogEvent(LogEventKind.PAUSED, None, "text").line("c") == (
         "consumer 'c': hands out nothing for now, too many handlings fail: text"
     )
 
@@ -190,7 +195,7 @@ def test_a_queue_that_cannot_be_declared_is_said_and_the_delivery_held() -> None
     session.take_notices()
     session.declared(queue, BrokerUnavailable("403", permanent=True), 1.0)
     [notice] = session.take_notices()
-    assert (notice.kind, notice.delivery) == (NoticeKind.NOT_DECLARED, None)
+    assert (notice.kind, notice.delivery) == (LogEventKind.NOT_DECLARED, None)
     assert "orders.retry.50000" in notice.text
     session.tick(69.0)
     assert session.take_work() == []
@@ -204,7 +209,7 @@ def test_a_retry_that_cannot_be_published_is_held_for_what_is_left_of_its_delay(
     session = make(queues=True)
     item, republish = failed_once(session, delay=10)
     session.published(republish, error, 4.0)
-    assert NoticeKind.REPUBLISH_FAILED in kinds(session)
+    assert LogEventKind.REPUBLISH_FAILED in kinds(session)
     session.tick(9.9)
     assert session.take_work() == []
     session.tick(10.0)

@@ -10,13 +10,13 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed
 from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, deliver, items, make
 
 
-def of_a_stream() -> tuple[ConsumingSession, StreamPosition]:
-    position = StreamPosition()
+def of_a_stream() -> tuple[ConsumingSession, StreamOffset]:
+    position = StreamOffset()
     session = ConsumingSession(
         queue="events",
         retry=RetryPolicy(3, delays=(1,)),

@@ -6,20 +6,23 @@ import pytest
 
 from reliable_mq import RetryPolicy
 from reliable_mq.codec import encode_nack
-from reliable_mq.core.consumer.consumer_timeout import Strike
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Failed, Outcome, What
-from reliable_mq.core.consumer.session import ConsumingSession, NoticeKind
-from reliable_mq.core.consumer.stream_offset import StreamPosition
-from reliable_mq.core.retry.dead_letters import Purpose
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
+from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.consumer.stream_offset import StreamOffset
+from reliable_mq.core.retry.dead_letters import RepublishReason
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, ISOLATED, attempt_again, deliver, fail, items, kinds, make, only_republish
 from tests.core.test_quarantine import back, isolated
 
-CLOSED = Strike(10.0)
+CLOSED = ConsumerTimeout(10.0)
 
 
-def struck(session: ConsumingSession, generation: int = 1, now: float = 100.0, strike: Strike = CLOSED) -> None:
+def struck(
+    session: ConsumingSession, generation: int = 1, now: float = 100.0, strike: ConsumerTimeout = CLOSED
+) -> None:
     """The broker closes the channel over its timeout, and another one is opened."""
     session.timed_out(strike, now, 1_000.0)
     session.lost(generation)
@@ -39,7 +42,7 @@ def test_deliveries_that_are_unacked_for_long_are_warned_of_by_name_age_and_queu
     assert session.deadline == 1350.0
     session.tick(1350.0)
     [notice] = session.take_notices()
-    assert (notice.kind, notice.delivery) == (NoticeKind.OVERDUE, None)
+    assert (notice.kind, notice.delivery) == (LogEventKind.OVERDUE, None)
     assert notice.text == (
         "message 'm1', message 'm2' of queue 'orders', for 1350 s; "
         "the broker takes back what is unacked for 1800 s, its consumer timeout"
@@ -75,7 +78,7 @@ def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_th
     struck(session)
     assert (session.statistics.timed_out, session.statistics.failed, session.running) == (1, 1, 1)
     [notice] = session.take_notices()
-    assert (notice.kind, notice.delivery) == (NoticeKind.TIMED_OUT, item)
+    assert (notice.kind, notice.delivery) == (LogEventKind.TIMED_OUT, item)
     assert notice.line("c") == (
         "message 'm1' of queue 'orders' taken back from its handler, which counts as a failed attempt: "
         "no result within 10 s, the broker's consumer timeout; attempts failed: 1"
@@ -96,7 +99,7 @@ def test_the_cap_holds_for_a_message_that_always_hangs_its_handler() -> None:
     struck(session, 2, 200.0)
     assert deliver(session, [again()], 200.0) == []
     republish = only_republish(session)
-    assert (republish.purpose, republish.reason) == (Purpose.DEAD_LETTER, "2 of 2 attempts failed")
+    assert (republish.purpose, republish.reason) == (RepublishReason.DEAD_LETTER, "2 of 2 attempts failed")
     assert b"TimeoutError" in republish.properties
     session.published(republish, None, 200.0)
     assert session.statistics.dead_lettered == 1
@@ -132,7 +135,7 @@ def test_the_late_word_of_its_store_changes_nothing() -> None:
     session = make()
     [item] = deliver(session, items(1))
     struck(session)
-    session.finished([Outcome(item, What.STORE_FAILED, "late")], 101.0)
+    session.finished([Skipped(item, SkipReason.STORE_FAILED, "late")], 101.0)
     assert (session.statistics.stale, session.statistics.store_failures, session.drained) == (1, 0, True)
 
 
@@ -172,7 +175,7 @@ def test_without_a_channel_nothing_is_taken_back() -> None:
 
 def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
     stream = make()
-    stream.position = StreamPosition()
+    stream.position = StreamOffset()
     deliver(stream, [delivery(1, headers={"x-stream-offset": 10})])
     stream.timed_out(CLOSED, 100.0, 0.0)
     assert stream.statistics.timed_out == 0
@@ -188,7 +191,7 @@ def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
     [runs] = deliver(session, items(1, 3), 50.0)
     session.drain()
     session.withdrawn([waiting])
-    session.timed_out(Strike(consumer_tag="ctag"), 60.0, 1_000.0)
+    session.timed_out(ConsumerTimeout(consumer_tag="ctag"), 60.0, 1_000.0)
     assert session.take_output(60.0) == encode_nack(CHANNEL, 2, False, requeue=True)
     assert not session.drained
     session.finished([runs], 61.0)
@@ -207,8 +210,8 @@ def test_a_second_strike_before_the_channel_is_given_up_counts_nothing_twice() -
     deliver(session, items(1))
     [later] = deliver(session, items(1, 2), 30.0)
     session.drain()
-    session.timed_out(Strike(consumer_tag="ctag"), 60.0, 1_000.0)
-    struck(session, now=90.0, strike=Strike(60.0))
+    session.timed_out(ConsumerTimeout(consumer_tag="ctag"), 60.0, 1_000.0)
+    struck(session, now=90.0, strike=ConsumerTimeout(60.0))
     assert [notice.delivery for notice in session.take_notices()][-1] == later
     assert session.statistics.timed_out == 2
 
@@ -217,7 +220,7 @@ def test_a_cancel_by_a_broker_whose_timeout_nobody_knows_is_none() -> None:
     session = make()
     [item] = deliver(session, items(1))
     session.drain()
-    session.timed_out(Strike(consumer_tag="ctag"), 1e6, 1_000.0)
+    session.timed_out(ConsumerTimeout(consumer_tag="ctag"), 1e6, 1_000.0)
     assert session.statistics.timed_out == 0
     session.finished([item], 1e6)
     assert session.statistics.handled == 1
@@ -238,7 +241,7 @@ def test_of_a_batch_that_hangs_each_is_tried_alone_before_it_counts() -> None:
     struck(session, 2, 200.0)
     assert session.statistics.failed == 2
     session.delivered([again("m1", 1), again("m2", 2)], 200.0)
-    assert {one.purpose for one in session.take_republishes()} == {Purpose.DEAD_LETTER}
+    assert {one.purpose for one in session.take_republishes()} == {RepublishReason.DEAD_LETTER}
 
 
 def test_of_what_is_claimed_together_each_is_tried_again_before_it_counts() -> None:
@@ -264,7 +267,7 @@ def test_a_message_without_an_id_that_hangs_is_suspect_after_two_timeouts() -> N
         assert deliver(session, [item], 0.0) == [item]
         struck(session, generation)
     assert deliver(session, [back(2, message_id=None)], 100.0) == []
-    assert only_republish(session).purpose is Purpose.QUARANTINE
+    assert only_republish(session).purpose is RepublishReason.QUARANTINE
 
 
 def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
@@ -275,7 +278,7 @@ def test_in_quarantine_a_timeout_counts_as_one_attempt() -> None:
     session.published(moved, None, 0.0)
     session.delivered([isolated(moved, 2)], 0.0)
     [one] = session.take_isolated()
-    struck(session, strike=Strike(consumer_tag=ISOLATED))
+    struck(session, strike=ConsumerTimeout(consumer_tag=ISOLATED))
     assert session.statistics.timed_out == 1
     session.delivered([isolated(moved, 1, returned=1)], 100.0)
     session.tick(200.0)
@@ -296,11 +299,11 @@ def test_in_quarantine_the_timeouts_of_a_message_without_an_id_are_its_returns()
     session.delivered([isolated(moved, 2, message_id=None)], 0.0)
     for generation, returned in ((2, 1), (3, 2)):
         assert len(session.take_isolated()) == 1
-        struck(session, generation, strike=Strike(consumer_tag=ISOLATED))
+        struck(session, generation, strike=ConsumerTimeout(consumer_tag=ISOLATED))
         session.delivered([isolated(moved, 1, returned=returned, message_id=None)], 0.0)
         session.tick(100.0)
     assert session.take_isolated() == []
-    assert only_republish(session).purpose is Purpose.DEAD_LETTER
+    assert only_republish(session).purpose is RepublishReason.DEAD_LETTER
 
 
 def test_what_is_in_quarantine_is_not_to_blame_for_a_timeout_elsewhere() -> None:
@@ -326,5 +329,5 @@ def test_a_cancel_of_the_queue_leaves_out_what_is_in_quarantine() -> None:
     session.published(moved, None, 0.0)
     session.delivered([isolated(moved, 2)], 0.0)
     session.take_isolated()
-    session.timed_out(Strike(consumer_tag="ctag"), 100.0, 0.0)
+    session.timed_out(ConsumerTimeout(consumer_tag="ctag"), 100.0, 0.0)
     assert session.statistics.timed_out == 0

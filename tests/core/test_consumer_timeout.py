@@ -7,9 +7,14 @@ import random
 import pytest
 
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.consumer_timeout import Ages, Strike, named, strike_of
+from reliable_mq.core.consumer.consumer_timeout import (
+    ConsumerTimeout,
+    ConsumerTimeoutMonitor,
+    consumer_timeout_of,
+    named,
+)
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.reconnect import Loss
+from reliable_mq.core.reconnect import ConnectionLoss
 from tests.core.deliveries import delivery
 from tests.core.sessions import items
 
@@ -20,7 +25,7 @@ class Channel:
     def __init__(self, timeout: float | None = 100.0) -> None:
         self.acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self.acks.opened(1)
-        self.ages = Ages(timeout, self.acks)
+        self.ages = ConsumerTimeoutMonitor(timeout, self.acks)
         self._last = 0
 
     def deliver(self, count: int, now: float) -> list[Delivery]:
@@ -112,15 +117,15 @@ TIMED_OUT = "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed o
 @pytest.mark.parametrize(
     ("code", "text", "strike"),
     [
-        (406, TIMED_OUT, Strike(1.5)),
-        (406, "PRECONDITION_FAILED - consumer timed out", Strike(None)),
+        (406, TIMED_OUT, ConsumerTimeout(1.5)),
+        (406, "PRECONDITION_FAILED - consumer timed out", ConsumerTimeout(None)),
         (406, "PRECONDITION_FAILED - unknown delivery tag 7", None),
         (320, TIMED_OUT, None),
         (None, TIMED_OUT, None),
     ],
 )
-def test_which_loss_of_a_channel_is_a_timeout(code: int | None, text: str, strike: Strike | None) -> None:
-    assert strike_of(Loss(code, text, "channel", by_broker=True)) == strike
+def test_which_loss_of_a_channel_is_a_timeout(code: int | None, text: str, strike: ConsumerTimeout | None) -> None:
+    assert consumer_timeout_of(ConnectionLoss(code, text, "channel", by_broker=True)) == strike
 
 
 def test_a_message_is_named_whatever_is_wrong_with_it() -> None:

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from reliable_mq.codec import Properties, split_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.delivery import Delivery, Source
-from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short, too_deep
 
-SOURCE = Source(1, 1, "orders")
+SOURCE = ChannelGeneration(1, 1, "orders")
 DEAD = DeadLetters(Target("", "orders.dead"), consumer="shop\n1", version="9.9")
 
 
-def dead_letter(item: Delivery, reason: str = "why") -> Republish:
+def dead_letter(item: Delivery, reason: str = "why") -> RepublishRequest:
     item.source = SOURCE
     return DEAD.make(item, reason)
 
 
-def view(republish: Republish) -> Properties:
+def view(republish: RepublishRequest) -> Properties:
     return Properties(republish.properties)
 
 
@@ -108,7 +108,7 @@ def test_a_dead_letter_that_is_dead_lettered_again_keeps_its_origin_and_loses_ol
     item.failures = failures(5)
     first = dead_letter(item)
     again = Delivery("ctag", 2, False, "", "orders.dead", first.properties, first.body)
-    again.source = Source(1, 1, "orders.dead")
+    again.source = ChannelGeneration(1, 1, "orders.dead")
     table = view(DEAD.make(again, "still no use")).headers
     assert table[headers.ORIGINAL_QUEUE] == "orders"
     assert table[headers.ORIGINAL_EXCHANGE] == "shop"
@@ -145,7 +145,7 @@ def test_a_dead_letter_whose_headers_are_too_deep_keeps_where_it_was_first() -> 
     """Dead-lettered again, from the dead-letter queue: what is ours is read though other headers cannot be."""
     first = dead_letter(delivery(headers=too_deep(bytes(4))))
     again = Delivery("ctag", 1, False, "", "orders.dead", first.properties, b"body")
-    again.source = Source(1, 1, "orders.dead")
+    again.source = ChannelGeneration(1, 1, "orders.dead")
     second = DEAD.make(again, "another")
     ours = view(second).headers_beginning(headers.PREFIX)
     assert ours[headers.ORIGINAL_QUEUE] == "orders"

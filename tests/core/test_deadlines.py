@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reliable_mq.core.publisher import deadlines as module
-from reliable_mq.core.publisher.deadlines import Roster
+from reliable_mq.core.publisher.deadlines import PublishDeadlines
 from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.message import Message
 from tests.properties import machine
@@ -27,12 +27,12 @@ def publication(accepted_at: float, timeout: float | None = None) -> Publication
     return Publication(MESSAGE, "", "orders", True, 0, accepted_at, timeout)
 
 
-def settle(roster: Roster[Publication], one: Publication) -> None:
+def settle(roster: PublishDeadlines[Publication], one: Publication) -> None:
     one.outcome = Outcome.CONFIRMED
     roster.settled(1)
 
 
-def expire(roster: Roster[Publication], now: float) -> list[Publication]:
+def expire(roster: PublishDeadlines[Publication], now: float) -> list[Publication]:
     """Expire, and give an outcome as the session does."""
     expired = roster.expire(now)
     for one in expired:
@@ -48,7 +48,7 @@ class RosterMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = patch.object(module, "_SETTLED_KEPT", 2)
         self.patch.start()
-        self.roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+        self.roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
         self.held: dict[Publication, float] = {}
         self.now = 100.0
 
@@ -110,7 +110,7 @@ TestRoster.settings = machine(50, steps=40)
 
 def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() -> None:
     """A publish without a timeout of its own expires when the delivery timeout is over, at that very moment."""
-    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     first, second = publication(0.0), publication(1.0)
     roster.enter([first])
     roster.enter([second])
@@ -122,7 +122,7 @@ def test_publishes_without_timeout_expire_after_the_common_one_in_their_order() 
 
 def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
     """A publish with a timeout of its own follows that one alone."""
-    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     short, common, long = publication(0.0, 1.0), publication(0.0), publication(0.0, 60.0)
     for one in (long, common, short):
         roster.enter([one])
@@ -135,7 +135,7 @@ def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
 
 def test_a_settled_publish_does_not_expire() -> None:
     """One that has left is not given up at its deadline."""
-    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     timed, common = publication(0.0, 1.0), publication(0.0)
     for one in (timed, common):
         roster.enter([one])
@@ -147,7 +147,7 @@ def test_a_settled_publish_does_not_expire() -> None:
 
 def test_settled_publishes_with_a_timeout_of_their_own_do_not_pile_up() -> None:
     """A publisher that gives each publish a long timeout, and settles them at once, keeps no record of them."""
-    roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+    roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
     stays = publication(0.0, 3600.0)
     roster.enter([stays])
     for _ in range(1_000):
@@ -167,7 +167,7 @@ def test_a_publish_costs_the_same_among_a_thousand_and_many_others(
     def cost(outstanding: int, rounds: int) -> float:
         spent = 0.0
         for _ in range(rounds):
-            roster: Roster[Publication] = Roster(DELIVERY_TIMEOUT)
+            roster: PublishDeadlines[Publication] = PublishDeadlines(DELIVERY_TIMEOUT)
             publications = [publication(0.0, timeout) for _ in range(outstanding)]
             roster.enter(publications)
             began = process_time()

@@ -8,11 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, RetryPolicy
-from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH, SERIES, DelayQueue, Ladder
+from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH, SERIES, DelayQueue, DelayQueues
 
 
-def ladder(*delays: float, jitter: float = 0.0) -> Ladder:
-    return Ladder("orders", RetryPolicy(len(delays) + 1, delays=delays, jitter=jitter))
+def ladder(*delays: float, jitter: float = 0.0) -> DelayQueues:
+    return DelayQueues("orders", RetryPolicy(len(delays) + 1, delays=delays, jitter=jitter))
 
 
 @given(st.floats(0, 1e9), st.lists(st.floats(0, 1e5), min_size=1, max_size=4))
@@ -59,7 +59,7 @@ def test_other_delays_are_put_together_from_a_fixed_series() -> None:
     ids=["jitter", "many"],
 )
 def test_delays_by_chance_and_great_many_have_no_queues_of_their_own(policy: RetryPolicy) -> None:
-    assert Ladder("orders", policy).own == ()
+    assert DelayQueues("orders", policy).own == ()
 
 
 def test_a_delay_queue_gives_back_what_it_has_at_least_once() -> None:
@@ -78,7 +78,7 @@ def test_a_delay_queue_gives_back_what_it_has_at_least_once() -> None:
 
 def test_a_name_without_room_for_the_delay_queues_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="leaves no room for those of its delay queues"):
-        Ladder("q" * 240, RetryPolicy())
+        DelayQueues("q" * 240, RetryPolicy())
 
 
 def test_a_name_tells_a_delay_queue() -> None:

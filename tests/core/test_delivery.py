@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from reliable_mq import ConsumeError
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short
 
 
@@ -27,7 +27,7 @@ def test_every_property_can_be_read() -> None:
         delivery_mode=b"\x02",
         timestamp=(1_700_000_000).to_bytes(8),
         body=b'{"total": 3}',
-        source=Source(1, 1, "orders"),
+        source=ChannelGeneration(1, 1, "orders"),
     )
     assert item.headers == {"tenant": "a", "share": 0.75}
     assert (item.content_type, item.content_encoding) == ("application/json", "identity")

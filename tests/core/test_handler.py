@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Ack, DeadLetter, IdempotencyStoreError, RetryLater, UsageError
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.consumer.handler import (
-    Call,
-    Claiming,
     ClaimKeys,
+    ClaimPolicy,
     Complete,
     Failed,
-    NotBegun,
-    Outcome,
+    NotStarted,
     Release,
     Result,
+    RunHandler,
+    Skipped,
+    SkipReason,
     Step,
-    What,
     handling,
     settling,
 )
-from reliable_mq.core.idempotency import Claim, ClaimStatus, Commit, namespace_of
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitState, namespace_of
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery, failures
 
@@ -57,7 +57,7 @@ class Runner:
         self.batch = batch
         self.claiming = None
         if store:
-            self.claiming = Claiming(
+            self.claiming = ClaimPolicy(
                 queue="orders", namespace="q", key=key, lease=HOUR, max_attempts=max_attempts, transaction=transaction
             )
         self.steps: list[Step] = []
@@ -96,7 +96,7 @@ class Runner:
         if type(step) in self.answers:
             return self.answers[type(step)]
         match step:
-            case Call(argument):
+            case RunHandler(argument):
                 return self.handler(argument)
             case ClaimKeys(keys, lease):
                 return self.store.claim_many(keys, lease)
@@ -146,7 +146,7 @@ def test_a_handler_that_would_end_its_thread_has_failed_as_any_other(error: Base
 def test_a_generator_that_is_closed_at_a_call_ends(batch: bool) -> None:
     """As when the task that runs it is cancelled: no attempt has failed."""
     steps = handling([delivery()], batch=batch, claiming=None, wall_clock=lambda: 50.0)
-    assert isinstance(next(steps), Call)
+    assert isinstance(next(steps), RunHandler)
     steps.close()
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
 
@@ -155,11 +155,11 @@ def test_a_generator_that_is_closed_at_a_call_ends(batch: bool) -> None:
 @pytest.mark.parametrize("batch", [False, True])
 def test_what_the_shell_does_not_begin_with_is_no_attempt_and_not_claimed(store: bool, batch: bool) -> None:
     def put_off(_argument: object) -> None:
-        raise NotBegun
+        raise NotStarted
 
     runner = Runner(put_off, store=store, batch=batch)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
-    assert runner(*items) == [Outcome(item, What.NOT_BEGUN) for item in items]
+    assert runner(*items) == [Skipped(item, SkipReason.NOT_BEGUN) for item in items]
     claims = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
     assert [(claim.status, claim.attempts) for claim in claims] == [(ClaimStatus.NEW, 0)] * 2
 
@@ -193,7 +193,7 @@ def test_the_key_is_claimed_before_the_handler_and_completed_after_it() -> None:
     runner = Runner()
     item = delivery(message_id="m1")
     assert runner(item) == [item]
-    assert runner.kinds == [ClaimKeys, Call, Complete]
+    assert runner.kinds == [ClaimKeys, RunHandler, Complete]
     assert runner.steps[0] == ClaimKeys(["q|orders|m1"], HOUR)
     assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.DONE
     assert item.claim is None
@@ -202,15 +202,15 @@ def test_the_key_is_claimed_before_the_handler_and_completed_after_it() -> None:
 def test_a_duplicate_of_what_is_done_calls_no_handler() -> None:
     runner = Runner()
     runner(delivery(1))
-    assert only(runner(copy := delivery(2))) == Outcome(copy, What.DUPLICATE)
-    assert runner.kinds == [ClaimKeys, Call, Complete, ClaimKeys]
+    assert only(runner(copy := delivery(2))) == Skipped(copy, SkipReason.DUPLICATE)
+    assert runner.kinds == [ClaimKeys, RunHandler, Complete, ClaimKeys]
 
 
 def test_what_is_claimed_elsewhere_is_no_attempt() -> None:
     runner = Runner()
     runner.store.claim_many(["q|orders|m1"], HOUR)
     item = delivery()
-    assert only(runner(item)) == Outcome(item, What.IN_PROGRESS)
+    assert only(runner(item)) == Skipped(item, SkipReason.IN_PROGRESS)
     assert (runner.kinds, item.attempt) == ([ClaimKeys], 1)
 
 
@@ -220,8 +220,8 @@ def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_no
     real = runner.store.claim_many(["q|orders|known"], HOUR)
     runner.answers = {ClaimKeys: [Claim("q|orders|newer", ClaimStatus.UNREADABLE), *real]}
     outcome, handled = runner(newer, known)
-    assert isinstance(outcome, Outcome)
-    assert (outcome.delivery, outcome.what) == (newer, What.STORE_FAILED)
+    assert isinstance(outcome, Skipped)
+    assert (outcome.delivery, outcome.what) == (newer, SkipReason.STORE_FAILED)
     assert "newer version" in outcome.detail
     assert handled is known
 
@@ -234,7 +234,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
         assert item.hold is not None
         if item.message_id == "m1":
             item.transaction()
-            item.hold.commit = Commit.DONE
+            item.hold.commit = CommitState.DONE
 
     runner = Runner(handler, transaction=begun.append)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
@@ -248,7 +248,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
 def lose_the_answer(item: Delivery) -> None:
     """As where the connection is lost in a COMMIT."""
     assert item.hold is not None
-    item.hold.commit = Commit.UNKNOWN
+    item.hold.commit = CommitState.UNKNOWN
     raise ConnectionResetError("no answer to COMMIT")
 
 
@@ -264,11 +264,11 @@ def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> No
     runner = Committing(lose_the_answer, max_attempts=1, transaction=nothing)
     item = delivery()
     result = only(runner(item))
-    assert isinstance(result, Outcome)
-    assert (result.what, item.failures) == (What.STORE_FAILED, None)
+    assert isinstance(result, Skipped)
+    assert (result.what, item.failures) == (SkipReason.STORE_FAILED, None)
     assert "not known" in result.detail
     assert "ConnectionResetError: no answer to COMMIT" in result.detail
-    assert only(runner(item)) == Outcome(item, What.DUPLICATE)
+    assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
 
 
 def test_a_failure_behind_a_transaction_that_was_not_committed_is_one() -> None:
@@ -284,13 +284,13 @@ def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_att
 
     def handler(argument: Any) -> None:
         for item in argument if batch else [argument]:
-            item.hold.commit = Commit.UNKNOWN
+            item.hold.commit = CommitState.UNKNOWN
         raise ConnectionResetError
 
     runner = Runner(handler, batch=batch, transaction=nothing)
     runner.broken = {Release}
     results = runner(delivery(1, message_id="m1"), delivery(2, message_id="m2"))
-    assert [getattr(result, "what", None) for result in results] == [What.STORE_FAILED] * 2
+    assert [getattr(result, "what", None) for result in results] == [SkipReason.STORE_FAILED] * 2
     assert all("IdempotencyStoreError: no answer" in getattr(result, "detail", "") for result in results)
 
 
@@ -313,7 +313,7 @@ def test_a_failed_attempt_is_released_counted_and_told() -> None:
     item = delivery()
     result = only(runner(item))
     assert isinstance(result, Failed)
-    assert runner.kinds == [ClaimKeys, Call, Release]
+    assert runner.kinds == [ClaimKeys, RunHandler, Release]
     assert runner.store.claim_many(["q|orders|m1"], 1.0)[0].attempts == 1
 
 
@@ -328,7 +328,7 @@ def test_attempts_counted_by_the_store_make_the_attempt_and_its_end() -> None:
     for copy in range(1, 4):  # three copies of one message, each failing once
         assert isinstance(only(runner(delivery(copy))), Failed)
     last = delivery(4)
-    assert only(runner(last)) == Outcome(last, What.EXHAUSTED)
+    assert only(runner(last)) == Skipped(last, SkipReason.EXHAUSTED)
     assert attempts == [(1, False), (2, True), (3, True)]
     assert last.failures is not None
     assert last.failures.count == 3
@@ -347,7 +347,7 @@ def test_the_higher_of_two_counts_holds() -> None:
 def test_without_an_id_there_is_nothing_to_claim() -> None:
     for nameless in (delivery(message_id=None), delivery(message_id="")):
         runner = Runner()
-        assert only(runner(nameless)) == Outcome(nameless, What.UNIDENTIFIED)
+        assert only(runner(nameless)) == Skipped(nameless, SkipReason.UNIDENTIFIED)
         assert runner.kinds == []
 
 
@@ -383,17 +383,17 @@ def test_keys_of_different_queues_never_meet(
 
     def key(cluster: str, virtual_host: str, queue: str, name: str) -> str | None:
         namespace = namespace_of(cluster, virtual_host)
-        claiming = Claiming(queue=queue, namespace=namespace if own else None, key=None, lease=1.0, max_attempts=1)
-        return claiming.key_of(delivery(message_id=name, source=Source(1, 1, queue, namespace)))
+        claiming = ClaimPolicy(queue=queue, namespace=namespace if own else None, key=None, lease=1.0, max_attempts=1)
+        return claiming.key_of(delivery(message_id=name, source=ChannelGeneration(1, 1, queue, namespace)))
 
     assert (key(*place, message_id) == key(*other, other_id)) == ((place, message_id) == (other, other_id))
 
 
 def test_a_key_names_the_virtual_host_that_the_delivery_comes_from() -> None:
     """The connection may be to another cluster by now."""
-    claiming = Claiming(queue="orders", key=None, lease=1.0, max_attempts=1)
+    claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1)
     keys = [
-        claiming.key_of(delivery(message_id="m1", source=Source(1, 1, "orders", namespace_of(cluster, "/"))))
+        claiming.key_of(delivery(message_id="m1", source=ChannelGeneration(1, 1, "orders", namespace_of(cluster, "/"))))
         for cluster in ("rabbit@a", "rabbit@b", "rabbit@b", "rabbit@a")
     ]
     assert keys == [f"rabbit@{letter}//|orders|m1" for letter in "abba"]
@@ -403,7 +403,7 @@ def test_a_store_that_fails_to_claim_means_no_effect() -> None:
     runner = Runner()
     runner.broken = {ClaimKeys}
     item = delivery()
-    assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "IdempotencyStoreError: no answer")
+    assert only(runner(item)) == Skipped(item, SkipReason.STORE_FAILED, "IdempotencyStoreError: no answer")
     assert runner.kinds == [ClaimKeys]
 
 
@@ -413,11 +413,11 @@ def test_a_store_that_fails_to_complete_is_asked_again_without_the_handler() -> 
     runner.broken = {Complete}
     item = delivery()
     for _ in range(2):
-        assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "IdempotencyStoreError: no answer")
+        assert only(runner(item)) == Skipped(item, SkipReason.STORE_FAILED, "IdempotencyStoreError: no answer")
     runner.broken = set()
     assert runner(item) == [item]
     assert len(calls) == 1
-    assert runner.kinds == [ClaimKeys, Call, Complete, Complete, Complete]
+    assert runner.kinds == [ClaimKeys, RunHandler, Complete, Complete, Complete]
     assert item.claim is None
 
 
@@ -433,7 +433,7 @@ def test_a_completion_whose_answer_was_lost_is_taken_the_second_time() -> None:
 
     runner = Forgetful(calls.append)
     item = delivery()
-    assert isinstance(only(runner(item)), Outcome)
+    assert isinstance(only(runner(item)), Skipped)
     assert runner(item) == [item]
     assert len(calls) == 1
 
@@ -443,8 +443,8 @@ def test_a_stale_token_is_no_completion_and_the_key_is_claimed_again() -> None:
     runner.answers = {Complete: [False]}
     item = delivery()
     result = only(runner(item))
-    assert isinstance(result, Outcome)
-    assert (result.what, item.claim) == (What.STORE_FAILED, None)
+    assert isinstance(result, Skipped)
+    assert (result.what, item.claim) == (SkipReason.STORE_FAILED, None)
     assert "lease" in result.detail
 
 
@@ -461,8 +461,8 @@ def test_a_store_that_fails_to_release_what_is_used_up_changes_no_outcome() -> N
     runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     runner.broken = {Release}
     result = only(runner(delivery()))
-    assert isinstance(result, Outcome)
-    assert (result.what, result.detail) == (What.EXHAUSTED, "IdempotencyStoreError: no answer")
+    assert isinstance(result, Skipped)
+    assert (result.what, result.detail) == (SkipReason.EXHAUSTED, "IdempotencyStoreError: no answer")
 
 
 @pytest.mark.parametrize("answer", [[], [Claim("a", ClaimStatus.NEW)] * 2, None])
@@ -470,8 +470,8 @@ def test_an_answer_of_another_shape_is_a_store_that_failed(answer: Any) -> None:
     runner = Runner()
     runner.answers = {ClaimKeys: answer}
     result = only(runner(delivery()))
-    assert isinstance(result, Outcome)
-    assert result.what is What.STORE_FAILED
+    assert isinstance(result, Skipped)
+    assert result.what is SkipReason.STORE_FAILED
     assert runner.kinds == [ClaimKeys]
 
 
@@ -479,7 +479,7 @@ def test_a_completion_answered_in_another_shape_is_owed() -> None:
     runner = Runner()
     runner.answers = {Complete: []}
     item = delivery()
-    assert only(runner(item)) == Outcome(item, What.STORE_FAILED, "the store gave 0 answers to 1 questions")
+    assert only(runner(item)) == Skipped(item, SkipReason.STORE_FAILED, "the store gave 0 answers to 1 questions")
     assert item.claim is not None
 
 
@@ -488,7 +488,7 @@ def test_a_batch_costs_one_question_each() -> None:
     runner = Runner(batches.append, batch=True)
     items = [delivery(tag, message_id=f"m{tag}") for tag in (1, 2, 3)]
     assert runner(*items) == items
-    assert runner.kinds == [ClaimKeys, Call, Complete]
+    assert runner.kinds == [ClaimKeys, RunHandler, Complete]
     assert batches == [items]
 
 
@@ -503,7 +503,7 @@ def test_each_item_of_a_batch_gets_its_verdict() -> None:
     delays = {result.delivery: result.failure for result in results if isinstance(result, Failed)}
     assert delays[later].delay == 5.0
     assert delays[dead].verdict == "why"
-    assert runner.kinds == [ClaimKeys, Call, Release, Complete]
+    assert runner.kinds == [ClaimKeys, RunHandler, Release, Complete]
 
 
 def test_an_exception_of_a_batch_names_no_culprit_and_counts_for_none() -> None:
@@ -527,7 +527,7 @@ def test_a_batch_of_which_nothing_is_new_calls_no_handler() -> None:
     runner = Runner(batch=True)
     runner(delivery(1))
     runner(delivery(2))
-    assert runner.kinds == [ClaimKeys, Call, Complete, ClaimKeys]
+    assert runner.kinds == [ClaimKeys, RunHandler, Complete, ClaimKeys]
 
 
 def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
@@ -539,8 +539,13 @@ def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
         (result if isinstance(result, Delivery) else result.delivery).delivery_tag: result for result in runner(*items)
     }
     assert results[2] is items[0]
-    whats = {tag: result.what for tag, result in results.items() if isinstance(result, Outcome)}
-    assert whats == {3: What.DUPLICATE, 4: What.IN_PROGRESS, 5: What.UNIDENTIFIED, 6: What.IN_PROGRESS}
+    whats = {tag: result.what for tag, result in results.items() if isinstance(result, Skipped)}
+    assert whats == {
+        3: SkipReason.DUPLICATE,
+        4: SkipReason.IN_PROGRESS,
+        5: SkipReason.UNIDENTIFIED,
+        6: SkipReason.IN_PROGRESS,
+    }
 
 
 @given(
@@ -568,7 +573,7 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
         if isinstance(result, Delivery):
             assert effects
             break
-        if isinstance(result, Outcome) and result.what is What.DUPLICATE:
+        if isinstance(result, Skipped) and result.what is SkipReason.DUPLICATE:
             assert effects
     assert len(effects) <= 1
 

@@ -51,6 +51,11 @@ def test_what_can_be_called_is_a_handler(handler: Any) -> None:
     assert is_coroutine_function(handler) is (handler is coroutine or isinstance(handler, Coroutine))
 
 
+def test_what_cannot_be_called_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="handler must be callable, not 5"):
+        check_handler(5)
+
+
 @pytest.mark.parametrize("handler", [generator, async_generator, partial(generator), Plain().handle, Generator()])
 def test_a_generator_function_is_none_since_a_call_runs_nothing_of_it(handler: Any) -> None:
     with pytest.raises(ConfigurationError, match="handler is a generator function"):

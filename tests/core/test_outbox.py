@@ -20,10 +20,10 @@ from reliable_mq.core.outbox import (
     COLUMNS,
     FORMAT,
     LONGEST_DELAY,
-    Fate,
     NewRow,
     OutboxRow,
     RelaySession,
+    RowOutcome,
     UnreadableRow,
     delay_after,
     row_from,
@@ -52,7 +52,7 @@ def numbers(rows: Any) -> list[int]:
     return [one.id for one in rows]
 
 
-def fates(session: RelaySession) -> list[tuple[int, Fate]]:
+def fates(session: RelaySession) -> list[tuple[int, RowOutcome]]:
     taken, session.settlements = session.settlements, []
     return [(one.row.id, one.fate) for one in taken]
 
@@ -155,7 +155,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
     assert session.waiting == 0
     session.taken([row(5, "a")])
     assert numbers(session.ready) == [2, 4, 5]
-    assert fates(session) == [(number, Fate.CONFIRMED) for number in (1, 3, 2, 4)]
+    assert fates(session) == [(number, RowOutcome.CONFIRMED) for number in (1, 3, 2, 4)]
 
 
 @pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
@@ -167,7 +167,7 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key
     first = session.settlements[0]
     assert first.reason == f"{type(error).__name__}: {error}"
     assert not first.possible_duplicate
-    assert fates(session) == [(1, Fate.SET_ASIDE), (2, Fate.BACK)]
+    assert fates(session) == [(1, RowOutcome.SET_ASIDE), (2, RowOutcome.BACK)]
     assert session.waiting == 0
 
 
@@ -182,7 +182,7 @@ def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) ->
     session.settled(row(2, "a"), error)
     first = session.settlements[0]
     assert (first.delay, first.possible_duplicate) == (delay_after(3), doubt)
-    assert fates(session) == [(1, Fate.LATER), (2, Fate.LATER), (3, Fate.BACK)]
+    assert fates(session) == [(1, RowOutcome.LATER), (2, RowOutcome.LATER), (3, RowOutcome.BACK)]
 
 
 def test_an_error_about_the_connection_hands_rows_back() -> None:
@@ -194,7 +194,7 @@ def test_an_error_about_the_connection_hands_rows_back() -> None:
     assert session.trouble is error
     session.settled(row(2), None)
     assert session.trouble is None
-    assert fates(session) == [(1, Fate.BACK), (2, Fate.CONFIRMED)]
+    assert fates(session) == [(1, RowOutcome.BACK), (2, RowOutcome.CONFIRMED)]
 
 
 def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
@@ -203,11 +203,16 @@ def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
     session.taken([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
     outstanding = session.ready.popleft()
     session.stopped()
-    assert sorted(fates(session)) == [(2, Fate.BACK), (3, Fate.BACK), (4, Fate.BACK), (5, Fate.BACK)]
+    assert sorted(fates(session)) == [
+        (2, RowOutcome.BACK),
+        (3, RowOutcome.BACK),
+        (4, RowOutcome.BACK),
+        (5, RowOutcome.BACK),
+    ]
     assert session.waiting == 0
     session.settled(outstanding, None)
     assert not session.ready
-    assert fates(session) == [(1, Fate.CONFIRMED)]
+    assert fates(session) == [(1, RowOutcome.CONFIRMED)]
     session.stopped()
     assert fates(session) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.publisher.publication import Outcome, Publication, Receipt, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, Receipt
 from reliable_mq.errors import PublishBlocked, PublishNacked, PublishRefused, PublishReturned, PublishUnconfirmed
 from reliable_mq.message import Message
 
@@ -45,7 +45,7 @@ def test_a_nacked_one_says_how_often(publication: Publication) -> None:
 def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> None:
     """The error of a returned publish has code and text of the return, and where it was published to."""
     publication.outcome = Outcome.RETURNED
-    publication.reply = Reply(312, "NO_ROUTE")
+    publication.reply = BrokerReply(312, "NO_ROUTE")
     error = publication.failure()
     assert isinstance(error, PublishReturned)
     assert (error.message_id, error.reply_code, error.reply_text) == ("id-1", 312, "NO_ROUTE")
@@ -56,7 +56,7 @@ def test_a_returned_one_carries_the_brokers_words(publication: Publication) -> N
 def test_a_refused_one_carries_the_channel_exception(publication: Publication) -> None:
     """The error of a refused publish has code and text of the channel exception."""
     publication.outcome = Outcome.REFUSED
-    publication.reply = Reply(404, "NOT_FOUND - no exchange 'shop'")
+    publication.reply = BrokerReply(404, "NOT_FOUND - no exchange 'shop'")
     error = publication.failure()
     assert isinstance(error, PublishRefused)
     assert (error.message_id, error.reply_code) == ("id-1", 404)
@@ -78,7 +78,7 @@ def test_an_unknown_one_says_whether_it_may_have_arrived(publication: Publicatio
 def test_one_that_a_blocked_broker_kept_from_being_sent_says_so(publication: Publication) -> None:
     """The deadline of a publish that was never sent because the broker blocked gives the broker's reason."""
     publication.outcome = Outcome.UNKNOWN
-    publication.reply = Reply(0, "low on memory")
+    publication.reply = BrokerReply(0, "low on memory")
     error = publication.failure()
     assert isinstance(error, PublishBlocked)
     assert (error.message_id, error.reason) == ("id-1", "low on memory")
@@ -92,7 +92,7 @@ def test_a_verdict_on_the_last_attempt_says_nothing_of_one_in_doubt(
 ) -> None:
     """Where an earlier attempt was never answered, the error says that the broker may have the message all the same."""
     publication.outcome = outcome
-    publication.reply = Reply(312, "NO_ROUTE")
+    publication.reply = BrokerReply(312, "NO_ROUTE")
     publication.in_doubt = in_doubt
     error = publication.failure()
     assert error is not None
@@ -102,7 +102,7 @@ def test_a_verdict_on_the_last_attempt_says_nothing_of_one_in_doubt(
 
 def test_errors_hold_nothing_of_the_body(publication: Publication) -> None:
     """No error's text shows the body."""
-    publication.reply = Reply(312, "NO_ROUTE")
+    publication.reply = BrokerReply(312, "NO_ROUTE")
     for outcome in Outcome:
         publication.outcome = outcome
         assert "body" not in str(publication.failure())

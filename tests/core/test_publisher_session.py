@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reliable_mq.core.publisher import session as module
-from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from tests.core.published import (
@@ -189,7 +189,7 @@ def test_a_publish_is_reported_nacked_after_the_last_attempt(shell: Shell) -> No
 
 
 @pytest.mark.parametrize(("reply", "closes"), [(NO_EXCHANGE, 1), (UNKNOWN_ERROR, 3)])
-def test_a_channel_exception_fails_its_culprit_alone(shell: Shell, reply: Reply, closes: int) -> None:
+def test_a_channel_exception_fails_its_culprit_alone(shell: Shell, reply: BrokerReply, closes: int) -> None:
     """Of 100, the one to an exchange that does not exist is refused with the broker's reply; the 99 are confirmed."""
     good = shell.accept(*(f"good {number}" for number in range(60)))
     (culprit,) = shell.accept("culprit", exchange="missing")
@@ -359,10 +359,11 @@ def test_the_next_group_follows_where_one_cannot_be_encoded(shell: Shell) -> Non
 
 
 @pytest.mark.parametrize(
-    ("reply", "refused"), [(FRAME_ERROR, True), (Reply(541, "INTERNAL_ERROR"), True), (FORCED, False), (None, False)]
+    ("reply", "refused"),
+    [(FRAME_ERROR, True), (BrokerReply(541, "INTERNAL_ERROR"), True), (FORCED, False), (None, False)],
 )
 def test_a_connection_exception_blames_a_publish_where_one_can_provoke_it(
-    shell: Shell, reply: Reply | None, refused: bool
+    shell: Shell, reply: BrokerReply | None, refused: bool
 ) -> None:
     """A frame error closes the connection over a publish; a shutdown of the broker does not."""
     (publication,) = shell.accept("body")

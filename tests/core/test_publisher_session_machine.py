@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.errors import PublishBlocked
 from reliable_mq.message import Message
 from tests.core.published import (
@@ -62,7 +62,7 @@ class Expected:
 
     publication: Publication
     number: int
-    culprit: Reply | None = None  # what the broker closes channel or connection with when it reads it
+    culprit: BrokerReply | None = None  # what the broker closes channel or connection with when it reads it
     unroutable: bool = False
     encodable: float = inf  # how often
     unique: bool = True  # nobody else has its message id
@@ -482,10 +482,10 @@ class PublishingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.channel)
     @rule(loss=st.sampled_from([(None, False), (None, True), (FORCED, True)]))
-    def lose_channel(self, loss: tuple[Reply | None, bool]) -> None:
+    def lose_channel(self, loss: tuple[BrokerReply | None, bool]) -> None:
         self.lose(loss[0], connection=loss[1])
 
-    def lose(self, reply: Reply | None, *, connection: bool) -> None:
+    def lose(self, reply: BrokerReply | None, *, connection: bool) -> None:
         channel = self.channel
         assert channel is not None
         isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._isolation.active

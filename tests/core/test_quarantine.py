@@ -16,12 +16,12 @@ from reliable_mq import (
     RetryPolicy,
 )
 from reliable_mq.codec import encode_ack
-from reliable_mq.core.consumer.consumer_timeout import Strike
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.quarantine import AFTER, Quarantine, returns
 from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.settlement import NoticeKind
-from reliable_mq.core.retry.dead_letters import Purpose, Republish
+from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
 from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
 from tests.core.test_retry_headers import waited
@@ -37,7 +37,9 @@ def back(count: int, tag: int = 1, **others: Any) -> Delivery:
     return delivery(tag, redelivered=True, headers={"x-delivery-count": count}, **others)
 
 
-def isolated(republish: Republish, tag: int = 1, *, returned: int = 0, message_id: str | None = "m1") -> Delivery:
+def isolated(
+    republish: RepublishRequest, tag: int = 1, *, returned: int = 0, message_id: str | None = "m1"
+) -> Delivery:
     """What comes out of quarantine."""
     item = waited(republish.properties)
     table = dict(item.headers)
@@ -50,12 +52,12 @@ def isolated(republish: Republish, tag: int = 1, *, returned: int = 0, message_i
     return made
 
 
-def suspect(session: ConsumingSession, tag: int = 1) -> Republish:
+def suspect(session: ConsumingSession, tag: int = 1) -> RepublishRequest:
     assert deliver(session, [back(2, tag)]) == []
     return only_republish(session)
 
 
-def moved(session: ConsumingSession, tag: int = 1) -> Republish:
+def moved(session: ConsumingSession, tag: int = 1) -> RepublishRequest:
     republish = suspect(session, tag)
     session.published(republish, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, tag, multiple=False)
@@ -82,9 +84,9 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
     session = make(quarantine=True)
     assert bool(deliver(session, [back(count)])) != moved
     if moved:
-        assert kinds(session) == [NoticeKind.ISOLATED]
+        assert kinds(session) == [LogEventKind.ISOLATED]
         republish = only_republish(session)
-        assert (republish.routing_key, republish.purpose) == ("orders.quarantine", Purpose.QUARANTINE)
+        assert (republish.routing_key, republish.purpose) == ("orders.quarantine", RepublishReason.QUARANTINE)
         assert session.take_output(9.0) == b""
         session.published(republish, None, 9.0)
         assert session.take_output(20.0) == encode_ack(CHANNEL, 1, multiple=False)
@@ -95,14 +97,14 @@ def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_a
     """Or it would kill a third consumer while the first two are being started again."""
     session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(0.5,)))
     first = suspect(session)
-    assert (first.routing_key, first.purpose) == ("orders.retry.500", Purpose.QUARANTINE)
-    assert kinds(session) == [NoticeKind.ISOLATED]
+    assert (first.routing_key, first.purpose) == ("orders.retry.500", RepublishReason.QUARANTINE)
+    assert kinds(session) == [LogEventKind.ISOLATED]
     session.published(first, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, 1, multiple=False)
     on_its_way = delivery(2, headers=dict(waited(first.properties).headers))
     assert deliver(session, [on_its_way]) == []
     second = only_republish(session)
-    assert (second.routing_key, second.purpose) == ("orders.quarantine", Purpose.QUARANTINE)
+    assert (second.routing_key, second.purpose) == ("orders.quarantine", RepublishReason.QUARANTINE)
     session.published(second, None, 0.0)
     assert (session.statistics.delayed, session.statistics.isolated) == (1, 1)
     session.tick(AFTER)
@@ -157,7 +159,7 @@ def test_a_process_that_has_seen_the_consumer_timeout_suspects_whatever_came_bac
     """That is counted as what is handed back is."""
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery(message_id=None)])
-    session.timed_out(Strike(), 11.0, 0.0)
+    session.timed_out(ConsumerTimeout(), 11.0, 0.0)
     session.lost(1)
     session.opened(2, CHANNEL)
     assert deliver(session, [returned(0, 2)]) == []
@@ -172,7 +174,7 @@ def test_a_count_that_a_client_sent_makes_nobody_suspect() -> None:
 def test_a_cancel_for_another_reason_changes_nothing() -> None:
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery()])
-    session.timed_out(Strike(consumer_tag="c"), 1.0, 0.0)
+    session.timed_out(ConsumerTimeout(consumer_tag="c"), 1.0, 0.0)
     session.lost(1)
     session.opened(2, CHANNEL)
     assert deliver(session, [returned(0, 2)])
@@ -309,7 +311,7 @@ def test_after_the_last_one_it_is_dead_lettered(times: int) -> None:
     session = subscribed()
     session.delivered([isolated(moved(session), 2, returned=times)], 0.0)
     dead = only_republish(session)
-    assert dead.purpose is Purpose.DEAD_LETTER
+    assert dead.purpose is RepublishReason.DEAD_LETTER
     assert dead.reason == f"{times} of 3 attempts failed; {times} of them by the loss of their consumer"
     session.published(dead, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
@@ -319,12 +321,12 @@ def test_with_delay_queues_it_waits_there_and_what_is_known_of_it_travels() -> N
     session = subscribed(queues=True)
     session.delivered([isolated(moved(session), 2, returned=1)], 0.0)
     republish = only_republish(session)
-    assert (republish.routing_key, republish.purpose) == ("orders.retry.1000", Purpose.RETRY)
+    assert (republish.routing_key, republish.purpose) == ("orders.retry.1000", RepublishReason.RETRY)
     again = waited(republish.properties)
     again.delivery_tag = 3
     assert deliver(session, [again], 1.0) == []
     back_again = only_republish(session)
-    assert (back_again.purpose, back_again.delivery.attempt) == (Purpose.QUARANTINE, 2)
+    assert (back_again.purpose, back_again.delivery.attempt) == (RepublishReason.QUARANTINE, 2)
     session.delivered([isolated(back_again, 4, returned=2)], 1.0)
     assert only_republish(session).reason == "3 of 3 attempts failed; 3 of them by the loss of their consumer"
 
@@ -361,7 +363,7 @@ def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None
     again.delivery_tag = 3
     assert deliver(session, [again], 1.0) == []
     back_again = only_republish(session)
-    assert (back_again.purpose, back_again.delivery.attempt) == (Purpose.QUARANTINE, 2)
+    assert (back_again.purpose, back_again.delivery.attempt) == (RepublishReason.QUARANTINE, 2)
 
 
 def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:

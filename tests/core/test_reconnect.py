@@ -20,8 +20,8 @@ from reliable_mq.core.reconnect import (
     CONNECTION_REFILL,
     MOST_UNANSWERED,
     Asking,
-    Loss,
-    Recovery,
+    ConnectionLoss,
+    ReconnectPolicy,
     is_permanent,
 )
 from reliable_mq.errors import (
@@ -36,13 +36,13 @@ from reliable_mq.errors import (
 DOWN = BrokerUnavailable("down")
 REFUSED = BrokerUnavailable("wrong password", permanent=True)
 MISMATCH = TopologyMismatch("differs", kind="queue", name="q")
-CHANNEL_LOSS = Loss(404, "NOT_FOUND", "channel", by_broker=True)
-CONNECTION_LOSS = Loss(None, "reset", "connection", by_broker=False)
+CHANNEL_LOSS = ConnectionLoss(404, "NOT_FOUND", "channel", by_broker=True)
+CONNECTION_LOSS = ConnectionLoss(None, "reset", "connection", by_broker=False)
 
 
-def recovery(hosts: int = 1, **options: object) -> Recovery:
+def recovery(hosts: int = 1, **options: object) -> ReconnectPolicy:
     options.setdefault("wait", tenacity.wait_fixed(7))
-    made = Recovery(hosts=hosts, **options)  # type: ignore[arg-type]
+    made = ReconnectPolicy(hosts=hosts, **options)  # type: ignore[arg-type]
     made.begin(0.0)
     return made
 
@@ -151,7 +151,7 @@ class TestBudget:
         [(CHANNEL_LOSS, CHANNEL_BURST, CHANNEL_REFILL), (CONNECTION_LOSS, CONNECTION_BURST, CONNECTION_REFILL)],
     )
     def test_few_losses_cost_no_wait_and_many_as_long_as_the_refill_takes(
-        self, loss: Loss, burst: int, refill: float
+        self, loss: ConnectionLoss, burst: int, refill: float
     ) -> None:
         subject = recovery()
         assert [subject.lost(loss, 5.0) for _ in range(burst)] == [0.0] * burst
@@ -234,7 +234,7 @@ def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
 )
 def test_values_that_are_none_are_refused_by_the_name_that_users_know(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        Recovery(**options)  # type: ignore[arg-type]
+        ReconnectPolicy(**options)  # type: ignore[arg-type]
 
 
 def test_a_question_that_is_not_answered_is_asked_again_after_the_time_to_connect() -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from reliable_mq import Queue, RetryPolicy
-from reliable_mq.core.consumer.delivery import Source
-from reliable_mq.core.consumer.settlement import Republishing
-from reliable_mq.core.retry.dead_letters import DeadLetters, Purpose, Target
-from reliable_mq.core.retry.delay_queues import Ladder
-from reliable_mq.core.retry.retry_headers import Transit, unpack
+from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.consumer.settlement import RepublishQueue
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, Target
+from reliable_mq.core.retry.delay_queues import DelayQueues
+from reliable_mq.core.retry.retry_headers import RetryState, decode_retry_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.test_retry_headers import waited
 
 DEAD = DeadLetters(Target("", "orders.dead"), consumer="c", version="0")
 
 
-def opened(*delays: float) -> Republishing:
-    made = Republishing(DEAD, Ladder("orders", RetryPolicy(len(delays) + 1, delays=delays)))
+def opened(*delays: float) -> RepublishQueue:
+    made = RepublishQueue(DEAD, DelayQueues("orders", RetryPolicy(len(delays) + 1, delays=delays)))
     made.opened()
     return made
 
@@ -24,7 +24,11 @@ def test_a_delay_of_the_policy_needs_no_declaration() -> None:
     out = opened(10)
     assert out.delay(delivery(), 10)
     [republish] = out.take()
-    assert (republish.exchange, republish.routing_key, republish.purpose) == ("", "orders.retry.10000", Purpose.RETRY)
+    assert (republish.exchange, republish.routing_key, republish.purpose) == (
+        "",
+        "orders.retry.10000",
+        RepublishReason.RETRY,
+    )
     assert list(out.take_declarations()) == []
     assert not out.idle
     out.settled(republish)
@@ -43,7 +47,7 @@ def test_another_delay_waits_for_its_queue_to_be_declared_once() -> None:
     assert out.declared(queue.name, ok=True) == []
     first, second = out.take()
     assert (first.delivery.delivery_tag, second.delivery.delivery_tag) == (1, 2)
-    assert unpack(waited(first.properties)) == Transit((20_000,))
+    assert decode_retry_headers(waited(first.properties)) == RetryState((20_000,))
     assert out.delay(delivery(3), 70)
     assert len(out.take()) == 1, "it is known now"
 
@@ -74,7 +78,7 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
 
 def test_a_dead_letter_queue_that_is_missing_is_nobodys_to_declare() -> None:
     out = opened(10)
-    assert out.dead_letter(delivery(source=Source(1, 1, "orders")), "why")
+    assert out.dead_letter(delivery(source=ChannelGeneration(1, 1, "orders")), "why")
     [republish] = out.take()
     out.settled(republish)
     out.missing(republish)
@@ -97,7 +101,7 @@ def test_nothing_of_a_lost_channel_is_published() -> None:
 
 def test_what_has_to_be_held_instead() -> None:
     """No delay queues, no delay, or properties that would not come back."""
-    without = Republishing(None, None)
+    without = RepublishQueue(None, None)
     without.opened()
     assert not without.delay(delivery(), 10)
     assert not without.forward(delivery(), (1000,))
@@ -112,7 +116,7 @@ def test_what_has_to_be_held_instead() -> None:
 def test_the_tags_of_what_is_published_from_a_channel() -> None:
     """Ready, taken or waiting for a declaration; not those of a channel that is lost."""
     out = opened(10)
-    here, before = Source(2, 1, "orders"), Source(1, 1, "orders")
+    here, before = ChannelGeneration(2, 1, "orders"), ChannelGeneration(1, 1, "orders")
     out.dead_letter(delivery(1, source=here), "why")
     out.dead_letter(delivery(2, source=before), "why")
     out.take()

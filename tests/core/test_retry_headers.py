@@ -14,7 +14,7 @@ from reliable_mq.codec.tables import walk_table
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import NewerFormat
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.retry.retry_headers import DEATHS, PLAIN, Transit, pack, unpack
+from reliable_mq.core.retry.retry_headers import DEATHS, PLAIN, RetryState, decode_retry_headers, encode_retry_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, properties, short, too_deep
 
 
@@ -39,11 +39,11 @@ def same(one: Delivery, other: Delivery) -> bool:
     return parts(one) == parts(other)
 
 
-def through(item: Delivery, path: tuple[int, ...] = (), *, suspect: bool = False) -> tuple[Delivery, Transit]:
-    packed = pack(item, path, suspect=suspect)
+def through(item: Delivery, path: tuple[int, ...] = (), *, suspect: bool = False) -> tuple[Delivery, RetryState]:
+    packed = encode_retry_headers(item, path, suspect=suspect)
     assert packed is not None
     out = waited(packed)
-    return out, unpack(out)
+    return out, decode_retry_headers(out)
 
 
 def test_everything_that_would_do_harm_gives_way_and_comes_back() -> None:
@@ -52,7 +52,7 @@ def test_everything_that_would_do_harm_gives_way_and_comes_back() -> None:
         exchange="shop", routing_key="new.order", headers=table, user_id=short("guest"), expiration=short("1500")
     )
     item.failures = failures(2, at=1_700_000_000.0)
-    packed = pack(item)
+    packed = encode_retry_headers(item)
     assert packed is not None
     view = Properties(packed)
     assert not {"CC", "BCC", "x-death", "x-first-death-queue"} & view.headers.keys()
@@ -72,7 +72,7 @@ def test_everything_that_would_do_harm_gives_way_and_comes_back() -> None:
 def test_the_way_that_is_left_and_the_suspicion_travel_along() -> None:
     item = delivery()
     out, transit = through(item, (20_000, 500), suspect=True)
-    assert transit == Transit((20_000, 500), suspect=True)
+    assert transit == RetryState((20_000, 500), suspect=True)
     assert same(out, item)
     assert (out.attempt, out.failures) == (1, None)
 
@@ -123,7 +123,7 @@ def test_twice_through_is_the_same_as_once() -> None:
     "raw", [b"\x00", delivery(headers=BROKEN_TABLE).properties], ids=["broken", "a table that cannot be walked"]
 )
 def test_what_would_not_come_out_the_same_does_not_go_in(raw: bytes) -> None:
-    assert pack(Delivery("ctag", 1, False, "", "orders", raw, b"")) is None
+    assert encode_retry_headers(Delivery("ctag", 1, False, "", "orders", raw, b"")) is None
 
 
 def test_headers_too_deep_to_be_read_travel_unread() -> None:
@@ -134,13 +134,13 @@ def test_headers_too_deep_to_be_read_travel_unread() -> None:
 def test_a_message_that_never_waited_is_left_alone() -> None:
     item = delivery(headers={headers.FORMAT: 1, headers.ATTEMPT: 4, "x-death": []})
     before = item.properties
-    assert unpack(item) == PLAIN
+    assert decode_retry_headers(item) == PLAIN
     assert (item.attempt, item.properties) == (4, before)
 
 
 def test_a_newer_format_is_an_error() -> None:
     with pytest.raises(NewerFormat):
-        unpack(delivery(headers={headers.FORMAT: 2, headers.RETRY: {}}))
+        decode_retry_headers(delivery(headers={headers.FORMAT: 2, headers.RETRY: {}}))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_a_newer_format_is_an_error() -> None:
 def test_what_is_out_of_range_in_our_header_is_not_believed(claim: str, value: object) -> None:
     table = {headers.FORMAT: 1, headers.ATTEMPT: 2, headers.RETRY: {claim: value}, "tenant": 1}
     item = delivery(exchange="e", routing_key="k", headers=table)
-    assert unpack(item) == PLAIN
+    assert decode_retry_headers(item) == PLAIN
     assert (item.exchange, item.routing_key, item.user_id, item.headers) == ("e", "k", None, {"tenant": 1})
 
 
 @pytest.mark.parametrize("version", [0, "1", True, None])
 def test_without_our_format_nothing_is_believed(version: object) -> None:
     item = delivery(exchange="e", headers={headers.FORMAT: version, headers.RETRY: {"exchange": "x", "path": [1]}})
-    assert unpack(item) == PLAIN
+    assert decode_retry_headers(item) == PLAIN
     assert item.exchange == "e"
 
 
@@ -212,7 +212,7 @@ def test_unpacking_anything_changes_nothing_that_is_not_ours(raw: bytes) -> None
     except ValueError:
         return
     item = delivery(headers=struct.pack(">I", len(raw) + len(entries)) + raw + entries)
-    unpack(item)
+    decode_retry_headers(item)
     assert item.exchange == "x"
 
 
@@ -229,6 +229,6 @@ claims += ["last-failure", "exception-type", "exception-message"]
 @given(anything, st.dictionaries(st.sampled_from(claims), anything))
 def test_whatever_our_headers_hold_can_be_unpacked(attempt: object, table: dict[str, object]) -> None:
     item = delivery(headers={headers.FORMAT: 1, headers.ATTEMPT: attempt, headers.RETRY: table, "tenant": 1})
-    unpack(item)
+    decode_retry_headers(item)
     assert item.headers["tenant"] == 1
     assert headers.RETRY not in item.headers

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reliable_mq.core.publisher import confirms as module
-from reliable_mq.core.publisher.confirms import Ledger
+from reliable_mq.core.publisher.confirms import SequencedItems
 from tests.properties import machine
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = patch.object(module, "_TIDY_EVERY", 4)
         self.patch.start()
-        self.ledger: Ledger[str] = Ledger()
+        self.ledger: SequencedItems[str] = SequencedItems()
         self.model: dict[int, str] = {}
         self.next = 1
         self.most = 0
@@ -93,7 +93,7 @@ TestLedger.settings = machine(50, steps=40)
 
 def test_numbers_start_at_one_and_go_on_after_everything_was_settled() -> None:
     """Numbers start at 1 and are never given out twice, also after everything was settled."""
-    ledger: Ledger[str] = Ledger()
+    ledger: SequencedItems[str] = SequencedItems()
     ledger.extend("abc")
     assert ledger.pop(1) == "a"
     assert ledger.clear() == ["b", "c"]
@@ -105,7 +105,7 @@ def test_numbers_start_at_one_and_go_on_after_everything_was_settled() -> None:
 
 def test_through_includes_its_number_and_skips_what_was_settled() -> None:
     """``pop_through(N)`` takes N itself and all below that are left, and nothing above."""
-    ledger: Ledger[str] = Ledger()
+    ledger: SequencedItems[str] = SequencedItems()
     ledger.extend("abcde")
     ledger.pop(2)
     assert ledger.pop_through(3) == ["a", "c"]
@@ -115,7 +115,7 @@ def test_through_includes_its_number_and_skips_what_was_settled() -> None:
 
 def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
     """One item that stays while a hundred thousand come and go is found, comes first, and the list stays short."""
-    ledger: Ledger[int] = Ledger()
+    ledger: SequencedItems[int] = SequencedItems()
     ledger.extend([1])
     for number in range(2, 100_000):
         ledger.extend([number])
@@ -127,7 +127,7 @@ def test_a_straggler_keeps_its_place_and_costs_no_memory() -> None:
 
 def test_a_list_that_is_mostly_held_is_left_as_it_is() -> None:
     """Looking at it again and again would cost more than a few empty places."""
-    ledger: Ledger[int] = Ledger()
+    ledger: SequencedItems[int] = SequencedItems()
     ledger.extend(range(1, module._TIDY_EVERY))
     for number in range(1, 10):
         ledger.pop(number)
@@ -138,7 +138,7 @@ def test_a_list_that_is_mostly_held_is_left_as_it_is() -> None:
 
 def test_the_settled_front_is_cut_off() -> None:
     """What was settled from the front on leaves the list once it is half of it, and the rest is found as before."""
-    ledger: Ledger[int] = Ledger()
+    ledger: SequencedItems[int] = SequencedItems()
     ledger.extend(range(1, module._TIDY_EVERY))
     for number in range(1, module._TIDY_EVERY * 3 // 4):
         ledger.pop(number)
@@ -160,17 +160,17 @@ def at_random(numbers: range, count: int) -> list[int]:
     return random.Random(1).sample(numbers, count)
 
 
-def settle_singly(ledger: Ledger[str], numbers: list[int]) -> None:
+def settle_singly(ledger: SequencedItems[str], numbers: list[int]) -> None:
     for number in numbers:
         ledger.pop(number)
 
 
-def settle_multiple(ledger: Ledger[str], numbers: list[int]) -> None:
+def settle_multiple(ledger: SequencedItems[str], numbers: list[int]) -> None:
     for number in numbers:
         ledger.pop_through(number)
 
 
-def settle_and_add(ledger: Ledger[str], numbers: list[int]) -> None:
+def settle_and_add(ledger: SequencedItems[str], numbers: list[int]) -> None:
     """As a publisher does that keeps its window full."""
     for number in numbers:
         ledger.pop(number)
@@ -190,7 +190,7 @@ def settle_and_add(ledger: Ledger[str], numbers: list[int]) -> None:
 )
 def test_cost_is_the_same_at_a_thousand_and_at_a_million_held(
     order: Callable[[range, int], list[int]],
-    settle: Callable[[Ledger[str], list[int]], None],
+    settle: Callable[[SequencedItems[str], list[int]], None],
     assert_same_cost: Callable[[Cost, Cost], None],
 ) -> None:
     """An item costs the same to hold and to settle among a million as among a thousand, in whatever order."""
@@ -199,7 +199,7 @@ def test_cost_is_the_same_at_a_thousand_and_at_a_million_held(
         numbers = order(range(1, held + 1), min(held, 100_000))
         spent = 0.0
         for _ in range(rounds):
-            ledger: Ledger[str] = Ledger()
+            ledger: SequencedItems[str] = SequencedItems()
             ledger.extend(["item"] * held)
             began = process_time()
             settle(ledger, numbers)
@@ -215,7 +215,7 @@ def test_cost_is_the_same_for_many_stragglers(assert_same_cost: Callable[[Cost, 
     def cost(stragglers: int, rounds: int) -> float:
         spent = 0.0
         for _ in range(rounds):
-            ledger: Ledger[str] = Ledger()
+            ledger: SequencedItems[str] = SequencedItems()
             ledger.extend(["item"] * stragglers * 10)
             for number in range(1, stragglers * 10 + 1):
                 if number % 10:
@@ -235,7 +235,7 @@ def test_cost_is_the_same_for_many_stragglers(assert_same_cost: Callable[[Cost, 
 @pytest.mark.parametrize("far", [5, 3000])
 def test_what_is_held_is_known_by_its_number(far: int) -> None:
     """Also where most is settled, and few stragglers are kept by themselves."""
-    ledger: Ledger[int] = Ledger()
+    ledger: SequencedItems[int] = SequencedItems()
     for number in range(1, far + 1):
         ledger.extend([number])
         if number not in (2, 3, far):

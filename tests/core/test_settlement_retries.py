@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import IdempotencyStoreError
-from reliable_mq.core.consumer.handler import Call, ClaimKeys, Complete, Failed, Outcome, Release, Step, What
-from reliable_mq.core.idempotency import Claim, ClaimStatus, Owed
+from reliable_mq.core.consumer.handler import (
+    ClaimKeys,
+    Complete,
+    Failed,
+    Release,
+    RunHandler,
+    Skipped,
+    SkipReason,
+    Step,
+)
+from reliable_mq.core.idempotency import Claim, ClaimStatus, SettlementRetries
 from tests.core.deliveries import delivery
 from tests.core.test_handler import HOUR, Runner, only, refuse
 
@@ -22,7 +31,7 @@ def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt()
     runner.broken = set()
     retried = delivery()
     assert isinstance(only(runner(retried)), Failed)
-    assert runner.kinds == [ClaimKeys, Call, Release, Release, ClaimKeys, Call, Release]
+    assert runner.kinds == [ClaimKeys, RunHandler, Release, Release, ClaimKeys, RunHandler, Release]
     assert retried.attempt == 2, "the first one was to be counted"
     assert not runner.claiming or not runner.claiming.owed
 
@@ -32,10 +41,10 @@ def test_a_handler_that_has_returned_is_not_called_for_another_delivery_of_the_s
     calls: list[object] = []
     runner = Runner(calls.append)
     runner.broken = {Complete}
-    assert isinstance(only(runner(delivery())), Outcome)
+    assert isinstance(only(runner(delivery())), Skipped)
     runner.broken = set()
     again = delivery()
-    assert only(runner(again)) == Outcome(again, What.DUPLICATE)
+    assert only(runner(again)) == Skipped(again, SkipReason.DUPLICATE)
     assert len(calls) == 1
 
 
@@ -50,7 +59,7 @@ def test_what_is_owed_of_a_key_holds_up_this_key_alone(raises: bool) -> None:
     runner(delivery(1, message_id="m1"))
     held, other = delivery(2, message_id="m1"), delivery(3, message_id="m2")
     said = "IdempotencyStoreError: no answer" if raises else "the store gave 0 answers to 1 questions"
-    assert runner(held, other) == [Outcome(held, What.STORE_FAILED, said), other]
+    assert runner(held, other) == [Skipped(held, SkipReason.STORE_FAILED, said), other]
 
 
 def test_a_store_that_answers_to_other_keys_is_told_of_those_that_do_not_come_again() -> None:
@@ -85,7 +94,7 @@ def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
 
 
 def test_the_latest_are_remembered() -> None:
-    owed = Owed(capacity=2)
+    owed = SettlementRetries(capacity=2)
     claims = [Claim(key, ClaimStatus.NEW, 1) for key in "abc"]
     for claim in claims:
         owed.add([claim], failed=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.stream_offset import StreamPosition
+from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import BROKEN_TABLE, delivery
 
 
@@ -19,34 +19,34 @@ def broken() -> Delivery:
 
 
 def test_a_position_that_nothing_came_to_is_unknown() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.lost(1)
     assert (position.following, position.upcoming) == (None, None)
 
 
 def test_what_is_not_settled_is_where_the_next_channel_begins() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered(at(10, 11, 15), 1)
     position.lost(2)
     assert position.following == 11
 
 
 def test_where_all_is_settled_the_next_channel_begins_behind_the_last() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered(at(10, 11, 15), 1)
     position.lost(4)
     assert position.following == 16
 
 
 def test_what_comes_next_on_the_channel_is_behind_the_last_that_came() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered(at(10, 11), 1)
     assert position.upcoming == 12
     assert position.following is None
 
 
 def test_a_channel_without_deliveries_moves_nothing() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered(at(10, 11), 1)
     position.lost(2)
     position.lost(1)
@@ -55,7 +55,7 @@ def test_a_channel_without_deliveries_moves_nothing() -> None:
 
 def test_a_delivery_whose_headers_are_broken_is_taken_for_the_next_and_keeps_no_flaw() -> None:
     """Its real offset is not smaller, so at worst it comes again."""
-    position = StreamPosition()
+    position = StreamOffset()
     unreadable = broken()
     position.delivered([*at(10), unreadable, *at(30)], 1)
     assert unreadable.flaw is None
@@ -64,7 +64,7 @@ def test_a_delivery_whose_headers_are_broken_is_taken_for_the_next_and_keeps_no_
 
 
 def test_what_comes_again_is_marked_as_redelivered() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered(at(10, 11, 12), 1)
     position.lost(2)
     again = at(11, 12, 13)
@@ -73,14 +73,14 @@ def test_what_comes_again_is_marked_as_redelivered() -> None:
 
 
 def test_a_delivery_whose_offset_is_not_known_at_all_says_nothing() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     position.delivered([broken()], 1)
     position.lost(1)
     assert position.following is None
 
 
 def test_what_is_settled_is_forgotten_as_more_comes_in() -> None:
-    position = StreamPosition()
+    position = StreamOffset()
     for first in range(0, 10_000, 10):
         position.delivered(at(*range(first, first + 10)), first + 1)
     assert len(position._offsets) == 10
@@ -94,7 +94,7 @@ def test_every_offset_is_settled_in_the_end(gaps: list[int], cuts: list[tuple[in
     """A stream with gaps, consumed over channels that deliver some, settle a prefix of that and are lost."""
     stream = [sum(gaps[: index + 1]) for index in range(len(gaps))]
     settled: set[int] = set()
-    position = StreamPosition()
+    position = StreamOffset()
     for delivered, done in [*cuts, (len(stream), len(stream))]:
         rest = [offset for offset in stream if position.following is None or offset >= position.following]
         sent = rest[:delivered]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.publisher.publication import Publication
-from reliable_mq.core.publisher.window import IdGate, PublishWindow
+from reliable_mq.core.publisher.window import MessageIdQueue, PublishWindow
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 from tests.properties import machine
@@ -75,7 +75,7 @@ class IdGateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate: IdGate[Publication] = IdGate()
+        self.gate: MessageIdQueue[Publication] = MessageIdQueue()
         self.queues: dict[str, deque[Publication]] = {}
 
     ids = st.sampled_from("abc")
@@ -177,7 +177,7 @@ def test_a_window_of_one_wakes_when_its_place_is_free() -> None:
 
 def test_the_second_publish_with_an_id_waits_for_the_first() -> None:
     """Two with the same id are inside one after the other, in the order in which they came."""
-    gate: IdGate[Publication] = IdGate()
+    gate: MessageIdQueue[Publication] = MessageIdQueue()
     first, second, third = (publication("id") for _ in range(3))
     assert gate.enter([first, second, third]) == [first]
     assert gate.leave([first]) == [second]
@@ -186,7 +186,7 @@ def test_the_second_publish_with_an_id_waits_for_the_first() -> None:
 
 
 def test_where_the_only_one_that_waits_gives_up_nobody_is_next() -> None:
-    gate: IdGate[Publication] = IdGate()
+    gate: MessageIdQueue[Publication] = MessageIdQueue()
     first, second = publication("id"), publication("id")
     gate.enter([first, second])
     assert gate.withdraw(second)
@@ -196,7 +196,7 @@ def test_where_the_only_one_that_waits_gives_up_nobody_is_next() -> None:
 
 def test_one_that_gives_up_waiting_is_not_let_in() -> None:
     """One that is withdrawn while it waits is passed over; one that is inside cannot be withdrawn."""
-    gate: IdGate[Publication] = IdGate()
+    gate: MessageIdQueue[Publication] = MessageIdQueue()
     first, second, third = (publication("id") for _ in range(3))
     gate.enter([first, second, third])
     assert gate.withdraw(second)
@@ -211,7 +211,7 @@ def test_the_gate_costs_the_same_with_a_thousand_and_a_hundred_thousand_inside(
     """Entering and leaving cost the same however many are inside, and however many wait for one id."""
 
     def cost(others: int, rounds: int) -> float:
-        gate: IdGate[Publication] = IdGate()
+        gate: MessageIdQueue[Publication] = MessageIdQueue()
         pairs = [(publication(key), publication(key)) for key in map(str, range(1_000))]
         gate.enter(publication(f"other {number // 2}") for number in range(others))
         began = process_time()

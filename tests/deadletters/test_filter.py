@@ -10,7 +10,7 @@ import pytest
 from reliable_mq import ConfigurationError, Message
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.deadletters import DeadMessage, Filter, Statistics
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
@@ -32,7 +32,7 @@ def letter(*, age: float | None = 60.0, **changed: object) -> DeadMessage:
     table |= changed
     properties = encode_properties(Message(b"", headers=table, message_id="id-1"))
     delivery = Delivery("", 1, False, "", "orders.dead", properties, b"12345")
-    delivery.source = Source(1, 1, "orders.dead")
+    delivery.source = ChannelGeneration(1, 1, "orders.dead")
     return DeadMessage(delivery, 1)
 
 

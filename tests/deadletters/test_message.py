@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reliable_mq import Message
 from reliable_mq.codec import Properties, encode_properties, encode_table, join_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
 from reliable_mq.deadletters import DeadMessage, Origin
 
@@ -21,7 +21,7 @@ LATER = datetime(2026, 1, 3, tzinfo=UTC)
 
 def dead(properties: bytes, body: bytes = b"body", *, redelivered: bool = False) -> DeadMessage:
     delivery = Delivery("", 1, redelivered, "", "orders.dead", properties, body)
-    delivery.source = Source(1, 1, "orders.dead")
+    delivery.source = ChannelGeneration(1, 1, "orders.dead")
     return DeadMessage(delivery, 1)
 
 
@@ -31,7 +31,7 @@ def with_headers(table: dict[str, object]) -> DeadMessage:
 
 def test_our_own_dead_letters_are_read_with_our_own_names() -> None:
     original = Delivery("", 1, False, "shop", "order.new", encode_properties(Message(b"", message_id="m")), b"x")
-    original.source = Source(1, 1, "orders")
+    original.source = ChannelGeneration(1, 1, "orders")
     made = DeadLetters(Target("", "orders.dead"), consumer="shop", version="1.2.3").make(original, "too late")
     message = dead(made.properties)
     assert message.origin == Origin("orders", "shop", "order.new")

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.deadletters.replay import Pace
+from reliable_mq.deadletters.replay import RateLimit
 
 
 def times(rate: float, idle: list[float], late: float = 0.0) -> list[float]:
     """When messages are published that become known after such pauses, by a clock whose waits are late."""
-    pace, now, published = Pace(rate), 1000.0, []
+    pace, now, published = RateLimit(rate), 1000.0, []
     for pause in idle:
         now += pause
         if now < pace.due():

@@ -11,7 +11,7 @@ from reliable_mq import ConfigurationError, Queue, RetryPolicy
 from reliable_mq.codec import LARGEST_BODY, encode_ack
 from reliable_mq.codec.methods import CheckQueue, Consume, DeclareQueue, SetPrefetch
 from reliable_mq.core.channel_setup import ServerInfo
-from reliable_mq.core.consumer.delivery import Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from tests.core.deliveries import delivery
@@ -251,7 +251,10 @@ def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_whe
 def test_claiming_is_by_virtual_host_and_queue(given: dict[str, Any], key: str) -> None:
     claiming = options("a|b", idempotency=True, **given).new_claiming()
     assert claiming is not None
-    assert claiming.key_of(delivery(message_id="m", source=Source(1, 1, "a|b", namespace_of("rabbit@a", "/")))) == key
+    assert (
+        claiming.key_of(delivery(message_id="m", source=ChannelGeneration(1, 1, "a|b", namespace_of("rabbit@a", "/"))))
+        == key
+    )
     assert options().new_claiming() is None
 
 

@@ -12,10 +12,10 @@ import pytest
 from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Claiming, Failed, Outcome, Result, What
+from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine import workers as engine_workers
-from reliable_mq.engine.workers import Workers
+from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.stores import IdempotencyStore, MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
@@ -78,10 +78,14 @@ def running(
     store: IdempotencyStore | None = None,
     key: Callable[[Delivery], str | None] | None = None,
     sink: Sink | None = None,
-) -> Iterator[tuple[Workers, Sink]]:
+) -> Iterator[tuple[WorkerPool, Sink]]:
     sink = sink or Sink()
-    claiming = None if store is None else Claiming(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
-    workers = Workers(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
+    claiming = (
+        None if store is None else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
+    )
+    workers = WorkerPool(
+        name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
+    )
     workers.start()
     try:
         yield workers, sink
@@ -320,14 +324,14 @@ def test_a_worker_whose_recovery_is_interrupted_goes_on_on_another_thread(
     store: MemoryStore | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = iter([SystemExit(4)])
-    recover = Workers._recover
+    recover = WorkerPool._recover
 
-    def interrupted(self: Workers, worker: Any, error: BaseException) -> None:
+    def interrupted(self: WorkerPool, worker: Any, error: BaseException) -> None:
         recover(self, worker, error)
         for end in ends:
             raise end
 
-    monkeypatch.setattr(Workers, "_recover", interrupted)
+    monkeypatch.setattr(WorkerPool, "_recover", interrupted)
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     work = items(5)
@@ -450,7 +454,7 @@ def test_a_store_that_has_no_room_for_many_is_asked_for_fewer() -> None:
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(1000))
         results = sink.wait_for(1000)
-    refused = [one for one in results if isinstance(one, Outcome) and one.what is What.STORE_FAILED]
+    refused = [one for one in results if isinstance(one, Skipped) and one.what is SkipReason.STORE_FAILED]
     assert 0 < len(refused) < 100
     assert max(store.claimed) == 16
     assert max(store.claimed[5:]) == 11
@@ -477,7 +481,7 @@ def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.Mon
         workers.put(work)
         results = sink.wait_for(12)
     assert seen == results == work
-    assert not any(isinstance(one, Outcome) for one in results)
+    assert not any(isinstance(one, Skipped) for one in results)
     assert all(
         claim.status is ClaimStatus.DONE for claim in store.claim_many([f"q|orders|m{n}" for n in range(1, 13)], 1.0)
     )
@@ -511,7 +515,7 @@ def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
     with running(seen.append, store=store) as (workers, sink):
         workers.put(items(3))
         results = sink.wait_for(3)
-    assert [one.what for one in results if isinstance(one, Outcome)] == [What.DUPLICATE, What.IN_PROGRESS]
+    assert [one.what for one in results if isinstance(one, Skipped)] == [SkipReason.DUPLICATE, SkipReason.IN_PROGRESS]
     assert [item.message_id for item in seen] == ["m3"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text, update
 
 from reliable_mq import Message
-from reliable_mq.core.outbox import FORMAT, Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import FORMAT, NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from reliable_mq.outbox.protocol import Claims
+    from reliable_mq.outbox.protocol import RowLeases
 
 LEASE = 100.0
 
@@ -98,7 +98,7 @@ def store(outbox: SQLAlchemyOutbox, *bodies: str, key: str | None = None) -> Non
     outbox.write([NewRow(Message(body.encode()), "", "q", True, key) for body in bodies], [])
 
 
-def take(claims: Claims, limit: int = 10) -> list[OutboxRow]:
+def take(claims: RowLeases, limit: int = 10) -> list[OutboxRow]:
     taken = claims.take(limit)
     assert not taken.damaged
     return taken.rows
@@ -112,7 +112,7 @@ class ClaimsContract:
         store(table.outbox, "a")
         relay, other = table.outbox.claims(), table.outbox.claims()
         [first] = take(relay)
-        back = [Settlement(first, Fate.BACK)]
+        back = [RowSettlement(first, RowOutcome.BACK)]
         table.outbox.write([], back)
         [second] = take(relay)
         assert second.message.body == b"a"
@@ -146,7 +146,7 @@ class ClaimsContract:
         table.age(LEASE + 1)
         [row] = take(second)
         assert row.possible_duplicate
-        table.outbox.write([], [Settlement(row, Fate.BACK)])
+        table.outbox.write([], [RowSettlement(row, RowOutcome.BACK)])
         [row] = take(third)
         assert row.possible_duplicate
 
@@ -155,8 +155,8 @@ class ClaimsContract:
         store(table.outbox, "a")
         claims = table.outbox.claims()
         [row] = take(claims)
-        table.outbox.write([], [Settlement(row, Fate.BACK)])
-        claims.written([Settlement(row, Fate.BACK)])
+        table.outbox.write([], [RowSettlement(row, RowOutcome.BACK)])
+        claims.written([RowSettlement(row, RowOutcome.BACK)])
         [row] = take(claims)
         assert not row.possible_duplicate
 
@@ -169,9 +169,9 @@ class ClaimsContract:
         assert [row.message.body for row in rows] == [b"0", b"1"]
         store(table.outbox, "2", key="key")
         assert [row.message.body for row in take(other)] == [b"free"]
-        table.outbox.write([], [Settlement(rows[0], Fate.CONFIRMED)])
+        table.outbox.write([], [RowSettlement(rows[0], RowOutcome.CONFIRMED)])
         assert take(other) == []
-        table.outbox.write([], [Settlement(rows[1], Fate.CONFIRMED)])
+        table.outbox.write([], [RowSettlement(rows[1], RowOutcome.CONFIRMED)])
         assert [row.message.body for row in take(other)] == [b"2"]
 
     def test_what_a_relay_lets_go_of_is_free_at_once_and_may_have_been_published(self, table: TableOutbox) -> None:
@@ -204,7 +204,7 @@ class ClaimsContract:
         assert [row.message.body for row in taken.rows] == [b"0", b"free"]
         table.outbox.write([], taken.damaged)
         claims.written(taken.damaged)
-        done = [Settlement(row, Fate.CONFIRMED) for row in taken.rows]
+        done = [RowSettlement(row, RowOutcome.CONFIRMED) for row in taken.rows]
         table.outbox.write([], done)
         claims.written(done)
         assert take(claims) == []
@@ -214,9 +214,9 @@ class ClaimsContract:
         assert table.outbox.purge() == 1
         assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
 
-    @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.SET_ASIDE])
+    @pytest.mark.parametrize("fate", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
     def test_a_fate_that_comes_late_takes_nothing_from_the_relay_that_took_over(
-        self, table: TableOutbox, fate: Fate
+        self, table: TableOutbox, fate: RowOutcome
     ) -> None:
         """A relay that was stopped for longer than its lease does not know that its rows are another's by now."""
         store(table.outbox, "a", "b", key="key")
@@ -225,12 +225,12 @@ class ClaimsContract:
         table.age(LEASE + 1)
         rows = take(quick)
         assert [row.message.body for row in rows] == [b"a", b"b"]
-        table.outbox.write([], [Settlement(row, fate, 5.0, "it was late") for row in late])
+        table.outbox.write([], [RowSettlement(row, fate, 5.0, "it was late") for row in late])
         assert take(third) == []
         assert table.outbox.status().rows == 2
-        table.outbox.write([], [Settlement(rows[0], Fate.CONFIRMED)])
+        table.outbox.write([], [RowSettlement(rows[0], RowOutcome.CONFIRMED)])
         assert take(third) == []
-        table.outbox.write([], [Settlement(rows[1], Fate.BACK)])
+        table.outbox.write([], [RowSettlement(rows[1], RowOutcome.BACK)])
         assert [(row.message.body, row.possible_duplicate) for row in take(third)] == [(b"b", True)]
 
     def test_a_confirm_that_comes_late_removes_the_row(self, table: TableOutbox) -> None:
@@ -240,7 +240,7 @@ class ClaimsContract:
         [late] = take(slow)
         table.age(LEASE + 1)
         assert len(take(quick)) == 1
-        table.outbox.write([], [Settlement(late, Fate.CONFIRMED)])
+        table.outbox.write([], [RowSettlement(late, RowOutcome.CONFIRMED)])
         assert table.outbox.status().rows == 0
 
     def test_a_relay_does_not_take_what_it_has(self, table: TableOutbox) -> None:
@@ -251,7 +251,7 @@ class ClaimsContract:
         table.age(LEASE + 1)
         assert [row.message.body for row in take(relay)] == [b"b"]
         assert take(other) == []
-        table.outbox.write([], [Settlement(first, Fate.CONFIRMED)])
+        table.outbox.write([], [RowSettlement(first, RowOutcome.CONFIRMED)])
         assert table.outbox.status().rows == 1
 
     def test_leases_are_renewed_well_before_they_end(self, table: TableOutbox) -> None:
@@ -316,7 +316,7 @@ class ClaimsContract:
             store(table.outbox, key, key=key)
         rows = take(table.outbox.claims())
         assert sorted(row.message.body.decode() for row in rows) == sorted(keys)
-        table.outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why") for row in rows])
+        table.outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why") for row in rows])
         assert table.outbox.status().set_aside == len(keys)
 
     def test_only_the_ids_that_are_given_are_decided_about(self, table: TableOutbox) -> None:
@@ -330,7 +330,7 @@ class ClaimsContract:
                 )
         table.outbox.write([NewRow(Message(b"", message_id=name), "", "q", True, None) for name in ids], [])
         claims = table.outbox.claims()
-        table.outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why") for row in take(claims)])
+        table.outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why") for row in take(claims)])
         assert table.outbox.retry(["order-ab"]) == 1
         assert table.outbox.status().rows == 1
         assert table.outbox.purge(["order-ab", "order-ab "]) == 1

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from reliable_mq import Message
-from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox
-from reliable_mq.outbox.protocol import Claims
+from reliable_mq.outbox.protocol import RowLeases
 
 
-def settle(outbox: SQLiteOutbox, claims: Claims, settlements: list[Settlement]) -> None:
+def settle(outbox: SQLiteOutbox, claims: RowLeases, settlements: list[RowSettlement]) -> None:
     claims.decided(settlements)
     outbox.write([], settlements)
     claims.written(settlements)
 
 
-def bodies(claims: Claims) -> list[bytes]:
+def bodies(claims: RowLeases) -> list[bytes]:
     return [row.message.body for row in claims.take(10).rows]
 
 
@@ -51,7 +51,7 @@ def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, c
     assert bodies(claims) == []
     outbox.write([], taken.damaged)
     claims.written(taken.damaged)
-    settle(outbox, claims, [Settlement(row, Fate.CONFIRMED) for row in taken.rows])
+    settle(outbox, claims, [RowSettlement(row, RowOutcome.CONFIRMED) for row in taken.rows])
     assert bodies(claims) == []
     status = outbox.status()
     assert (status.rows, status.held, status.set_aside) == (1, 1, 1)
@@ -71,7 +71,7 @@ def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
     claims = outbox.claims()
     taken = claims.take(10)
     assert [row.message.body for row in taken.rows] == [b"0", b"2"]
-    settle(outbox, claims, [*taken.damaged, *(Settlement(row, Fate.CONFIRMED) for row in taken.rows)])
+    settle(outbox, claims, [*taken.damaged, *(RowSettlement(row, RowOutcome.CONFIRMED) for row in taken.rows)])
     assert (outbox.status().rows, outbox.status().set_aside) == (0, 1)
     claims.close()
     outbox.close()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
 from reliable_mq import BrokerUnavailable, ConfigurationError, Message, PublishNacked, PublishReturned
-from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, Settlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RelaySession, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_relay
-from reliable_mq.outbox.protocol import Claims
+from reliable_mq.outbox.protocol import RowLeases
 from tests.properties import examples
 
 OUTCOMES: list[Any] = [
@@ -69,10 +69,10 @@ class Model:
         self.begin()
 
     def begin(self) -> None:
-        self.claims: Claims = self.outbox.claims()
+        self.claims: RowLeases = self.outbox.claims()
         self.session = RelaySession()
         self.outstanding: list[OutboxRow] = []
-        self.unwritten: list[Settlement] = []
+        self.unwritten: list[RowSettlement] = []
 
     def store(self, keys: list[str | None]) -> None:
         rows = []

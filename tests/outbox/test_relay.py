@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from reliable_mq import Message, PublishReturned, ReliableMQError
-from reliable_mq.core.outbox import NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.outbox.relay import OutboxRelay
 
@@ -73,7 +73,7 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     """Nothing of a key is taken between the decision to set its first message aside and the write of that."""
     outbox.write(rows("a", "b"), [])
     carrier = FirstIsReturned(outbox)
-    decided: list[Settlement] = []  # and never written
+    decided: list[RowSettlement] = []  # and never written
     relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
     try:
@@ -97,7 +97,7 @@ def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: 
     """Nobody has published it: only what is outstanding may be a duplicate for the next relay."""
     outbox.write(rows("a", "b"), [])
     carrier = Silent(outbox)
-    decided: list[Settlement] = []
+    decided: list[RowSettlement] = []
     relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
     assert carrier.looked_again.wait(20)
@@ -142,7 +142,7 @@ def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: O
     carrier = Slow()
     done = threading.Semaphore(0)
 
-    def settle(settlements: list[Settlement]) -> None:
+    def settle(settlements: list[RowSettlement]) -> None:
         outbox.write([], settlements)
         relay.settled(settlements)
         done.release(len(settlements))

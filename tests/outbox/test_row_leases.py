@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from reliable_mq.core.outbox import Fate, Settlement
+from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay, sqlalchemy_table
 from tests.outbox.row_leases_contract import ClaimsContract, TableOutbox, store, take
 
@@ -44,7 +44,7 @@ def test_what_a_relay_had_before_the_machine_was_booted_is_free_at_once(
     store(outbox, "delayed", "claimed")
     before = outbox.claims()
     late, _ = take(before)
-    outbox.write([], [Settlement(late, Fate.LATER, 60.0)])
+    outbox.write([], [RowSettlement(late, RowOutcome.LATER, 60.0)])
     booted("two", 9_990.0)
     assert [(row.message.body, row.possible_duplicate) for row in take(outbox.claims())] == [(b"claimed", True)]
     booted("three", 5.0)

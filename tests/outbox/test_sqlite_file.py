@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from reliable_mq import Message, OutboxError
-from reliable_mq.core.outbox import Fate, NewRow, Settlement
+from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
-from reliable_mq.outbox.sqlite_file import Reserve
+from reliable_mq.outbox.sqlite_file import DiskReserve
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_counting_is_linear_in_the_rows_of_a_key(outbox: SQLiteOutbox) -> None:
     store(outbox, 1000, "key")
     claims = outbox.claims()
     row = claims.take(1).rows[0]
-    outbox.write([], [Settlement(row, Fate.SET_ASIDE, 0.0, "why")])
+    outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why")])
     claims.close()
     few = instructions(outbox)
     store(outbox, 7000, "key")
@@ -197,7 +197,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
 
     monkeypatch.delattr(os, "posix_fallocate")
     monkeypatch.setattr(os, "pwrite", full)
-    reserve = Reserve(tmp_path / "outbox")
+    reserve = DiskReserve(tmp_path / "outbox")
     assert not reserve.there()
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
 
@@ -227,7 +227,7 @@ def test_each_key_has_its_turn(outbox: SQLiteOutbox) -> None:
     for _ in range(24):
         rows = claims.take(100).rows
         turns += sorted({row.ordering_key or "" for row in rows})
-        settlements = [Settlement(row, Fate.CONFIRMED) for row in rows]
+        settlements = [RowSettlement(row, RowOutcome.CONFIRMED) for row in rows]
         claims.decided(settlements)
         outbox.write([], settlements)
         claims.written(settlements)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from reliable_mq import Message, OutboxError
-from reliable_mq.core.outbox import Fate, NewRow, OutboxRow, Settlement
+from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
 from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.outbox import SQLiteOutbox, writer
 from reliable_mq.outbox.writer import OutboxWriter
 
-DONE = Settlement(OutboxRow(1, Message(b""), "", "q", True, None, 0, False), Fate.CONFIRMED)
+DONE = RowSettlement(OutboxRow(1, Message(b""), "", "q", True, None, 0, False), RowOutcome.CONFIRMED)
 NEW = NewRow(Message(b"new"), "", "q", True, None)
 
 
@@ -26,7 +26,7 @@ class Failing(SQLiteOutbox):
         self.failures = failures
         self.asked: list[tuple[int, int]] = []  # rows and fates
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.asked.append((len(rows), len(settlements)))
         if self.failures:
             self.failures -= 1
@@ -38,7 +38,7 @@ class Told:
 
     def __init__(self, outbox: SQLiteOutbox) -> None:
         self.stored: Queue[tuple[list[str], OutboxError | None]] = Queue()
-        self.settled: Queue[list[Settlement]] = Queue()
+        self.settled: Queue[list[RowSettlement]] = Queue()
         self.writer: OutboxWriter[str] = OutboxWriter(
             outbox,
             name="writer",
@@ -84,7 +84,7 @@ def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing
 class Broken(Failing):
     """An outbox whose first write raises what no outbox may raise."""
 
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.asked.append((len(rows), len(settlements)))
         if self.failures:
             self.failures -= 1
@@ -100,7 +100,7 @@ def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_t
         told.put((owners[0], error))
         raise RuntimeError("can't start new thread")
 
-    def on_settled(settlements: list[Settlement]) -> None:
+    def on_settled(settlements: list[RowSettlement]) -> None:
         told.put(("settled", settlements))
         raise RuntimeError("a fault of the relay")
 

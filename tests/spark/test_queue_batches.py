@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.consumer.delivery import Delivery, Source
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.queue_batches import Batches, Position, size_of
+from reliable_mq.spark.queue_batches import Batches, QueuePosition, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SESSION = "here"
-START = Position.first(["a", "b"])
+START = QueuePosition.first(["a", "b"])
 LARGE = 1 << 30
 
 
 def deliveries(first: int, count: int, queue: str = "a", size: int = 10) -> list[Delivery]:
-    source = Source(1, 1, queue)
+    source = ChannelGeneration(1, 1, queue)
     made = [Delivery("tag", first + number, False, "", queue, b"\0\0", b"x" * size) for number in range(count)]
     for delivery in made:
         delivery.source = source
@@ -33,7 +33,7 @@ def tags(of: Sequence[Delivery]) -> list[int]:
     return [delivery.delivery_tag for delivery in of]
 
 
-def plan(batches: Batches, start: Position, most: int = LARGE, most_bytes: int = LARGE) -> Position:
+def plan(batches: Batches, start: QueuePosition, most: int = LARGE, most_bytes: int = LARGE) -> QueuePosition:
     return batches.plan(start, most=most, most_bytes=most_bytes)
 
 
@@ -75,7 +75,7 @@ def test_a_batch_of_another_process_is_empty_and_acks_nothing() -> None:
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
     end = plan(batches, START)
-    elsewhere = Position("elsewhere", end.sequence, end.queues)
+    elsewhere = QueuePosition("elsewhere", end.sequence, end.queues)
     assert batches.deliveries(START, elsewhere) == []
     assert batches.committed(elsewhere) == []
     assert tags(batches.deliveries(START, end)) == [1, 2, 3, 4, 5]
@@ -85,9 +85,9 @@ def test_after_a_restart_batches_follow_the_position_of_the_process_before() -> 
     """Counts go on from where they were."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 5))
-    before = Position("before", 100, {"a": 60, "b": 40})
+    before = QueuePosition("before", 100, {"a": 60, "b": 40})
     end = plan(batches, before)
-    assert end == Position(SESSION, 105, {"a": 65, "b": 40})
+    assert end == QueuePosition(SESSION, 105, {"a": 65, "b": 40})
     assert tags(batches.deliveries(before, end)) == [1, 2, 3, 4, 5]
 
 
@@ -157,16 +157,16 @@ def test_the_horizon_is_all_that_is_known_to_be_there() -> None:
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))
     plan(batches, START, most=2)
-    assert batches.horizon({"a": 10, "b": 5}) == Position(SESSION, 18, {"a": 13, "b": 5})
+    assert batches.horizon({"a": 10, "b": 5}) == QueuePosition(SESSION, 18, {"a": 13, "b": 5})
 
 
 def test_positions_survive_the_checkpoint() -> None:
     """As JSON; what another source wrote is refused."""
-    position = Position(SESSION, 3, {"a": 1, "b": 2})
-    assert Position.parse(json.loads(json.dumps(position.as_json()))) == position
+    position = QueuePosition(SESSION, 3, {"a": 1, "b": 2})
+    assert QueuePosition.parse(json.loads(json.dumps(position.as_json()))) == position
     for other in ({"s": 5}, {"session": 1, "sequence": 2, "queues": {}}, None, []):
         with pytest.raises(ConfigurationError, match="checkpointLocation of its own"):
-            Position.parse(other)
+            QueuePosition.parse(other)
 
 
 @given(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.spark.queue_checks import Arguments, Verdict, delivery_limit, judge
+from reliable_mq.spark.queue_checks import CheckResult, QueueArguments, delivery_limit, judge
 
 QUORUM = {"x-queue-type": "quorum"}
 DEAD = {"x-dead-letter-exchange": ""}
 V40, V312 = (4, 0, 5), (3, 12, 0)
 
 
-def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: bool) -> Verdict:
-    return judge("q", Arguments(values=values, **more), version)
+def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: bool) -> CheckResult:
+    return judge("q", QueueArguments(values=values, **more), version)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def verdict(values: dict[str, object], version: tuple[int, ...] = V40, **more: b
 )
 def test_a_sound_queue_is_not_spoken_of(values: dict[str, object], version: tuple[int, ...]) -> None:
     """Classic ones, and quorum queues that count for ever."""
-    assert verdict(values, version) == Verdict()
+    assert verdict(values, version) == CheckResult()
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_what_had_better_be_known_is_a_warning() -> None:
 def test_the_delivery_limit_of_a_queue_is_known(
     values: dict[str, object], version: tuple[int, ...], limit: int | None
 ) -> None:
-    assert delivery_limit(Arguments(values=values), version) == limit
+    assert delivery_limit(QueueArguments(values=values), version) == limit

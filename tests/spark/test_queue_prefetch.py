@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.queue_prefetch import Appetite, Move, times_returned
+from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, times_returned
 
 
-def appetite(most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None) -> Appetite:
-    return Appetite(most=most, most_bytes=most_bytes, queues=queues, limit=limit)
+def appetite(
+    most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None
+) -> PrefetchController:
+    return PrefetchController(most=most, most_bytes=most_bytes, queues=queues, limit=limit)
 
 
 def test_it_begins_small_while_sizes_are_not_known() -> None:
@@ -22,11 +24,11 @@ def test_small_messages_get_all_that_is_allowed() -> None:
     """As soon as the first ones have used up what was granted."""
     hungry = appetite()
     hungry.fed(20, 20 * 100)
-    assert hungry.move(held=2000, unacked=20) is Move.STAY
-    assert hungry.move(held=6400, unacked=64) is Move.RENEW
+    assert hungry.move(held=2000, unacked=20) is PrefetchChange.STAY
+    assert hungry.move(held=6400, unacked=64) is PrefetchChange.RENEW
     hungry.renewed()
     assert hungry.granted == 2000
-    assert hungry.move(held=200_000, unacked=2000) is Move.STAY
+    assert hungry.move(held=200_000, unacked=2000) is PrefetchChange.STAY
 
 
 def test_large_messages_get_as_many_as_fit() -> None:
@@ -44,9 +46,9 @@ def test_it_pauses_while_too_much_is_held() -> None:
     hungry.fed(10, 10 * 100)
     hungry.renewed()
     hungry.fed(1, 900_000)
-    assert hungry.move(held=1_100_001, unacked=11) is Move.PAUSE
-    assert hungry.move(held=500_000, unacked=5) is Move.STAY
-    assert hungry.move(held=250_000, unacked=2) is Move.RENEW
+    assert hungry.move(held=1_100_001, unacked=11) is PrefetchChange.PAUSE
+    assert hungry.move(held=500_000, unacked=5) is PrefetchChange.STAY
+    assert hungry.move(held=250_000, unacked=2) is PrefetchChange.RENEW
     hungry.renewed()
     assert (hungry.granted, hungry.paused) == (1, False)
 
@@ -57,7 +59,7 @@ def test_messages_that_are_a_little_larger_do_not_end_the_subscription() -> None
     hungry.fed(64, 64 * 1000)
     hungry.renewed()
     assert hungry.granted == 1000
-    assert hungry.move(held=1000 * 1050, unacked=1000) is Move.STAY
+    assert hungry.move(held=1000 * 1050, unacked=1000) is PrefetchChange.STAY
 
 
 def test_it_forgets_large_messages_slowly() -> None:
@@ -79,10 +81,10 @@ def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
     careful = appetite(limit=20)
     assert careful.granted == careful.prefetch == 1
     careful.fed(1, 100)
-    assert careful.move(held=100, unacked=1) is Move.RENEW
+    assert careful.move(held=100, unacked=1) is PrefetchChange.RENEW
     careful.renewed()
     assert careful.granted == 2000
-    assert careful.move(held=200_100, unacked=2001) is Move.STAY
+    assert careful.move(held=200_100, unacked=2001) is PrefetchChange.STAY
     careful.lost()
     assert careful.prefetch == 1
 
@@ -110,13 +112,13 @@ def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_l
     careful.renewed()
     careful.fed(500, 50_000)
     careful.returned = 15
-    assert careful.move(held=50_000, unacked=501) is Move.PAUSE
-    assert careful.move(held=40_000, unacked=400) is Move.STAY
+    assert careful.move(held=50_000, unacked=501) is PrefetchChange.PAUSE
+    assert careful.move(held=40_000, unacked=400) is PrefetchChange.STAY
     careful.returned = 0
-    assert careful.move(held=40_000, unacked=400) is Move.RENEW
+    assert careful.move(held=40_000, unacked=400) is PrefetchChange.RENEW
     assert careful.prefetch == 1
     careful.renewed()
-    assert careful.move(held=40_100, unacked=401) is Move.STAY
+    assert careful.move(held=40_100, unacked=401) is PrefetchChange.STAY
 
 
 def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
@@ -125,7 +127,7 @@ def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
     careful.fed(1, 100)
     careful.returned = 15
     for _ in range(3):
-        assert careful.move(held=100, unacked=1) is Move.STAY
+        assert careful.move(held=100, unacked=1) is PrefetchChange.STAY
         careful.fed(1, 100)
 
 

@@ -29,7 +29,7 @@ from reliable_mq.stores import (
         ("RedisStore", "redis", "redis", "redis"),
         ("AsyncRedisStore", "redis", "redis", "redis"),
         ("SQLAlchemyStore", "sqlalchemy", "sqlalchemy", "sql"),
-        ("AsyncSQLAlchemyStore", "sqlalchemy_async", "sqlalchemy", "sql"),
+        ("AsyncSQLAlchemyStore", "sqlalchemy", "sqlalchemy", "sql"),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_install(

@@ -7,7 +7,7 @@ import multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.stores.keys import Doubts, stored_key, unique
+from reliable_mq.stores.keys import UnansweredClaims, stored_key, unique
 
 TEXT = st.text(st.characters(codec=None), max_size=250) | st.from_regex(r"sha256:[0-9a-f]{64}", fullmatch=True)
 
@@ -34,7 +34,7 @@ def test_keys_come_once_and_in_the_order_of_what_is_stored() -> None:
 
 
 def test_a_question_without_an_answer_is_asked_again_in_the_name_of_the_same_holder() -> None:
-    doubts = Doubts()
+    doubts = UnansweredClaims()
     first = doubts.holders(["a", "b"])
     assert first["a"] == first["b"] > 0
     doubts.unanswered(first)
@@ -46,7 +46,7 @@ def test_a_question_without_an_answer_is_asked_again_in_the_name_of_the_same_hol
 
 
 def test_of_several_holders_each_is_tried_in_its_turn() -> None:
-    doubts = Doubts()
+    doubts = UnansweredClaims()
     one, other = doubts.holders(["a"]), doubts.holders(["a"])
     doubts.unanswered(one)
     doubts.unanswered(other)
@@ -56,7 +56,7 @@ def test_of_several_holders_each_is_tried_in_its_turn() -> None:
 
 
 def test_doubts_are_bounded() -> None:
-    doubts = Doubts(capacity=2)
+    doubts = UnansweredClaims(capacity=2)
     asked = doubts.holders(["a", "b", "c"])
     doubts.unanswered(asked)
     assert doubts.holders(["a"]) != {"a": asked["a"]}
@@ -65,7 +65,7 @@ def test_doubts_are_bounded() -> None:
 
 def test_what_a_process_was_not_answered_its_forked_child_does_not_ask_in_the_same_name() -> None:
     """Both would be granted it. And the child does not wait for a lock that a thread of its parent had."""
-    doubts = Doubts()
+    doubts = UnansweredClaims()
     asked = doubts.holders(["a"])
     doubts.unanswered(asked)
     context = multiprocessing.get_context("fork")

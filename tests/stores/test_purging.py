@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reliable_mq.stores import ClaimStatus, sql
 from reliable_mq.stores.keys import PurgePace
-from reliable_mq.stores.sql import Ask, Steps
+from reliable_mq.stores.sql import Query, Steps
 from tests.stores import subjects
 from tests.stores.purging import Clock, grow, pace_of
 from tests.stores.subjects import LEASE, RETENTION, Subject
@@ -34,7 +34,7 @@ def test_a_purge_that_fails_costs_no_claim(
     """It would be known to nobody, and its message would wait for the end of the lease."""
 
     def fails(_dialect: sql.SQLite, _limit: int, *, now: int) -> Steps[int]:
-        yield Ask(f"DELETE FROM what_is_not_there WHERE {now}", {})
+        yield Query(f"DELETE FROM what_is_not_there WHERE {now}", {})
         raise AssertionError
 
     monkeypatch.setattr(sql.SQLite, "purge", fails)

@@ -13,7 +13,7 @@ import tenacity
 
 from reliable_mq._util.threads import in_background
 from reliable_mq.core.channel_setup import publisher_setup
-from reliable_mq.core.reconnect import Recovery
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.io_thread import IOThread
 from tests.leftovers import nothing_left
@@ -58,7 +58,7 @@ def io_thread(endpoint: Endpoint, client: Client, *, connect_timeout: float = 10
         ),
         setup=lambda server: publisher_setup([], server.version_tuple),
         client=client,
-        recovery=Recovery(**recovery),
+        recovery=ReconnectPolicy(**recovery),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from reliable_mq.core.outbox import Settlement
+    from reliable_mq.core.outbox import RowSettlement
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -151,7 +151,7 @@ class Gated(SQLiteOutbox):
         self.let = threading.Semaphore(0)
         self.bodies: list[bytes] = []
 
-    def write(self, messages: Sequence[NewRow], settlements: Sequence[Settlement]) -> None:
+    def write(self, messages: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.let.acquire()
         self.bodies += [row.message.body[:1] for row in messages]
         super().write(messages, settlements)

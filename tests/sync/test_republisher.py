@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reliable_mq import PublishError, PublishReturned, ReliableMQError, UsageError
-from reliable_mq.core.consumer.delivery import Source
-from reliable_mq.core.retry.dead_letters import DeadLetters, Republish, Target
+from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
 from reliable_mq.sync.subscription import Republisher
 from tests.core.deliveries import delivery
 
@@ -52,10 +52,10 @@ class Publisher:
 
 class Answers:
     def __init__(self) -> None:
-        self.given: list[tuple[Republish, ReliableMQError | None]] = []
+        self.given: list[tuple[RepublishRequest, ReliableMQError | None]] = []
         self._changed = threading.Condition()
 
-    def __call__(self, republish: Republish, error: ReliableMQError | None) -> None:
+    def __call__(self, republish: RepublishRequest, error: ReliableMQError | None) -> None:
         with self._changed:
             self.given.append((republish, error))
             self._changed.notify_all()
@@ -84,9 +84,9 @@ def make(answers: Answers) -> Iterator[Callable[[Publisher], Republisher]]:
         republisher.close(5)
 
 
-def dead_letter(*, properties: bytes | None = None) -> Republish:
+def dead_letter(*, properties: bytes | None = None) -> RepublishRequest:
     item = delivery(body=b"body", message_id="m1")
-    item.source = Source(1, 1, "orders")
+    item.source = ChannelGeneration(1, 1, "orders")
     made = DeadLetters(Target("", "bin"), consumer="c", version="0").make(item, "why")
     if properties is not None:
         made.properties = properties

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from reliable_mq.core.publisher.window import PublishWindow
-from reliable_mq.sync.publisher_channel import Room, _Waiter
+from reliable_mq.sync.publisher_channel import WindowWaiters, _Waiter
 
 SOON = 10.0
 
@@ -25,7 +25,7 @@ class Lane:
         self.window = PublishWindow(10, 100)
         self.asked = 0
         self.over = False
-        self.room = Room(self.lock, self.window, self.ask)
+        self.room = WindowWaiters(self.lock, self.window, self.ask)
         self.taken: list[str] = []
 
     def ask(self) -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.testing.audit import Account
+from reliable_mq.testing.audit import Audit
 
 IDS = st.lists(st.sampled_from("abcdef"))
 
 
-def account(*, attempted: str = "", confirmed: str = "", failed: str = "", handled: str = "") -> Account:
-    made = Account()
+def account(*, attempted: str = "", confirmed: str = "", failed: str = "", handled: str = "") -> Audit:
+    made = Audit()
     for ids, book in ((attempted, made.attempted), (confirmed, made.confirmed), (failed, made.failed)):
         for message_id in ids:
             book(message_id)
@@ -24,7 +24,7 @@ def account(*, attempted: str = "", confirmed: str = "", failed: str = "", handl
 
 
 def test_an_empty_account_adds_up() -> None:
-    Account().balance().check(effects_once=True)
+    Audit().balance().check(effects_once=True)
 
 
 def test_handled_dead_lettered_and_left_add_up_to_what_was_confirmed() -> None:

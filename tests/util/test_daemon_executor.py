@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from integration.support.waiting import until
-from reliable_mq._util.threads import Threads
+from reliable_mq._util.threads import DaemonExecutor
 
 
 def running() -> list[str]:
@@ -17,7 +17,7 @@ def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
     """A task that is cancelled gives back what it has claimed: nobody would end a thread that waits for more."""
 
     async def main() -> None:
-        threads = Threads("test", 2)
+        threads = DaemonExecutor("test", 2)
         assert await threads.call(lambda: 1) == 1
         threads.stop()
         assert await threads.call(lambda: 2) == 2
@@ -31,7 +31,7 @@ def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
     go_on = threading.Event()
 
     async def main() -> None:
-        threads = Threads("test", 1)
+        threads = DaemonExecutor("test", 1)
         hanging = threads.call(lambda: go_on.wait(20))
         threads.stop()
         async with asyncio.timeout(10):

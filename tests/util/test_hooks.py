@@ -20,8 +20,8 @@ sys.path.insert(0, {path!r})
 for name in {modules!r}:
     importlib.import_module(name)
 
-from reliable_mq import hooks
-from reliable_mq.connection import publishing
+from reliable_mq._util import hooks
+from reliable_mq.engine import publisher_channel
 from reliable_mq.sync import consumer, publisher
 
 
@@ -39,9 +39,9 @@ class Lane:
 
 for stage in reversed(hooks.ForkStage):
     for number in (1, 2):
-        hooks.in_child(stage, lambda stage=stage, number=number: say(f"{stage.name} {number}"))
+        hooks.at_fork(stage, lambda stage=stage, number=number: say(f"{stage.name} {number}"))
 lane = Lane()
-publishing._lanes.add(lane)
+publisher_channel._lanes.add(lane)
 publisher._open_publishers.add(lane)
 del lane
 child = os.fork()
@@ -72,8 +72,8 @@ def fail(error):
 
 import logging
 logging.basicConfig(level=logging.ERROR)
-hooks.in_child(hooks.ForkStage.RENEW, lambda: fail(ValueError("of a fork")))
-hooks.in_child(hooks.ForkStage.FORGET, lambda: say("forked"))
+hooks.at_fork(hooks.ForkStage.RENEW, lambda: fail(ValueError("of a fork")))
+hooks.at_fork(hooks.ForkStage.FORGET, lambda: say("forked"))
 hooks.at_exit(hooks.ExitStage.CONSUMERS, lambda: fail(ValueError("of an exit")))
 hooks.at_exit(hooks.ExitStage.KEPT, lambda: fail(KeyboardInterrupt("of a user")))
 hooks.at_exit(hooks.ExitStage.PUBLISHERS, lambda: say("exited"))

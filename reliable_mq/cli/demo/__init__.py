@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from reliable_mq.cli.demo.display import Display, Moment, State, Story, Verdict, display_for
+from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, Display, Moment, Story, display_for
 from reliable_mq.cli.demo.scenario import Outages, Progress, Shop
 from reliable_mq.cli.terminal import hide_logs, output, say
 from reliable_mq.url import parse_url
@@ -72,7 +72,7 @@ class _Demo:
                 say("interrupted: closing")
             finally:
                 self._outages.end()
-        verdict = Verdict(
+        verdict = DemoResult(
             self._shop.account.balance(), self._shop.progress, self._outages.done, time.monotonic() - self._began
         )
         if interrupted:
@@ -107,10 +107,10 @@ class _Demo:
                 return None
             pause.wait(_LOOK_EVERY)
 
-    def _state(self) -> State:
+    def _state(self) -> BrokerStatus:
         publisher = self._shop.publisher
-        return State(self._outages.state, publisher.connected, self._shop.consumer.connected, publisher.blocked)
+        return BrokerStatus(self._outages.state, publisher.connected, self._shop.consumer.connected, publisher.blocked)
 
 
-def _moment(now: float, state: State, outstanding: int, progress: Progress) -> Moment:
+def _moment(now: float, state: BrokerStatus, outstanding: int, progress: Progress) -> Moment:
     return Moment(now, state.broker, state.connected, state.blocked, outstanding, progress.republished)

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from reliable_mq.cli.demo.scenario import BrokerState, Progress
 from reliable_mq.cli.terminal import escaped, say
-from reliable_mq.testing.audit import Balance
+from reliable_mq.testing.audit import AuditResult
 
-__all__ = ["Display", "LinesDisplay", "LiveDisplay", "Moment", "State", "Story", "Verdict", "display_for"]
+__all__ = ["BrokerStatus", "DemoResult", "Display", "LinesDisplay", "LiveDisplay", "Moment", "Story", "display_for"]
 
 _EVENTS_SHOWN: Final = 8
 _LINE_EVERY: Final = 2.0  # seconds
@@ -35,7 +35,7 @@ _BROKER: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BrokerStatus:
     """What is shown beside the counts.
 
     Attributes:
@@ -65,7 +65,7 @@ class Display(Protocol):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def update(self, time: float, progress: Progress, state: State) -> None:
+    def update(self, time: float, progress: Progress, state: BrokerStatus) -> None:
         """Show how it stands."""
 
     def tell(self, time: float, event: str) -> None:
@@ -94,7 +94,7 @@ class LinesDisplay:
     ) -> None:
         pass
 
-    def update(self, time: float, progress: Progress, state: State) -> None:
+    def update(self, time: float, progress: Progress, state: BrokerStatus) -> None:
         """Print a line, if it is time."""
         if time < self._next:
             return
@@ -133,7 +133,7 @@ class LiveDisplay:
     ) -> None:
         self._live.__exit__(exc_type, exc, traceback)
 
-    def update(self, time: float, progress: Progress, state: State) -> None:
+    def update(self, time: float, progress: Progress, state: BrokerStatus) -> None:
         """Redraw."""
         self._recent.append((time, progress.confirmed))
         while self._recent[0][0] < time - _RATE_OVER:
@@ -144,7 +144,7 @@ class LiveDisplay:
         """Keep an event, to be drawn with the next update."""
         self._events.append(Text(escaped(f"{_clock(time)}  {event}")))
 
-    def _drawn(self, time: float, progress: Progress, state: State) -> Group:
+    def _drawn(self, time: float, progress: Progress, state: BrokerStatus) -> Group:
         bars = Table.grid(padding=(0, 2))
         bars.add_column()
         bars.add_column()
@@ -195,7 +195,7 @@ def _link(name: str, *, connected: bool, blocked: str | None) -> Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DemoResult:
     """A closed account.
 
     Attributes:
@@ -205,7 +205,7 @@ class Verdict:
         seconds: that it took.
     """
 
-    balance: Balance
+    balance: AuditResult
     progress: Progress
     outages: int
     seconds: float

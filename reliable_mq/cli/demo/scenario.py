@@ -28,17 +28,17 @@ from tenacity import wait_exponential
 from reliable_mq.codec.methods import DeleteQueue
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.retry.delay_queues import Ladder
+from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.errors import PublishUnconfirmed
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.stores.memory import MemoryStore
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher
-from reliable_mq.testing.audit import Account
+from reliable_mq.testing.audit import Audit
 from reliable_mq.topology import DEAD_SUFFIX, Queue
 
 __all__ = ["BrokerState", "Outages", "Progress", "Shop", "fails_once", "is_poison"]
@@ -104,7 +104,7 @@ class Shop:
 
     def __init__(self, url: str, settings: ConnectionSettings, *, orders: int, rate: float) -> None:
         self.orders = orders
-        self.account = Account()
+        self.account = Audit()
         self.failure: Exception | None = None
         self._url = url
         self._settings = settings
@@ -119,7 +119,7 @@ class Shop:
         self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
         self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
         retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
-        ladder = Ladder(self._queue.name, retry)
+        ladder = DelayQueues(self._queue.name, retry)
         self._beside = (Quarantine.of(self._queue).name, *(ladder.queue(step).name for step in ladder.own))
         soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: be back as soon as the broker is
         self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
@@ -149,7 +149,7 @@ class Shop:
         Raises:
             ReliableMQError: the broker cannot be reached, or refuses something.
         """
-        with StepChannel(self._settings, name=_NAME) as channel:  # fails at once where it cannot succeed
+        with AdminChannel(self._settings, name=_NAME) as channel:  # fails at once where it cannot succeed
             self.broker = f"{channel.server.product} {channel.server.version}"
         with ExitStack() as opened:
             opened.callback(self._take_down)
@@ -264,7 +264,7 @@ class Shop:
                         book([delivery.message_id or "" for delivery in deliveries])
                     if not deliveries:
                         break
-        with StepChannel(self._settings, name=_NAME) as channel:
+        with AdminChannel(self._settings, name=_NAME) as channel:
             for name in (*self.queues, *self._beside):
                 channel.perform(DeleteQueue(name))
 

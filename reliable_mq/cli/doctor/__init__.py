@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.doctor.broker import Entry, examine_alarms, examine_host, examine_limits, examine_version
+from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms, examine_host, examine_limits, examine_version
 from reliable_mq.cli.doctor.finding import Finding, Status, worst
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
 from reliable_mq.cli.doctor.permissions import examine_permissions
@@ -23,7 +23,7 @@ from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.url import parse_url
 
 __all__ = ["doctor"]
@@ -77,7 +77,7 @@ def _examine(
     url: str, settings: ConnectionSettings, queues: Sequence[str], management_url: str | None
 ) -> list[Finding]:
     findings: list[Finding] = []
-    entries: list[Entry] = []
+    entries: list[HostEntry] = []
     for endpoint in settings.endpoints:
         found, entry = examine_host(settings, endpoint)
         findings += found
@@ -96,7 +96,7 @@ def _examine(
     return sorted(findings, key=_place)
 
 
-def _different_versions(entries: Sequence[Entry]) -> Iterator[Finding]:
+def _different_versions(entries: Sequence[HostEntry]) -> Iterator[Finding]:
     versions = sorted({entry.server.version for entry in entries})
     if len(versions) > 1:
         text = f"the hosts run different versions: {', '.join(versions)}"
@@ -104,7 +104,7 @@ def _different_versions(entries: Sequence[Entry]) -> Iterator[Finding]:
 
 
 def _by_management(
-    settings: ConnectionSettings, entry: Entry, queues: Sequence[str], management_url: str | None
+    settings: ConnectionSettings, entry: HostEntry, queues: Sequence[str], management_url: str | None
 ) -> list[Finding]:
     """What the management API alone knows; what could not be checked without it, where it does not answer."""
     if management_url is None:
@@ -147,9 +147,9 @@ def _not_asked(api: ManagementAPI) -> tuple[str, str]:
     return f"something answers at {api}, and was not sent the password: the address is a guess, and not secured", fix
 
 
-def _existence(entry: Entry, queues: Sequence[str]) -> Iterator[Finding]:
+def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     """What AMQP itself can tell of queues."""
-    with StepChannel(entry.settings, name="reliable-mq doctor") as channel:
+    with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
         for name in queues:
             subject = f"queue {name!r}"
             try:

@@ -21,10 +21,10 @@ from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Endpoint
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.tls import TLSOptions
 
-__all__ = ["Entry", "examine_alarms", "examine_host", "examine_limits", "examine_version", "remaining_validity"]
+__all__ = ["HostEntry", "examine_alarms", "examine_host", "examine_limits", "examine_version", "remaining_validity"]
 
 _PLAIN_PORT: Final = 5672
 _TLS_PORT: Final = 5671
@@ -41,7 +41,7 @@ _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HostEntry:
     """A host that let us in.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry:
     frame_max: int
 
 
-def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], Entry | None]:
+def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], HostEntry | None]:
     """Look at one host: TCP, TLS, login. Blocks for up to three times the time to connect.
 
     Returns:
@@ -68,8 +68,8 @@ def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list
             return findings, None
     alone = replace(settings, endpoints=(endpoint,))
     try:
-        with StepChannel(alone, name="reliable-mq doctor") as channel:
-            entry = Entry(alone, channel.server, channel.frame_max)
+        with AdminChannel(alone, name="reliable-mq doctor") as channel:
+            entry = HostEntry(alone, channel.server, channel.frame_max)
     except (BrokerUnavailable, ConfigurationError) as error:
         return [*findings, _refused(settings, endpoint, error)], None
     what = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"

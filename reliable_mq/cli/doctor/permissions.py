@@ -24,7 +24,7 @@ from reliable_mq.errors import (
 )
 from reliable_mq.message import Message
 from reliable_mq.settings import ConnectionSettings
-from reliable_mq.sync.admin_channel import StepChannel
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["examine_permissions"]
@@ -49,7 +49,7 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     """
     made_up = f"reliable-mq-doctor-{secrets.token_hex(8)}"
     findings = []
-    with StepChannel(settings, name="reliable-mq doctor") as channel:
+    with AdminChannel(settings, name="reliable-mq doctor") as channel:
         for name in queues or [made_up]:
             what = f"queue {name!r}" if queues else "queues that are not named in their permissions"
             hint = "" if queues else " --queue NAME checks the queues that you use."
@@ -58,7 +58,7 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     return [*findings, *_write(url, made_up)]
 
 
-def _ask(channel: StepChannel, step: Step) -> StepRefused | None:
+def _ask(channel: AdminChannel, step: Step) -> StepRefused | None:
     try:
         channel.perform(step)
     except StepRefused as refused:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aiormq.abc import AbstractConnection
 
-    from reliable_mq.connection.interfaces import Secrets
+    from reliable_mq.connection.interfaces import ConnectCredentials
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["Connection", "Transports"]
@@ -60,7 +60,7 @@ class Connection(aiormq.Connection):
         self,
         endpoint: Endpoint,
         settings: ConnectionSettings,
-        secrets: Secrets,
+        secrets: ConnectCredentials,
         name: str,
         transports: TransportFactory,
     ) -> None:

@@ -17,15 +17,15 @@ from reliable_mq.connection.aiormq_driver.connection import Connection, Transpor
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import DataChannel
 from reliable_mq.connection.driver_logs import demoted_driver_logs
-from reliable_mq.connection.read_throttle import ReadPace
+from reliable_mq.connection.read_throttle import ReadThrottle
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.reconnect import Loss
+from reliable_mq.core.reconnect import ConnectionLoss
 
 if TYPE_CHECKING:
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
-    from reliable_mq.connection.interfaces import ChannelEvents, LinkEvents, Secrets
+    from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["Link"]
@@ -58,7 +58,7 @@ class Link:
         loop: EventLoop,
         endpoint: Endpoint,
         settings: ConnectionSettings,
-        secrets: Secrets,
+        secrets: ConnectCredentials,
         name: str,
         events: LinkEvents,
     ) -> None:
@@ -68,7 +68,7 @@ class Link:
         self._context = secrets.context
         self._events = events
         self._reader = InboundReader(self._on_foreign_frame, Delivery)
-        self._pace = ReadPace()
+        self._pace = ReadThrottle()
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
         self._opened = False
@@ -199,7 +199,7 @@ class Link:
             cause = Aborted("no heartbeat: the connection is dead")
         error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
         code, text = self._closed_with or (None, str(error))
-        loss = Loss(code, text, "connection", self._closed_with is not None)
+        loss = ConnectionLoss(code, text, "connection", self._closed_with is not None)
         self._loop.guard(self._events.link_closed, self, error, loss)
 
     def _watch_the_clock(self, due: float) -> None:

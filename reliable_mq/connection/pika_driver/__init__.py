@@ -3,7 +3,8 @@
 pika keeps what it is good at: sockets, TLS, the AMQP handshake, heartbeats, channels and their synchronous methods.
 Content (publishes, deliveries, confirms) goes past it in both directions: inbound bytes go to our `InboundReader`,
 which hands back the frames that are pika's; outbound frames come encoded and leave in one piece. This uses private
-layers of pika, so its version is pinned, and ``tests/connection/test_pika_layers.py`` says what is missing when they move.
+layers of pika, so its version is pinned, and ``tests/connection/test_pika_layers.py`` says what is missing when they
+move.
 
 Invariants:
 

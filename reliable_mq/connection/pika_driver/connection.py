@@ -16,13 +16,13 @@ from pika.credentials import ExternalCredentials, PlainCredentials
 from reliable_mq._util.version import client_properties
 from reliable_mq.codec import CodecError, InboundReader
 from reliable_mq.connection.pika_driver.errors import Aborted
-from reliable_mq.connection.read_throttle import ReadPace
+from reliable_mq.connection.read_throttle import ReadThrottle
 from reliable_mq.core.consumer.delivery import Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import Secrets
+    from reliable_mq.connection.interfaces import ConnectCredentials
     from reliable_mq.connection.pika_driver.loop import EventLoop
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
@@ -50,7 +50,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         on_drained: Callable[[], None],
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
-        self.pace = ReadPace()
+        self.pace = ReadThrottle()
         self.answers: dict[int, Callable[[bytes], bool]] = {}  # by channel: takes the answers to what pika did not send
         self.closed_with: tuple[int, str] | None = None
         self.was_open = False
@@ -169,7 +169,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
 
 
 def connection_parameters(
-    endpoint: Endpoint, settings: ConnectionSettings, secrets: Secrets, name: str
+    endpoint: Endpoint, settings: ConnectionSettings, secrets: ConnectCredentials, name: str
 ) -> pika.ConnectionParameters:
     if secrets.credentials is None:
         credentials = ExternalCredentials()

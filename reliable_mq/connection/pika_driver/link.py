@@ -12,7 +12,8 @@ from reliable_mq.codec import methods
 from reliable_mq.codec import methods as steps
 from reliable_mq.connection.pika_driver.connection import Connection, connection_parameters
 from reliable_mq.connection.pika_driver.errors import Aborted, broker_error
-from reliable_mq.core.reconnect import Loss
+from reliable_mq.core.channel_setup import ServerInfo
+from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
     from pika import spec
 
     from reliable_mq.codec import ChannelSink
-    from reliable_mq.codec.methods import Reply, Step
-    from reliable_mq.connection.interfaces import ChannelEvents, LinkEvents, Secrets
+    from reliable_mq.codec.methods import MethodReply, Step
+    from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents
     from reliable_mq.connection.pika_driver.loop import EventLoop
-    from reliable_mq.core.channel_setup import ServerInfo
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
 __all__ = ["DataChannel", "Link"]
@@ -47,7 +47,7 @@ class Link:
         loop: EventLoop,
         endpoint: Endpoint,
         settings: ConnectionSettings,
-        secrets: Secrets,
+        secrets: ConnectCredentials,
         name: str,
         events: LinkEvents,
     ) -> None:
@@ -118,7 +118,9 @@ class Link:
             connection.broken_by or cause, self.endpoint, connection.closed_with, opened=connection.was_open
         )
         code, text = connection.closed_with or (None, str(error))
-        self._events.link_closed(self, error, Loss(code, text, "connection", connection.closed_with is not None))
+        self._events.link_closed(
+            self, error, ConnectionLoss(code, text, "connection", connection.closed_with is not None)
+        )
 
     def _on_blocked(self, _connection: Connection, method: Any) -> None:
         self._events.link_blocked(self, str(method.method.reason))
@@ -150,7 +152,7 @@ class DataChannel:
         """Give the channel's content to nobody from now on."""
         self._reader.detach(self.number)
 
-    def perform(self, step: Step, done: Callable[[Reply], None]) -> None:
+    def perform(self, step: Step, done: Callable[[MethodReply], None]) -> None:
         """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
 
         Raises:
@@ -165,7 +167,7 @@ class DataChannel:
         except (pika.exceptions.AMQPError, TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error!r}") from error
 
-    def perform_all(self, steps: Sequence[Step], done: Callable[[Reply], None]) -> None:
+    def perform_all(self, steps: Sequence[Step], done: Callable[[MethodReply], None]) -> None:
         """Send the methods of declarations and checks in one piece; `done` gets each reply, in order.
 
         Past pika, which sends a method when the one before is answered.
@@ -181,7 +183,7 @@ class DataChannel:
         self._connection.answers[self.number] = partial(self._take, done)
         self._connection.send(frames)
 
-    def _take(self, done: Callable[[Reply], None], frame: bytes) -> bool:
+    def _take(self, done: Callable[[MethodReply], None], frame: bytes) -> bool:
         """Take in the answer to one of the steps sent together; return whether the frame was one."""
         if not self._awaited or methods.method_of(frame) != self._awaited[0]:
             return False
@@ -196,7 +198,7 @@ class DataChannel:
         if self._channel.is_open or self._channel.is_opening:
             self._channel.close()
 
-    def _perform(self, step: Step, done: Callable[[Reply], None]) -> None:
+    def _perform(self, step: Step, done: Callable[[MethodReply], None]) -> None:
         channel = self._channel
         plain = partial(_without_reply, done)
         match step:
@@ -255,10 +257,10 @@ def _ignore(*_args: object) -> None:
     """Content never reaches pika, but it wants to be told what to do with it."""
 
 
-def _without_reply(done: Callable[[Reply], None], _method: Any) -> None:
+def _without_reply(done: Callable[[MethodReply], None], _method: Any) -> None:
     done(None)
 
 
-def _with_queue_state(done: Callable[[Reply], None], method: Any) -> None:
+def _with_queue_state(done: Callable[[MethodReply], None], method: Any) -> None:
     reply: spec.Queue.DeclareOk = method.method
     done(steps.QueueState(reply.queue, reply.message_count, reply.consumer_count))

@@ -26,10 +26,10 @@ from reliable_mq.connection.driver_logs import demoted_driver_logs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventLoop", "Timer", "Waker"]
+__all__ = ["EventLoop", "SelfPipe", "Timer"]
 
 
-class Waker:
+class SelfPipe:
     """A pair of sockets of which the loop watches one."""
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
         self._on_error = on_error
-        waker = Waker()
-        self._waker: Waker | None = waker
+        waker = SelfPipe()
+        self._waker: SelfPipe | None = waker
         super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
 
     def queue(self, callback: Callable[[], None]) -> object:

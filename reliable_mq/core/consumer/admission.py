@@ -10,24 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import Failures, NewerFormat
+from reliable_mq.core.consumer.attempts import AttemptHistory, NewerFormat
 from reliable_mq.core.consumer.quarantine import failures_by_broker, returns
-from reliable_mq.core.retry.retry_headers import PLAIN, Transit, unpack
+from reliable_mq.core.retry.retry_headers import PLAIN, RetryState, decode_retry_headers
 from reliable_mq.errors import ConsumeError
 
 if TYPE_CHECKING:
-    from reliable_mq.core.consumer.attempts import FailureBook
+    from reliable_mq.core.consumer.attempts import AttemptTracker
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.statistics import ConsumerStatistics
 
-__all__ = ["Admission", "Finding", "used_up"]
+__all__ = ["Admission", "AdmissionResult", "used_up"]
 
 _OURS: Final = headers.PREFIX.encode()
 _UNLIMITED: Final = 1 << 62
 _MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has waited
 
 
-class Finding(NamedTuple):
+class AdmissionResult(NamedTuple):
     """What a look at a delivery has found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Admission:
     def __init__(
         self,
         *,
-        book: FailureBook,
+        book: AttemptTracker,
         max_attempts: int,
         max_body_bytes: int | None,
         max_header_bytes: int | None,
@@ -90,7 +90,7 @@ class Admission:
                 return False
         return True
 
-    def look(self, delivery: Delivery, *, forgiven: int | None = None) -> Finding:
+    def look(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
         """Look closely at a delivery.
 
         One that has waited is what it was before then, and what is known of its failures is on it.
@@ -101,26 +101,26 @@ class Admission:
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1
-        transit: Transit | str = PLAIN
+        transit: RetryState | str = PLAIN
         if _OURS in delivery.properties and len(delivery.properties) <= self._max_header + _MOST_OF_OURS:
             transit = self._unpacked(delivery)
         unfit = transit if isinstance(transit, str) else self._too_large(delivery)
         if unfit is not None:
             self._statistics.quarantined += 1
-            return Finding(f"not handed to a handler: {unfit}")
+            return AdmissionResult(f"not handed to a handler: {unfit}")
         if self._broker_counts and delivery.redelivered:
             counted = failures_by_broker(delivery)
             if counted:
-                failures = delivery.failures = delivery.failures or Failures()
+                failures = delivery.failures = delivery.failures or AttemptHistory()
                 failures.count = max(failures.count, counted)
         lost = 0
         if forgiven is not None and delivery.redelivered:
             lost = max(returns(delivery) - forgiven, 0)
             if lost:
-                failures = delivery.failures = delivery.failures or Failures()
+                failures = delivery.failures = delivery.failures or AttemptHistory()
                 failures.count += lost
                 failures.lost += lost
-        return Finding(self._given_up(delivery), *transit)._replace(lost=lost)
+        return AdmissionResult(self._given_up(delivery), *transit)._replace(lost=lost)
 
     def without_body(self, delivery: Delivery, size: int) -> str:
         """Return why a delivery is refused whose body of `size` bytes was not taken in."""
@@ -153,10 +153,10 @@ class Admission:
                 return f"{size} bytes of {what} are above the limit of {limit}"
         return None
 
-    def _unpacked(self, delivery: Delivery) -> Transit | str:
+    def _unpacked(self, delivery: Delivery) -> RetryState | str:
         """Take over what our headers say of earlier attempts; answer why they cannot be understood, if so."""
         try:
-            return unpack(delivery)
+            return decode_retry_headers(delivery)
         except (NewerFormat, ConsumeError) as error:
             delivery.flaw = None  # the handler has not asked for what cannot be read
             return str(error) if self._keeps else PLAIN

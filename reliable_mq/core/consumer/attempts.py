@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = [
+    "AttemptHistory",
+    "AttemptTracker",
     "Failure",
-    "FailureBook",
-    "Failures",
     "Kinds",
     "NewerFormat",
     "describe",
@@ -193,7 +193,7 @@ class NewerFormat(Exception):
         self.version = version
 
 
-class Failures:
+class AttemptHistory:
     """The failed attempts of one message.
 
     Attributes:
@@ -225,7 +225,7 @@ class Failures:
             self.first_at = failure.at
 
 
-def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
+def failures_from_headers(table: Mapping[str, object]) -> AttemptHistory | None:
     """Read what our headers say of earlier attempts; None where they say nothing, or nothing to be trusted.
 
     Raises:
@@ -239,7 +239,7 @@ def failures_from_headers(table: Mapping[str, object]) -> Failures | None:
         return None
     retry = table.get(headers.RETRY)
     said = retry if isinstance(retry, Mapping) else {}
-    failures = Failures(attempt - 1, _time(said.get("first-failure")))
+    failures = AttemptHistory(attempt - 1, _time(said.get("first-failure")))
     failures.lost = min(max(whole(said.get("lost")), 0), failures.count)
     kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
     if isinstance(kind, str) and isinstance(text, str) and at is not None:
@@ -256,7 +256,7 @@ def whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-class FailureBook:
+class AttemptTracker:
     """What this process remembers of messages that failed, by ``message_id``; without one, nothing. Not thread-safe.
 
     Args:
@@ -267,12 +267,12 @@ class FailureBook:
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._capacity = capacity
-        self._failures: OrderedDict[str, Failures] = OrderedDict()
+        self._failures: OrderedDict[str, AttemptHistory] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._failures)
 
-    def recall(self, delivery: Delivery) -> Failures | None:
+    def recall(self, delivery: Delivery) -> AttemptHistory | None:
         """Answer what is known of a message: what is remembered of it, or else what its delivery says."""
         claimed = delivery.failures
         known = self._failures.get(_identity(delivery)) if self._failures else None
@@ -283,7 +283,7 @@ class FailureBook:
             known.lost = max(known.lost, claimed.lost)
         return known
 
-    def remember(self, delivery: Delivery, failures: Failures) -> None:
+    def remember(self, delivery: Delivery, failures: AttemptHistory) -> None:
         """A message failed; the one that failed longest ago may be forgotten for it."""
         message_id = _identity(delivery)
         if not message_id:

@@ -21,25 +21,25 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from reliable_mq.retry import KillSwitch
 
-__all__ = ["Breaker", "Change"]
+__all__ = ["CircuitBreaker", "Transition"]
 
 _PARTS: Final = 10  # of the window, that leave it one by one
 
 
-class _State(enum.Enum):
+class _BreakerState(enum.Enum):
     RUNNING = enum.auto()
     PAUSED = enum.auto()
     PROBING = enum.auto()
 
 
-class Change(enum.Enum):
+class Transition(enum.Enum):
     """What a result has led to."""
 
     PAUSED = "paused"
     RESUMED = "resumed"
 
 
-class Breaker:
+class CircuitBreaker:
     """See the module. Not thread-safe; ``now`` is a monotonic clock, in seconds.
 
     Args:
@@ -50,7 +50,7 @@ class Breaker:
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
-        self._state = _State.RUNNING
+        self._state = _BreakerState.RUNNING
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
         self._pause = switch.pause
         self._until = 0.0
@@ -60,22 +60,26 @@ class Breaker:
     @property
     def paused(self) -> bool:
         """Whether anything is held back."""
-        return self._state is not _State.RUNNING
+        return self._state is not _BreakerState.RUNNING
 
     @property
     def deadline(self) -> float | None:
         """When to ask again what may be handed out; None where that depends on results alone."""
-        return self._until if self._state is _State.PAUSED else None
+        return self._until if self._state is _BreakerState.PAUSED else None
 
     def due(self, now: float) -> None:
         """Time passed."""
-        if self._state is _State.PAUSED and now >= self._until:
-            self._state, self._probe, self._beside = _State.PROBING, False, False
+        if self._state is _BreakerState.PAUSED and now >= self._until:
+            self._state, self._probe, self._beside = _BreakerState.PROBING, False, False
 
     @property
     def allows(self) -> int | None:
         """How many may be handed out; None for any number."""
-        return None if self._state is _State.RUNNING else int(self._state is _State.PROBING and not self._probe)
+        return (
+            None
+            if self._state is _BreakerState.RUNNING
+            else int(self._state is _BreakerState.PROBING and not self._probe)
+        )
 
     def handed_out(self, *, beside: bool = False) -> None:
         """One was, as a probe; ``beside``: one that may hang, and that another probe does not wait for."""
@@ -86,18 +90,18 @@ class Breaker:
         """The probe was taken back, or its channel is lost: there may be another."""
         self._probe = self._beside = False
 
-    def settled(self, handled: int, failed: int, now: float) -> Change | None:
+    def settled(self, handled: int, failed: int, now: float) -> Transition | None:
         """So many handlings succeeded and failed; answer what that has changed."""
-        if self._state is _State.PAUSED:
+        if self._state is _BreakerState.PAUSED:
             return None
-        if self._state is _State.PROBING:
+        if self._state is _BreakerState.PROBING:
             if not (self._probe or self._beside):
                 return None
             if failed:
                 self._pause = min(self._pause * 2, self._switch.longest_pause)
                 return self._paused(now)
-            self._state, self._pause = _State.RUNNING, self._switch.pause
-            return Change.RESUMED
+            self._state, self._pause = _BreakerState.RUNNING, self._switch.pause
+            return Transition.RESUMED
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
         failures = sum(part[2] for part in self._parts)
@@ -110,10 +114,10 @@ class Breaker:
         """Seconds of the pause that has begun."""
         return self._pause
 
-    def _paused(self, now: float) -> Change:
-        self._state, self._until = _State.PAUSED, now + self._pause
+    def _paused(self, now: float) -> Transition:
+        self._state, self._until = _BreakerState.PAUSED, now + self._pause
         self._parts.clear()
-        return Change.PAUSED
+        return Transition.PAUSED
 
     def _count(self, handled: int, failed: int, now: float) -> None:
         parts = self._parts

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.acks import AckBatcher
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.core.reconnect import Loss
+    from reliable_mq.core.reconnect import ConnectionLoss
 
-__all__ = ["WARN_AT", "Ages", "Strike", "named", "names", "strike_of"]
+__all__ = ["WARN_AT", "ConsumerTimeout", "ConsumerTimeoutMonitor", "consumer_timeout_of", "named", "names"]
 
 #: The part of the consumer timeout after which a delivery that is still unacked is warned of.
 WARN_AT: Final = 0.75
@@ -40,7 +40,7 @@ _TIMED_OUT: Final = re.compile(r"timed out", re.IGNORECASE)
 _VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
 
 
-class Strike(NamedTuple):
+class ConsumerTimeout(NamedTuple):
     """The broker has taken back what was unacked for too long.
 
     Attributes:
@@ -52,15 +52,15 @@ class Strike(NamedTuple):
     consumer_tag: str | None = None
 
 
-def strike_of(loss: Loss) -> Strike | None:
+def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
     """Say whether a channel was closed for the consumer timeout: the code alone (406) may mean much else."""
     if loss.code != _PRECONDITION_FAILED or not _TIMED_OUT.search(loss.text):
         return None
     value = _VALUE.search(loss.text)
-    return Strike(None if value is None else int(value[1]) / 1000)
+    return ConsumerTimeout(None if value is None else int(value[1]) / 1000)
 
 
-class Ages:
+class ConsumerTimeoutMonitor:
     """The unacked deliveries of one channel at a time, by age. Not thread-safe.
 
     Args:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
 
-    from reliable_mq.core.consumer.attempts import Failures
-    from reliable_mq.core.idempotency import Claim, Hold
+    from reliable_mq.core.consumer.attempts import AttemptHistory
+    from reliable_mq.core.idempotency import Claim, InboxClaim
 
-__all__ = ["Delivery", "Source"]
+__all__ = ["ChannelGeneration", "Delivery"]
 
 
-class Source:
+class ChannelGeneration:
     """The channel that deliveries came from; one object per generation, compared by identity.
 
     Attributes:
@@ -67,7 +67,7 @@ class Delivery(RawDelivery):
 
     __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "store_failures")
 
-    source: Source
+    source: ChannelGeneration
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Delivery(RawDelivery):
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
-        self.failures: Failures | None = None
+        self.failures: AttemptHistory | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None
-        self.hold: Hold | None = None
+        self.hold: InboxClaim | None = None
         self.store_failures = 0
         self._decoded: Properties | None = None
 

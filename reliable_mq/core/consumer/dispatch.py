@@ -21,16 +21,16 @@ from reliable_mq.retry import Ack, RetryLater
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.core.consumer.circuit_breaker import Breaker
+    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.consumer.quarantine import Quarantine
 
-__all__ = ["Batcher", "HandOut", "verdicts"]
+__all__ = ["Batcher", "Dispatcher", "verdicts"]
 
 T = TypeVar("T")
 
 
-class HandOut:
+class Dispatcher:
     """See the module. Not thread-safe.
 
     Args:
@@ -41,7 +41,7 @@ class HandOut:
 
     __slots__ = ("_batcher", "_breaker", "_quarantine", "_work")
 
-    def __init__(self, batcher: Batcher | None, quarantine: Quarantine | None, breaker: Breaker | None) -> None:
+    def __init__(self, batcher: Batcher | None, quarantine: Quarantine | None, breaker: CircuitBreaker | None) -> None:
         self._batcher = batcher
         self._quarantine = quarantine
         self._breaker = breaker

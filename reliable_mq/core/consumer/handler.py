@@ -45,26 +45,26 @@ from itertools import repeat
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final, TypeAlias
 
-from reliable_mq.core.consumer.attempts import Failure, Failures, describe, printable, shown
+from reliable_mq.core.consumer.attempts import AttemptHistory, Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
-from reliable_mq.core.idempotency import Claim, ClaimStatus, Commit, Hold, Owed
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitState, InboxClaim, SettlementRetries
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
 
 __all__ = [
-    "Call",
     "ClaimKeys",
-    "Claiming",
+    "ClaimPolicy",
     "Complete",
     "Failed",
     "Handling",
-    "NotBegun",
-    "Outcome",
+    "NotStarted",
     "Release",
     "Result",
+    "RunHandler",
+    "SkipReason",
+    "Skipped",
     "Step",
-    "What",
     "check_answer",
     "check_handler",
     "handling",
@@ -77,7 +77,7 @@ _UNKNOWN: Final = "whether its transaction was committed is not known, and asked
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
 
 
-class What(enum.Enum):
+class SkipReason(enum.Enum):
     """What became of a delivery whose handler was not called, or not for the last time."""
 
     DUPLICATE = "duplicate"
@@ -96,12 +96,12 @@ class What(enum.Enum):
     """The handler's task was cancelled; the claim was given up."""
 
 
-class NotBegun(Exception):
-    """Thrown in by the shell in place of a `Call` that it does not carry out (now)."""
+class NotStarted(Exception):
+    """Thrown in by the shell in place of a `RunHandler` that it does not carry out (now)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Skipped:
     """A delivery that was neither handled nor failed.
 
     Attributes:
@@ -111,7 +111,7 @@ class Outcome:
     """
 
     delivery: Delivery
-    what: What
+    what: SkipReason
     detail: str = ""
 
 
@@ -133,11 +133,11 @@ class Failed:
 
 
 #: What became of a delivery: itself where it was handled.
-Result: TypeAlias = Delivery | Outcome | Failed
+Result: TypeAlias = Delivery | Skipped | Failed
 
 
 @dataclass(slots=True)  # not frozen: there is one for each delivery, and that would double its cost
-class Call:
+class RunHandler:
     """Call the handler with ``argument``; answer with what it returns, or throw what it raises."""
 
     argument: Delivery | list[Delivery]
@@ -166,10 +166,10 @@ class Release:
     failed: bool
 
 
-Step: TypeAlias = Call | ClaimKeys | Complete | Release
+Step: TypeAlias = RunHandler | ClaimKeys | Complete | Release
 
 
-class Claiming:
+class ClaimPolicy:
     """How deliveries are claimed.
 
     Args:
@@ -204,7 +204,7 @@ class Claiming:
         self.lease = lease
         self.max_attempts = max_attempts
         self.transaction = transaction
-        self.owed = Owed()
+        self.owed = SettlementRetries()
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Answer what to claim for a delivery; None where it has no key."""
@@ -224,7 +224,7 @@ Handling: TypeAlias = Generator[Step, Any, list[Result]]
 
 
 def handling(
-    deliveries: Sequence[Delivery], *, batch: bool, claiming: Claiming | None, wall_clock: Callable[[], float]
+    deliveries: Sequence[Delivery], *, batch: bool, claiming: ClaimPolicy | None, wall_clock: Callable[[], float]
 ) -> Handling:
     """Handle deliveries; see the module.
 
@@ -240,13 +240,13 @@ def handling(
     results: list[Result] = []
     if claiming is None:
         handled, failed, left = yield from _judge(list(deliveries), batch, wall_clock)
-        return [*handled, *failed, *(Outcome(delivery, What.NOT_BEGUN) for delivery in left)]
+        return [*handled, *failed, *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
     owed = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
     claims = yield from _claim(fresh, claiming, results, wall_clock)
     handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
     detail = yield from _give_up(claiming, [claims[delivery] for delivery in left])
-    results.extend(Outcome(delivery, What.NOT_BEGUN, detail) for delivery in left)
+    results.extend(Skipped(delivery, SkipReason.NOT_BEGUN, detail) for delivery in left)
     for counts in (True, False):
         some = [result for result in failed if result.alone is counts]
         answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
@@ -259,7 +259,7 @@ def handling(
     return results
 
 
-def settling(claiming: Claiming) -> Generator[Step, Any, None]:
+def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
     """Tell the store again of all that it did not answer to. What it still does not answer to stays owed."""
     for claims, failed in claiming.owed.settlements():
         yield from _settle(claiming, claims, failed)
@@ -267,16 +267,16 @@ def settling(claiming: Claiming) -> Generator[Step, Any, None]:
 
 def _is_completed(delivery: Delivery) -> bool:
     """Whether its handler has completed it, in a transaction of the store."""
-    return delivery.hold is not None and delivery.hold.commit is Commit.DONE
+    return delivery.hold is not None and delivery.hold.commit is CommitState.DONE
 
 
 def _failed_or_unknown(result: Failed, released: object) -> Result:
     """Say what became of a delivery whose handler raised, and whose claim was released: True, False or an error."""
     detail = released if isinstance(released, str) else ""
     hold = result.delivery.hold
-    if (detail or not released) and hold is not None and hold.commit is Commit.UNKNOWN:
+    if (detail or not released) and hold is not None and hold.commit is CommitState.UNKNOWN:
         said = f"{result.failure.exception_type}: {result.failure.exception_message}"
-        return Outcome(result.delivery, What.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
+        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
     return replace(result, detail=detail) if detail else result
 
 
@@ -290,8 +290,8 @@ def _judge(
     if not batch:
         for delivery in deliveries:
             try:
-                yield Call(delivery)
-            except NotBegun:
+                yield RunHandler(delivery)
+            except NotStarted:
                 left.append(delivery)
             except GeneratorExit:
                 raise
@@ -302,8 +302,8 @@ def _judge(
     elif deliveries:
         try:
             given = list(deliveries)  # the handler's own, to do with as it likes
-            found = verdicts((yield Call(given)), deliveries, given)
-        except NotBegun:
+            found = verdicts((yield RunHandler(given)), deliveries, given)
+        except NotStarted:
             left = deliveries
         except GeneratorExit:
             raise
@@ -320,7 +320,7 @@ def _judge(
 
 
 def _claim(
-    deliveries: list[Delivery], claiming: Claiming, results: list[Result], wall_clock: Callable[[], float]
+    deliveries: list[Delivery], claiming: ClaimPolicy, results: list[Result], wall_clock: Callable[[], float]
 ) -> Generator[Step, Any, dict[Delivery, Claim]]:
     """Claim; answer with the deliveries that are to be handled, and put the others among the results."""
     keys: dict[Delivery, str] = {}
@@ -333,7 +333,7 @@ def _claim(
             results.append(Failed(delivery, describe(error, wall_clock())))
         else:
             if key is None:
-                results.append(Outcome(delivery, What.UNIDENTIFIED))
+                results.append(Skipped(delivery, SkipReason.UNIDENTIFIED))
             else:
                 keys[delivery] = key
     new: dict[Delivery, Claim] = {}
@@ -342,53 +342,55 @@ def _claim(
         yield from _settle_before(claiming, keys, results)
     answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
     if isinstance(answer, str):
-        results.extend(Outcome(delivery, What.STORE_FAILED, detail=answer) for delivery in keys)
+        results.extend(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer) for delivery in keys)
         return new
     for delivery, claim in zip(keys, answer, strict=True):
         if claim.status is ClaimStatus.NEW:
             new[delivery] = claim
             if claiming.transaction is not None:
-                delivery.hold = Hold(claim, claiming.transaction)
+                delivery.hold = InboxClaim(claim, claiming.transaction)
             if claim.attempts:
-                failures = delivery.failures = delivery.failures or Failures()
+                failures = delivery.failures = delivery.failures or AttemptHistory()
                 failures.count = max(failures.count, claim.attempts)
                 delivery.redelivered = True
                 if failures.count >= claiming.max_attempts:
                     exhausted.append(delivery)
         elif claim.status is ClaimStatus.UNREADABLE:
-            results.append(Outcome(delivery, What.STORE_FAILED, _UNREADABLE))
+            results.append(Skipped(delivery, SkipReason.STORE_FAILED, _UNREADABLE))
         else:
-            what = What.DUPLICATE if claim.status is ClaimStatus.DONE else What.IN_PROGRESS
-            results.append(Outcome(delivery, what))
+            what = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
+            results.append(Skipped(delivery, what))
     if keys and claiming.owed:  # the store answers: a good time for what is owed of other keys
         for claims, failed in claiming.owed.settlements():
             yield from _settle(claiming, claims, failed)
     detail = yield from _give_up(claiming, [new.pop(delivery) for delivery in exhausted])
-    results.extend(Outcome(delivery, What.EXHAUSTED, detail) for delivery in exhausted)
+    results.extend(Skipped(delivery, SkipReason.EXHAUSTED, detail) for delivery in exhausted)
     return new
 
 
-def _give_up(claiming: Claiming, claims: list[Claim]) -> Generator[Step, Any, str]:
+def _give_up(claiming: ClaimPolicy, claims: list[Claim]) -> Generator[Step, Any, str]:
     """Release what was not tried. Where the store did not answer, answer with what it said."""
     answer = yield from _settle(claiming, claims, failed=False)
     return answer if isinstance(answer, str) else ""
 
 
 def _complete(
-    claiming: Claiming, finished: list[tuple[Delivery, Claim]], results: list[Result]
+    claiming: ClaimPolicy, finished: list[tuple[Delivery, Claim]], results: list[Result]
 ) -> Generator[Step, Any, None]:
     answer = yield from _settle(claiming, [claim for _, claim in finished], failed=None)
     if isinstance(answer, str):
         for delivery, claim in finished:
             delivery.claim = claim
-            results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+            results.append(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer))
         return
     for (delivery, _), taken in zip(finished, answer, strict=True):
         delivery.claim = None
-        results.append(delivery if taken else Outcome(delivery, What.STORE_FAILED, detail=_STALE))
+        results.append(delivery if taken else Skipped(delivery, SkipReason.STORE_FAILED, detail=_STALE))
 
 
-def _settle_before(claiming: Claiming, keys: dict[Delivery, str], results: list[Result]) -> Generator[Step, Any, None]:
+def _settle_before(
+    claiming: ClaimPolicy, keys: dict[Delivery, str], results: list[Result]
+) -> Generator[Step, Any, None]:
     """Tell the store again what it did not answer to of these keys; where it still does not, they are not claimed."""
     for claims, failed in claiming.owed.settlements(set(keys.values())):
         answer = yield from _settle(claiming, claims, failed)
@@ -396,10 +398,10 @@ def _settle_before(claiming: Claiming, keys: dict[Delivery, str], results: list[
             unsettled = {claim.key for claim in claims}
             for delivery in [delivery for delivery, key in keys.items() if key in unsettled]:
                 del keys[delivery]
-                results.append(Outcome(delivery, What.STORE_FAILED, detail=answer))
+                results.append(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer))
 
 
-def _settle(claiming: Claiming, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
+def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
     """Complete claims, or release them, as ``failed`` or not; answer as `_ask` does."""
     answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):

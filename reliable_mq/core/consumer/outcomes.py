@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.consumer.admission import used_up
-from reliable_mq.core.consumer.attempts import Failures, describe
-from reliable_mq.core.consumer.circuit_breaker import Change
-from reliable_mq.core.consumer.delivery import Delivery, Source
-from reliable_mq.core.consumer.handler import Failed, Outcome, Result, What
-from reliable_mq.core.consumer.settlement import NoticeKind
-from reliable_mq.core.retry.dead_letters import Purpose, Republish
+from reliable_mq.core.consumer.attempts import AttemptHistory, describe
+from reliable_mq.core.consumer.circuit_breaker import Transition
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
+from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from random import Random
 
     from reliable_mq.core.consumer.attempts import Failure
-    from reliable_mq.core.consumer.circuit_breaker import Breaker
+    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
     from reliable_mq.core.consumer.quarantine import Quarantine
-    from reliable_mq.core.consumer.settlement import Ways
+    from reliable_mq.core.consumer.settlement import Settlement
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
-__all__ = ["Results"]
+__all__ = ["OutcomeHandler"]
 
 _UNIDENTIFIED: Final = (
     "not handed to a handler: it has no message_id, or idempotency_key gave none, by which the idempotency store would "
@@ -40,13 +40,13 @@ _WAY_TO_QUARANTINE: Final = 1.0  # seconds, where the policy's first delay is no
 _PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
 
 
-class _TakenBack(Source):
+class _TimedOut(ChannelGeneration):
     """Where a delivery comes from that the consumer timeout has ended, while its handler runs on: no channel."""
 
     __slots__ = ()
 
 
-class Results:
+class OutcomeHandler:
     """See the module. Not thread-safe.
 
     Args:
@@ -67,14 +67,14 @@ class Results:
     def __init__(
         self,
         *,
-        ways: Ways,
+        ways: Settlement,
         retry: RetryPolicy,
         random: Random,
         broker_dead_letters: bool,
         broker_retries: bool,
         claim_wait: float,
         quarantine: Quarantine | None,
-        breaker: Breaker | None,
+        breaker: CircuitBreaker | None,
     ) -> None:
         self._ways = ways
         self._statistics = ways.statistics
@@ -89,12 +89,12 @@ class Results:
         self.overrunning = 0
         self._noted: Failure | None = None  # of the last batch that failed
         self._outcomes = {
-            What.DUPLICATE: self._duplicate,
-            What.IN_PROGRESS: self._in_progress,
-            What.EXHAUSTED: self._exhausted,
-            What.UNIDENTIFIED: self._unidentified,
-            What.STORE_FAILED: self._store_failed,
-            What.CANCELLED: self._cancelled,
+            SkipReason.DUPLICATE: self._duplicate,
+            SkipReason.IN_PROGRESS: self._in_progress,
+            SkipReason.EXHAUSTED: self._exhausted,
+            SkipReason.UNIDENTIFIED: self._unidentified,
+            SkipReason.STORE_FAILED: self._store_failed,
+            SkipReason.CANCELLED: self._cancelled,
         }
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
@@ -114,7 +114,7 @@ class Results:
         for result in results:
             if isinstance(result, Failed):
                 self._failed(result, now)
-            elif isinstance(result, Outcome):
+            elif isinstance(result, Skipped):
                 if result.delivery.source is self._ways.source:
                     self._outcomes[result.what](result, now)
                 else:
@@ -142,13 +142,13 @@ class Results:
             if delay is not None and not self._retry.retries(TimeoutError):
                 failures.verdict = self._unretried(failure)
         else:
-            failures = self._ways.book.recall(delivery) or Failures()
+            failures = self._ways.book.recall(delivery) or AttemptHistory()
             failures.alone = True
             self._ways.book.remember(delivery, failures)
-        delivery.source = _TakenBack(0, 0, delivery.queue)
-        self._ways.note(NoticeKind.TIMED_OUT, delivery, text)
+        delivery.source = _TimedOut(0, 0, delivery.queue)
+        self._ways.note(LogEventKind.TIMED_OUT, delivery, text)
 
-    def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
+    def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
         """What was taken to be published is confirmed, or it is known that it was not."""
         self._ways.out.settled(republish)
         delivery = republish.delivery
@@ -159,7 +159,7 @@ class Results:
         else:
             # For as long as it is unacked there are two of it: a process that is killed then has handed out both.
             finished = self._ways.finish((delivery,), now, at_once=True)
-            if republish.purpose is Purpose.DEAD_LETTER:
+            if republish.purpose is RepublishReason.DEAD_LETTER:
                 self._statistics.dead_lettered += finished
                 self._ways.book.forget(delivery)
             elif self._quarantine is not None and republish.queue is self._quarantine.queue:
@@ -170,9 +170,9 @@ class Results:
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
         """A queue that was taken is declared, or it is known that it was not."""
         if error is not None:
-            self._ways.note(NoticeKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
+            self._ways.note(LogEventKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
         for republish in self._ways.out.declared(queue.name, ok=error is None):
-            if republish.purpose is not Purpose.QUARANTINE or not self.isolate(republish.delivery, known=False):
+            if republish.purpose is not RepublishReason.QUARANTINE or not self.isolate(republish.delivery, known=False):
                 self._hold_instead(republish.delivery, now)
 
     def isolate(self, delivery: Delivery, *, known: bool) -> bool:
@@ -186,7 +186,7 @@ class Results:
         if quarantine is None or not self._ways.out.isolate(delivery, quarantine.queue, delay):
             return False
         when = f", in {delay:g} s" if delay else ""
-        self._ways.note(NoticeKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}{when}")
+        self._ways.note(LogEventKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}{when}")
         return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
@@ -194,17 +194,17 @@ class Results:
 
         At once, it would kill one consumer of its queue after the other, until none is left for its neighbours.
         """
-        failures = delivery.failures = delivery.failures or Failures()
+        failures = delivery.failures = delivery.failures or AttemptHistory()
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._statistics.retried += 1
         failures.due = now + delay
-        self._ways.note(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
+        self._ways.note(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
         if not self._ways.out.delay(delivery, delay, suspect=True):
             self._ways.hold(delivery, failures.due)
 
-    def due(self, item: Delivery | Republish) -> Delivery | None:
+    def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
         """Its time has come: answer what is to be handed out, if that is what it waited for."""
-        if isinstance(item, Republish):
+        if isinstance(item, RepublishRequest):
             self._ways.out.again(item)
         elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
             self._ways.dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
@@ -215,17 +215,17 @@ class Results:
     def _in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
-    def _switch(self, breaker: Breaker, handled: int, failed: int, now: float) -> None:
+    def _switch(self, breaker: CircuitBreaker, handled: int, failed: int, now: float) -> None:
         if not handled and not failed:
             breaker.withdrawn()  # the store had the last word, which says nothing about the handler
             return
         change = breaker.settled(handled, failed, now)
-        if change is Change.PAUSED:
+        if change is Transition.PAUSED:
             self.to_pause = True
             self._statistics.pauses += 1
-            self._ways.note(NoticeKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
-        elif change is Change.RESUMED:
-            self._ways.note(NoticeKind.RESUMED, None, "a probe succeeded")
+            self._ways.note(LogEventKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
+        elif change is Transition.RESUMED:
+            self._ways.note(LogEventKind.RESUMED, None, "a probe succeeded")
 
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
         source = self._ways.source
@@ -244,28 +244,28 @@ class Results:
         for result in results:
             if isinstance(result, Failed):
                 self._statistics.failed += 1
-                self._ways.note(NoticeKind.DROPPED, result.delivery, _shown(result.failure))
-            elif isinstance(result, Outcome) and result.what is What.CANCELLED:
+                self._ways.note(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
+            elif isinstance(result, Skipped) and result.what is SkipReason.CANCELLED:
                 self._statistics.failed += 1
-                self._ways.note(NoticeKind.DROPPED, result.delivery, result.detail)
+                self._ways.note(LogEventKind.DROPPED, result.delivery, result.detail)
             else:
                 self._statistics.handled += 1
 
     def _failed(self, result: Failed, now: float) -> None:
         delivery, failure = result.delivery, result.failure
-        late = isinstance(delivery.source, _TakenBack)
-        failures = self._remember(delivery, failure) if result.alone and not late else Failures()
+        late = isinstance(delivery.source, _TimedOut)
+        failures = self._remember(delivery, failure) if result.alone and not late else AttemptHistory()
         if delivery.source is not self._ways.source:
             self._statistics.stale += 1
             return
         if result.detail:
-            self._ways.note(NoticeKind.STORE_FAILED, delivery, result.detail)
+            self._ways.note(LogEventKind.STORE_FAILED, delivery, result.detail)
         if delivery.flaw is not None:
             self._ways.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
         elif not result.alone:
             if failure is not self._noted:  # once for a batch, whose deliveries share it
                 self._noted = failure
-                self._ways.note(NoticeKind.BATCH_FAILED, delivery, _shown(failure))
+                self._ways.note(LogEventKind.BATCH_FAILED, delivery, _shown(failure))
             delivery.redelivered = True
             self._ways.hold(delivery, now)
         elif failure.verdict is not None:
@@ -273,7 +273,7 @@ class Results:
         else:
             self._retry_or_give_up(delivery, failures, failure, now)
 
-    def _retry_or_give_up(self, delivery: Delivery, failures: Failures, failure: Failure, now: float) -> None:
+    def _retry_or_give_up(self, delivery: Delivery, failures: AttemptHistory, failure: Failure, now: float) -> None:
         delay = self._retry.delay(failures.count, self._random)
         if delay is None:
             self._ways.dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
@@ -283,14 +283,14 @@ class Results:
             return
         self._statistics.retried += 1
         if self._broker_retries:
-            self._ways.note(NoticeKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
+            self._ways.note(LogEventKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
             self._ways.requeue(delivery)
             return
         if failure.delay is not None:
             delay = failure.delay
         failures.due = now + delay
         delivery.redelivered = True
-        self._ways.note(NoticeKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}")
+        self._ways.note(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}")
         if not self._ways.out.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
             self._ways.hold(delivery, failures.due)
 
@@ -298,19 +298,19 @@ class Results:
     def _unretried(failure: Failure) -> str:
         return f"the retry policy gives up on {_shown(failure)}"
 
-    def _not_published(self, republish: Republish, error: ReliableMQError, now: float) -> None:
+    def _not_published(self, republish: RepublishRequest, error: ReliableMQError, now: float) -> None:
         republish.tries += 1
         delivery = republish.delivery
         self._statistics.republish_failed += 1
-        self._ways.note(NoticeKind.REPUBLISH_FAILED, delivery, str(error))
+        self._ways.note(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
         blocked = isinstance(error, PublishBlocked)
-        if republish.purpose is Purpose.DEAD_LETTER:
+        if republish.purpose is RepublishReason.DEAD_LETTER:
             # The broker's own dead-lettering keeps what cannot be published, and needs no connection that publishes.
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _PATIENCE)):
                 self._ways.reject(delivery, republish.reason)
                 return
-        elif refused or (blocked and republish.purpose is Purpose.RETRY):
+        elif refused or (blocked and republish.purpose is RepublishReason.RETRY):
             self._hold_instead(delivery, now)
             return
         elif isinstance(error, PublishReturned) and republish.tries == 1:
@@ -322,44 +322,44 @@ class Results:
         """It was to wait in a delay queue, and cannot."""
         self._ways.hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
 
-    def _duplicate(self, outcome: Outcome, now: float) -> None:
+    def _duplicate(self, outcome: Skipped, now: float) -> None:
         self._statistics.duplicates += self._ways.finish((outcome.delivery,), now)
         self._ways.book.forget(outcome.delivery)
 
-    def _in_progress(self, outcome: Outcome, now: float) -> None:
+    def _in_progress(self, outcome: Skipped, now: float) -> None:
         self._statistics.claims_in_progress += 1
         self._ways.hold(outcome.delivery, now + self._claim_wait)
 
-    def _exhausted(self, outcome: Outcome, _now: float) -> None:
-        failures = outcome.delivery.failures or Failures()
+    def _exhausted(self, outcome: Skipped, _now: float) -> None:
+        failures = outcome.delivery.failures or AttemptHistory()
         self._ways.dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
 
-    def _unidentified(self, outcome: Outcome, _now: float) -> None:
+    def _unidentified(self, outcome: Skipped, _now: float) -> None:
         self._statistics.quarantined += 1
         self._ways.dead_letter(outcome.delivery, _UNIDENTIFIED)
 
-    def _store_failed(self, outcome: Outcome, now: float) -> None:
+    def _store_failed(self, outcome: Skipped, now: float) -> None:
         self._statistics.store_failures += 1
-        self._ways.note(NoticeKind.STORE_FAILED, outcome.delivery, outcome.detail)
+        self._ways.note(LogEventKind.STORE_FAILED, outcome.delivery, outcome.detail)
         outcome.delivery.store_failures += 1
         self._ways.hold(outcome.delivery, now + _backoff(outcome.delivery.store_failures))
 
-    def _cancelled(self, outcome: Outcome, now: float) -> None:
+    def _cancelled(self, outcome: Skipped, now: float) -> None:
         """It goes back, and is no attempt. One that has come back is held first, or it might go round at once."""
         delivery = outcome.delivery
-        self._ways.note(NoticeKind.CANCELLED, delivery, outcome.detail)
+        self._ways.note(LogEventKind.CANCELLED, delivery, outcome.detail)
         if delivery.redelivered or self._ways.position is not None:
             delivery.redelivered = True
             self._ways.hold(delivery, now + self._claim_wait)
         else:
             self._ways.hand_back([delivery])
 
-    def _remember(self, delivery: Delivery, failure: Failure) -> Failures:
+    def _remember(self, delivery: Delivery, failure: Failure) -> AttemptHistory:
         self._statistics.failed += 1
         book = self._ways.book
         if delivery.redelivered or delivery.source is not self._ways.source:
             delivery.failures = book.recall(delivery)  # another handler of it may have failed in the meantime
-        failures = delivery.failures = delivery.failures or Failures()
+        failures = delivery.failures = delivery.failures or AttemptHistory()
         failures.add(failure)
         book.remember(delivery, failures)
         return failures
@@ -367,7 +367,7 @@ class Results:
 
 def _is_late(result: Result) -> bool:
     delivery = result if isinstance(result, Delivery) else result.delivery
-    return isinstance(delivery.source, _TakenBack)
+    return isinstance(delivery.source, _TimedOut)
 
 
 def _backoff(tries: int) -> float:

@@ -47,12 +47,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.consumer.admission import Admission, Finding
-from reliable_mq.core.consumer.consumer_timeout import WARN_AT, Ages, Strike, names
-from reliable_mq.core.consumer.delivery import Delivery, Source
-from reliable_mq.core.consumer.dispatch import HandOut
-from reliable_mq.core.consumer.outcomes import Results
-from reliable_mq.core.consumer.settlement import Notice, NoticeKind, State, Ways
+from reliable_mq.core.consumer.admission import Admission, AdmissionResult
+from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor, names
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.dispatch import Dispatcher
+from reliable_mq.core.consumer.outcomes import OutcomeHandler
+from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind, SessionState, Settlement
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from random import Random
 
     from reliable_mq.core.consumer.acks import AckBatcher
-    from reliable_mq.core.consumer.circuit_breaker import Breaker
+    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
     from reliable_mq.core.consumer.dispatch import Batcher
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.quarantine import Quarantine
-    from reliable_mq.core.consumer.stream_offset import StreamPosition
-    from reliable_mq.core.retry.dead_letters import DeadLetters, Republish
-    from reliable_mq.core.retry.delay_queues import Ladder
+    from reliable_mq.core.consumer.stream_offset import StreamOffset
+    from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
+    from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
-__all__ = ["ConsumingSession", "Notice", "NoticeKind", "State"]
+__all__ = ["ConsumingSession", "LogEvent", "LogEventKind", "SessionState"]
 
 
 class ConsumingSession:
@@ -117,11 +117,11 @@ class ConsumingSession:
         max_body_bytes: int | None = None,
         max_header_bytes: int | None = None,
         claim_wait: float = 1.0,
-        position: StreamPosition | None = None,
-        ladder: Ladder | None = None,
+        position: StreamOffset | None = None,
+        ladder: DelayQueues | None = None,
         quarantine: Quarantine | None = None,
         broker_retries: bool = False,
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
         consumer_timeout: float | None = None,
         grouped: bool = False,
     ) -> None:
@@ -129,13 +129,13 @@ class ConsumingSession:
         self._batcher = batcher
         self._quarantine = quarantine
         self._breaker = breaker
-        self._ways = Ways(acks=acks, dead_letters=dead_letters, ladder=ladder, position=position)
+        self._ways = Settlement(acks=acks, dead_letters=dead_letters, ladder=ladder, position=position)
         self._acks = self._ways.acks
         self.automatic: Final = acks is None
         self.position = position
         self.statistics: ConsumerStatistics = self._ways.statistics
-        self._hand = HandOut(batcher, quarantine, breaker)
-        self._results = Results(
+        self._hand = Dispatcher(batcher, quarantine, breaker)
+        self._results = OutcomeHandler(
             ways=self._ways,
             retry=retry,
             random=random,
@@ -156,7 +156,7 @@ class ConsumingSession:
         )
         self._longest_delay = max(retry.schedule, default=0.0)
         self._grouped = grouped or batcher is not None
-        self._ages = Ages(consumer_timeout, self._acks)
+        self._ages = ConsumerTimeoutMonitor(consumer_timeout, self._acks)
         self._timed_out: list[Delivery] | None = None  # for which the channel is given up
         self._to_isolate = False
         self._running = 0
@@ -165,12 +165,12 @@ class ConsumingSession:
 
     def opened(self, generation: int, channel: int, namespace: str = "") -> None:
         """A channel is open and subscribed, in the virtual host of this namespace."""
-        self._ways.opened(Source(generation, channel, self._queue, namespace))
+        self._ways.opened(ChannelGeneration(generation, channel, self._queue, namespace))
         self._ages.clear()
         if self._quarantine is not None:
             self._quarantine.opened()
-        if self._ways.state is State.DRAINING:
-            self._ways.state = State.CONSUMING
+        if self._ways.state is SessionState.DRAINING:
+            self._ways.state = SessionState.CONSUMING
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
         """Deliveries came in on the open channel, in their order; at least one. The list is the session's to keep."""
@@ -188,7 +188,7 @@ class ConsumingSession:
             self.position.delivered(deliveries, self._acks.lowest)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
-        elif self._ways.state is not State.CONSUMING:
+        elif self._ways.state is not SessionState.CONSUMING:
             self._ways.hand_back(deliveries)
             return
         elif not self._admission.plain(deliveries):
@@ -211,7 +211,7 @@ class ConsumingSession:
             self.position.delivered([delivery], self._acks.lowest)
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.received()
-        if self._ways.state is State.CONSUMING:
+        if self._ways.state is SessionState.CONSUMING:
             self._ways.reject(delivery, self._admission.without_body(delivery, size))
         else:
             self._ways.hand_back([delivery])
@@ -221,7 +221,7 @@ class ConsumingSession:
         self._running -= len(results)
         self._results.finished(results, now, now if since is None else since)
 
-    def published(self, republish: Republish, error: ReliableMQError | None, now: float) -> None:
+    def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
         """What was taken to be published is confirmed, or it is known that it was not."""
         self._results.published(republish, error, now)
 
@@ -238,7 +238,7 @@ class ConsumingSession:
         """These were handed out, no handler has begun with them, and they are to be handed out again after a pause."""
         self._running -= len(deliveries)
         current = [delivery for delivery in deliveries if delivery.source is self._ways.source or self.automatic]
-        if current and self._ways.state is not State.CONSUMING:
+        if current and self._ways.state is not SessionState.CONSUMING:
             self._ways.hand_back(current)
             return
         self._hand.put_back(current, now)
@@ -250,13 +250,13 @@ class ConsumingSession:
             if delivery is not None:
                 self._hand.add_alone(delivery)
         self._hand.due(now)
-        if self._quarantine is not None and self._ways.state is State.CONSUMING:
+        if self._quarantine is not None and self._ways.state is SessionState.CONSUMING:
             self._to_isolate |= self._quarantine.subscribe(now)
         overdue = self._ages.look(now)
         if overdue:
             self._warn(overdue)
 
-    def timed_out(self, strike: Strike, now: float, at: float) -> None:
+    def timed_out(self, strike: ConsumerTimeout, now: float, at: float) -> None:
         """The broker has taken back what was unacked for too long, and is about to be told `lost`, or was told `drain`.
 
         What a handler has begun with has failed, then. What none has is to be `withdrawn` before. Nothing goes back to
@@ -310,8 +310,8 @@ class ConsumingSession:
         What was handed out and has not begun is to be `withdrawn`.
         """
         self.statistics.cancelled += 1
-        if self._ways.state is State.CONSUMING:
-            self._ways.state = State.DRAINING
+        if self._ways.state is SessionState.CONSUMING:
+            self._ways.state = SessionState.DRAINING
         self._end_subscription()
 
     def stop(self, *, keep: bool = False) -> None:
@@ -321,7 +321,7 @@ class ConsumingSession:
             keep: send nothing back: the channel is closed when `drained`. Of several consumers, of which one is active,
                 the next one would else be given newer messages before those that come back.
         """
-        self._ways.state = State.STOPPING
+        self._ways.state = SessionState.STOPPING
         self._ways.keeps |= keep
         self._end_subscription()
 
@@ -370,7 +370,7 @@ class ConsumingSession:
         subscribe, self._to_isolate = self._to_isolate, False
         return subscribe
 
-    def take_republishes(self) -> list[Republish]:
+    def take_republishes(self) -> list[RepublishRequest]:
         """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
         return self._ways.out.take()
 
@@ -378,7 +378,7 @@ class ConsumingSession:
         """Take the queues to declare on the open channel; each is to be answered with `declared`."""
         return self._ways.out.take_declarations()
 
-    def take_notices(self) -> list[Notice]:
+    def take_notices(self) -> list[LogEvent]:
         """Take what to log."""
         notices, self._ways.notices = self._ways.notices, []
         return notices
@@ -395,12 +395,12 @@ class ConsumingSession:
         return min((time for time in times if time is not None), default=None)
 
     @property
-    def state(self) -> State:
+    def state(self) -> SessionState:
         """What is done with deliveries."""
         return self._ways.state
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> ChannelGeneration | None:
         """The open channel, by which deliveries of a lost one are told; None while there is none."""
         return self._ways.source
 
@@ -411,7 +411,7 @@ class ConsumingSession:
         Where another channel is to follow, what runs on though the broker has taken it back is not waited for.
         """
         running = self._running
-        if self._ways.state is State.DRAINING:
+        if self._ways.state is SessionState.DRAINING:
             running -= self._results.overrunning
         return not running and self._hand.empty and self._ways.out.idle
 
@@ -468,7 +468,7 @@ class ConsumingSession:
             return True
         return False
 
-    def _isolate(self, delivery: Delivery, finding: Finding) -> bool:
+    def _isolate(self, delivery: Delivery, finding: AdmissionResult) -> bool:
         """Move it to quarantine, if it is suspect, not from there, and can be moved."""
         quarantine = self._quarantine
         if quarantine is None or quarantine.has(delivery):
@@ -487,7 +487,7 @@ class ConsumingSession:
             f"{names(overdue)}, for {timeout * WARN_AT:g} s; "
             f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
         )
-        self._ways.note(NoticeKind.OVERDUE, None, text)
+        self._ways.note(LogEventKind.OVERDUE, None, text)
 
     def _end_subscription(self) -> None:
         if self._quarantine is not None:

@@ -11,9 +11,9 @@ What is published, mandatory and confirmed, before its original may be acked: de
 A retry goes to the first delay queue of its path. One that is not known to exist on this channel's broker is declared
 first, and what is to go there waits for that; one that turns out to be missing is declared again.
 
-Invariants: a `Republish` is in one place at a time: waiting for a declaration, ready to be taken, or taken; nothing of
-a channel that is lost is published; a queue that may not be declared is asked for once per channel, and what would have
-waited there is held in the process.
+Invariants: a `RepublishRequest` is in one place at a time: waiting for a declaration, ready to be taken, or taken;
+nothing of a channel that is lost is published; a queue that may not be declared is asked for once per channel, and what
+would have waited there is held in the process.
 
 What a consuming session wants logged.
 """
@@ -28,26 +28,26 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.attempts import FailureBook
+from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.consumer_timeout import named
-from reliable_mq.core.consumer.delivery import Delivery, Source
-from reliable_mq.core.retry.dead_letters import Purpose, Republish, Target
-from reliable_mq.core.retry.retry_headers import pack
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
+from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reliable_mq.core.consumer.acks import Frames
-    from reliable_mq.core.consumer.stream_offset import StreamPosition
+    from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters
-    from reliable_mq.core.retry.delay_queues import Ladder
+    from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
     from reliable_mq.topology import Queue
 
-__all__ = ["Notice", "NoticeKind", "Republishing", "State", "Ways"]
+__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "SessionState", "Settlement"]
 
 
-class Republishing:
+class RepublishQueue:
     """See the module. Not thread-safe.
 
     Args:
@@ -55,15 +55,15 @@ class Republishing:
         ladder: the delay queues; None where there are none.
     """
 
-    def __init__(self, dead_letters: DeadLetters | None, ladder: Ladder | None) -> None:
+    def __init__(self, dead_letters: DeadLetters | None, ladder: DelayQueues | None) -> None:
         self._dead_letters = dead_letters
         self._ladder = ladder
         self._known: set[str] = set()
         self._refused: set[str] = set()
-        self._undeclared: dict[str, list[Republish]] = {}
+        self._undeclared: dict[str, list[RepublishRequest]] = {}
         self._declarations: list[Queue] = []
-        self._ready: list[Republish] = []
-        self._taken: set[Republish] = set()
+        self._ready: list[RepublishRequest] = []
+        self._taken: set[RepublishRequest] = set()
 
     def opened(self) -> None:
         """A channel is open, and what belongs to the policy is declared."""
@@ -95,11 +95,11 @@ class Republishing:
         queue = self._ladder.queue(path[0])
         if queue.name in self._refused:
             return False
-        properties = pack(delivery, path[1:], suspect=suspect)
+        properties = encode_retry_headers(delivery, path[1:], suspect=suspect)
         if properties is None:
             return False
         target = Target("", queue.name)
-        self.again(Republish(delivery, target, properties, "", purpose=Purpose.RETRY, queue=queue))
+        self.again(RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue))
         return True
 
     def isolate(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
@@ -108,7 +108,7 @@ class Republishing:
         With a ``delay``, in seconds, it waits in delay queues first, and comes back from there as what it is.
         """
         path = () if self._ladder is None else self._ladder.path(delay)
-        properties = pack(delivery, path[1:], suspect=True)
+        properties = encode_retry_headers(delivery, path[1:], suspect=True)
         if properties is None:
             return False
         if self._ladder is not None and path and self._ladder.queue(path[0]).name not in self._refused:
@@ -116,10 +116,10 @@ class Republishing:
         else:
             self._known.add(queue.name)
         target = Target("", queue.name)
-        self.again(Republish(delivery, target, properties, "", purpose=Purpose.QUARANTINE, queue=queue))
+        self.again(RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.QUARANTINE, queue=queue))
         return True
 
-    def again(self, republish: Republish) -> None:
+    def again(self, republish: RepublishRequest) -> None:
         """Publish one, once its queue is declared."""
         queue = republish.queue
         if queue is None or queue.name in self._known:
@@ -129,13 +129,13 @@ class Republishing:
             self._declarations.append(queue)
         self._undeclared.setdefault(queue.name, []).append(republish)
 
-    def missing(self, republish: Republish) -> None:
+    def missing(self, republish: RepublishRequest) -> None:
         """The queue that it was to go to does not exist (any more): publish it again once that is declared."""
         if republish.queue is not None:
             self._known.discard(republish.queue.name)
         self.again(republish)
 
-    def declared(self, name: str, *, ok: bool) -> list[Republish]:
+    def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
         """A declaration that was taken has ended; answer what cannot be published for want of that queue."""
         waiting = self._undeclared.pop(name, [])
         if not ok:
@@ -145,11 +145,11 @@ class Republishing:
         self._ready += waiting
         return []
 
-    def settled(self, republish: Republish) -> None:
+    def settled(self, republish: RepublishRequest) -> None:
         """One that was taken is confirmed, or it is known that it is not."""
         self._taken.discard(republish)
 
-    def take(self) -> list[Republish]:
+    def take(self) -> list[RepublishRequest]:
         """Take what to publish."""
         ready, self._ready = self._ready, []
         self._taken.update(ready)
@@ -160,15 +160,15 @@ class Republishing:
         declarations, self._declarations = self._declarations, []
         return declarations
 
-    def tags(self, source: Source | None) -> Iterable[int]:
+    def tags(self, source: ChannelGeneration | None) -> Iterable[int]:
         """The delivery tags of what is published from this channel, or is to be."""
         for republish in chain(self._ready, self._taken, *self._undeclared.values()):
             if republish.delivery.source is source:
                 yield republish.delivery.delivery_tag
 
-    def isolating(self, source: Source | None) -> bool:
+    def isolating(self, source: ChannelGeneration | None) -> bool:
         """Whether something of this channel is being moved to quarantine, and its original is not acked yet."""
-        return any(one.purpose is Purpose.QUARANTINE and one.delivery.source is source for one in self._taken)
+        return any(one.purpose is RepublishReason.QUARANTINE and one.delivery.source is source for one in self._taken)
 
     @property
     def idle(self) -> bool:
@@ -176,7 +176,7 @@ class Republishing:
         return not (self._taken or self._ready or self._undeclared)
 
 
-class NoticeKind(enum.Enum):
+class LogEventKind(enum.Enum):
     """What the shell should log."""
 
     RETRIED = "retried"
@@ -196,13 +196,13 @@ class NoticeKind(enum.Enum):
 
 
 #: After these the message is with no consumer any more, and the log is where people look for the reason.
-_LAST: Final = frozenset({NoticeKind.DEAD_LETTERED, NoticeKind.REJECTED})
+_LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
 
-class Notice(NamedTuple):
+class LogEvent(NamedTuple):
     """Something that a log should tell, most often about a delivery."""
 
-    kind: NoticeKind
+    kind: LogEventKind
     delivery: Delivery | None
     text: str
 
@@ -221,7 +221,7 @@ class Notice(NamedTuple):
         return line
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """What is done with deliveries."""
 
     CONSUMING = "consuming"
@@ -232,7 +232,7 @@ class State(enum.Enum):
     """They go back to the broker, for good."""
 
 
-class Ways:
+class Settlement:
     """See the module. Not thread-safe.
 
     Args:
@@ -259,26 +259,26 @@ class Ways:
         *,
         acks: AckBatcher | None,
         dead_letters: DeadLetters | None,
-        ladder: Ladder | None,
-        position: StreamPosition | None,
+        ladder: DelayQueues | None,
+        position: StreamOffset | None,
     ) -> None:
         self.automatic = acks is None
         self.acks = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
-        self.out = Republishing(dead_letters, ladder)
+        self.out = RepublishQueue(dead_letters, ladder)
         self.position = position
-        self.book = FailureBook()
-        self.notices: list[Notice] = []
+        self.book = AttemptTracker()
+        self.notices: list[LogEvent] = []
         self.statistics: ConsumerStatistics = self.acks.statistics
-        self.source: Source | None = None
-        self.state = State.CONSUMING
+        self.source: ChannelGeneration | None = None
+        self.state = SessionState.CONSUMING
         self.keeps = False
-        self._held: list[tuple[float, int, Delivery | Republish]] = []
+        self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
         self._back: list[int] = []  # delivery tags that go back with the next output
         self._flush = False  # what is finished is acked now
 
-    def opened(self, source: Source) -> None:
+    def opened(self, source: ChannelGeneration) -> None:
         """A channel is open."""
         self.source = source
         self.acks.opened(source.generation)
@@ -299,21 +299,21 @@ class Ways:
         self._flush |= at_once
         return self.acks.finished(self.acks.generation, [delivery.delivery_tag for delivery in deliveries], now)
 
-    def hold(self, item: Delivery | Republish, due: float) -> None:
+    def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
         """Keep it until then."""
-        if self.state is State.CONSUMING:
+        if self.state is SessionState.CONSUMING:
             heapq.heappush(self._held, (due, next(self._order), item))
         else:
-            self.hand_back([item.delivery if isinstance(item, Republish) else item])
+            self.hand_back([item.delivery if isinstance(item, RepublishRequest) else item])
 
-    def due(self, now: float) -> Iterator[Delivery | Republish]:
+    def due(self, now: float) -> Iterator[Delivery | RepublishRequest]:
         """Give what was held until now."""
         while self._held and self._held[0][0] <= now:
             yield heapq.heappop(self._held)[2]
 
     def release(self) -> list[Delivery]:
         """Give everything that is held."""
-        released = [item.delivery if isinstance(item, Republish) else item for _, _, item in self._held]
+        released = [item.delivery if isinstance(item, RepublishRequest) else item for _, _, item in self._held]
         self._held.clear()
         return released
 
@@ -322,7 +322,7 @@ class Ways:
         if delivery.failures is not None:
             delivery.failures.verdict = reason
         if self.out.dead_letter(delivery, reason):
-            self.note(NoticeKind.DEAD_LETTERED, delivery, reason)
+            self.note(LogEventKind.DEAD_LETTERED, delivery, reason)
         else:
             self.reject(delivery, reason)
 
@@ -330,7 +330,7 @@ class Ways:
         """End it with ``basic.reject``; the broker dead-letters it, or drops it."""
         if self._send_reject(delivery, requeue=False):
             self.statistics.rejected += 1
-            self.note(NoticeKind.REJECTED, delivery, reason)
+            self.note(LogEventKind.REJECTED, delivery, reason)
             self.book.forget(delivery)
 
     def requeue(self, delivery: Delivery) -> None:
@@ -347,13 +347,13 @@ class Ways:
         source, gone = self.source, {*self._back, *self.out.tags(self.source)}
         return [one for one in deliveries if one.source is source and one.delivery_tag not in gone]
 
-    def note(self, kind: NoticeKind, delivery: Delivery | None, text: str) -> None:
+    def note(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
         """Have it logged."""
-        self.notices.append(Notice(kind, delivery, text))
+        self.notices.append(LogEvent(kind, delivery, text))
 
     def take_output(self, now: float, *, idle: bool) -> bytes:
         """Take the bytes to write on the open channel, where no handler runs if it is ``idle``; empty for none."""
-        flush, self._flush = self._flush or self.state is not State.CONSUMING, False
+        flush, self._flush = self._flush or self.state is not SessionState.CONSUMING, False
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:
             self._send_acks(self.source, frames)
@@ -382,11 +382,11 @@ class Ways:
         self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
         return True
 
-    def _send_back(self, source: Source) -> None:
+    def _send_back(self, source: ChannelGeneration) -> None:
         acks, nacks = self.acks.hand_back(source.generation, self._back)
         self._back.clear()
         self._send_acks(source, acks)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
 
-    def _send_acks(self, source: Source, frames: Frames) -> None:
+    def _send_acks(self, source: ChannelGeneration, frames: Frames) -> None:
         self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)

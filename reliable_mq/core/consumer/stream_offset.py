@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["StreamPosition"]
+__all__ = ["StreamOffset"]
 
 
-class StreamPosition:
+class StreamOffset:
     """The next offset to consume. Not thread-safe.
 
     Attributes:

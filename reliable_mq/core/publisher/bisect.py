@@ -59,9 +59,9 @@ from reliable_mq.core.publisher.publication import Publication
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reliable_mq.core.publisher.publication import Reply
+    from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["Isolation", "named_by"]
+__all__ = ["ChannelErrorBisector", "named_by"]
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class _Group(NamedTuple, Generic[T]):
     kind: _Kind
 
 
-class Isolation(Generic[T]):
+class ChannelErrorBisector(Generic[T]):
     """The groups of suspects still to be probed. Not thread-safe.
 
     Attributes:
@@ -162,12 +162,12 @@ _CUT = "..."
 _CUT_FROM = 240  # bytes of a text that may have been cut; a character that was cut through is missing, too
 
 
-def named_by(reply: Reply, publications: Iterable[P]) -> list[P]:
+def named_by(reply: BrokerReply, publications: Iterable[P]) -> list[P]:
     """Return the publishes that the broker's text can be about, in order. Empty where it names none of them."""
     return [one for one in publications if _is_named(reply, one)]
 
 
-def _is_named(reply: Reply, publication: Publication) -> bool:
+def _is_named(reply: BrokerReply, publication: Publication) -> bool:
     text = reply.text
     cut = text.endswith(_CUT) and len(text.encode("utf-8", "surrogateescape")) > _CUT_FROM
     try:

@@ -42,7 +42,7 @@ from reliable_mq.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ConfirmTracker", "Ledger"]
+__all__ = ["ConfirmTracker", "SequencedItems"]
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ _TIDY_EVERY = 1024  # slots
 _SPARSE = 4  # slots per item held from which on a dictionary is smaller
 
 
-class Ledger(Generic[T]):
+class SequencedItems(Generic[T]):
     """Items, none of them None, under contiguous numbers; see the module's invariants. Not thread-safe."""
 
     __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
@@ -171,7 +171,7 @@ class ConfirmTracker(Generic[T]):
     def __init__(self) -> None:
         self.generation: int | None = None
         self.stale = 0
-        self._ledger: Ledger[T] = Ledger()
+        self._ledger: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:
         """How many publishes are outstanding."""
@@ -196,7 +196,7 @@ class ConfirmTracker(Generic[T]):
         if self.open:
             raise UsageError(f"channel {self.generation} is still open: report it lost before opening {generation}")
         self.generation = generation
-        self._ledger = Ledger()
+        self._ledger = SequencedItems()
 
     def published(self, items: Sequence[T]) -> int:
         """``items`` are published now, in this order. Returns the sequence number that the next publish will have.

@@ -26,14 +26,14 @@ from reliable_mq.core.publisher.publication import Publication
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Roster"]
+__all__ = ["PublishDeadlines"]
 
 P = TypeVar("P", bound=Publication)
 
 _SETTLED_KEPT = 64  # settled publishes that are left to be skipped, however few unsettled ones there are
 
 
-class Roster(Generic[P]):
+class PublishDeadlines(Generic[P]):
     """The accepted and unsettled publishes. Not thread-safe."""
 
     __slots__ = ("_common", "_delivery_timeout", "_heap", "_order", "_timed", "_unsettled")

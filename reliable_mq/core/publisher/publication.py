@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.message import Message
 
-__all__ = ["Outcome", "Publication", "PublishReport", "Receipt", "Reply", "StoredPublication", "summary"]
+__all__ = ["BrokerReply", "Outcome", "Publication", "PublishReport", "Receipt", "StoredPublication", "summary"]
 
 
 class Outcome(enum.Enum):
@@ -49,7 +49,7 @@ class Outcome(enum.Enum):
     """Its deadline passed without a confirm."""
 
 
-class Reply(NamedTuple):
+class BrokerReply(NamedTuple):
     """A reply code and text of the broker; code 0 is ours."""
 
     code: int
@@ -134,7 +134,7 @@ class Publication:
         self.nacks = 0
         self.on_wire = False
         self.in_doubt = False
-        self.reply: Reply | None = None
+        self.reply: BrokerReply | None = None
         self.outcome: Outcome | None = None
         self.home = home
         self.watchers: list[Callable[[], object]] | None = None
@@ -157,7 +157,7 @@ class Publication:
                     )
                 )
             case Outcome.RETURNED:
-                code, text = self.reply or Reply(0, "")
+                code, text = self.reply or BrokerReply(0, "")
                 return self._with_doubt(
                     PublishReturned(
                         f"{self} was returned: {code} {text}; bind a queue, or publish with mandatory=False to drop it"
@@ -170,7 +170,7 @@ class Publication:
                     )
                 )
             case Outcome.REFUSED:
-                code, text = self.reply or Reply(0, "")
+                code, text = self.reply or BrokerReply(0, "")
                 why = f"the broker closed the channel with {code} {text}" if code else text
                 return self._with_doubt(
                     PublishRefused(

@@ -54,11 +54,11 @@ from reliable_mq.codec import append_publish, encode_properties, publish_head
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.bisect import Isolation, named_by
+from reliable_mq.core.publisher.bisect import ChannelErrorBisector, named_by
 from reliable_mq.core.publisher.confirms import ConfirmTracker
-from reliable_mq.core.publisher.deadlines import Roster
-from reliable_mq.core.publisher.publication import Outcome, Publication, Reply
-from reliable_mq.core.publisher.window import IdGate
+from reliable_mq.core.publisher.deadlines import PublishDeadlines
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class PublishingSession(Generic[P]):
         self._confirm_timeout = confirm_timeout
         self._random = random
         self._tracker: ConfirmTracker[P] = ConfirmTracker()
-        self._roster: Roster[P] = Roster(delivery_timeout)
-        self._gate: IdGate[P] = IdGate()
-        self._isolation: Isolation[P] = Isolation()
+        self._roster: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
+        self._gate: MessageIdQueue[P] = MessageIdQueue()
+        self._isolation: ChannelErrorBisector[P] = ChannelErrorBisector()
         self._ready: deque[P] = deque()
         self._probe: deque[P] = deque()  # the part of the group under isolation that is not written yet
         self._delayed: list[tuple[float, int, P]] = []
@@ -232,9 +232,9 @@ class PublishingSession(Generic[P]):
         if publication is None or not publication.on_wire or generation != self._tracker.generation:
             self.statistics.stray_returns += 1
         elif publication.outcome is None:
-            publication.reply = Reply(code, text)
+            publication.reply = BrokerReply(code, text)
 
-    def channel_lost(self, generation: int, reply: Reply | None, *, connection: bool) -> None:
+    def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool) -> None:
         """The channel is gone, alone or with its connection. ``reply`` is the broker's reason, where it gave one."""
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
@@ -430,7 +430,7 @@ class PublishingSession(Generic[P]):
                 del out[pieces:]
                 failure = describe(error, 0.0)
                 text = f"it cannot be encoded: {failure.exception_type}: {failure.exception_message}"
-                publication.reply = Reply(0, text)
+                publication.reply = BrokerReply(0, text)
                 self._settle(publication, Outcome.REFUSED)
         return b"".join(out)
 
@@ -544,9 +544,9 @@ class PublishingSession(Generic[P]):
             self.statistics.returned += 1
         else:
             if not publication.sends and self.blocked_reason is not None:
-                publication.reply = Reply(0, self.blocked_reason)
+                publication.reply = BrokerReply(0, self.blocked_reason)
             elif self._provisional.pop(publication, None) is not None:
-                publication.reply = Reply(0, _NEW)
+                publication.reply = BrokerReply(0, _NEW)
             publication.outcome = Outcome.UNKNOWN
             self.statistics.unknown += 1
         self._roster.settled(1)

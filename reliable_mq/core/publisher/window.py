@@ -9,7 +9,8 @@ Invariants:
 - :class:`PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single
   message larger than ``max_bytes``, which is admitted alone (else it could never be sent);
 - what is admitted is released once, so an empty publisher has an empty window;
-- :class:`IdGate` lets one item per id through at a time, and the ones that wait follow in the order in which they came.
+- :class:`MessageIdQueue` lets one item per id through at a time, and the ones that wait follow in the order in which
+  they came.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["IdGate", "PublishWindow"]
+__all__ = ["MessageIdQueue", "PublishWindow"]
 
 P = TypeVar("P", bound=Publication)
 
@@ -71,7 +72,7 @@ class PublishWindow:
         return on_wire * 2 <= self.max_count
 
 
-class IdGate(Generic[P]):
+class MessageIdQueue(Generic[P]):
     """At most one publication per ``message_id`` at a time; the others wait their turn. Not thread-safe."""
 
     __slots__ = ("_inside", "_waiting")

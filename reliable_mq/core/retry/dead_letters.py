@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.topology import Queue
 
-__all__ = ["DeadLetters", "Purpose", "Republish", "Target"]
+__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "Target"]
 
 _EMPTY: Final[Mapping[str, object]] = {}
 _CLEARED: Final = ("user_id", "expiration")
@@ -56,7 +56,7 @@ class Target(NamedTuple):
     routing_key: str
 
 
-class Purpose(enum.Enum):
+class RepublishReason(enum.Enum):
     """What for a message is published again."""
 
     DEAD_LETTER = "dead letter"
@@ -67,7 +67,7 @@ class Purpose(enum.Enum):
     """It may be what kills its consumer, and is handled by itself from here on."""
 
 
-class Republish:
+class RepublishRequest:
     """A message to publish, mandatory and confirmed, before its original may be acked.
 
     Attributes:
@@ -89,7 +89,7 @@ class Republish:
         properties: bytes,
         reason: str,
         *,
-        purpose: Purpose = Purpose.DEAD_LETTER,
+        purpose: RepublishReason = RepublishReason.DEAD_LETTER,
         queue: Queue | None = None,
     ) -> None:
         self.purpose = purpose
@@ -123,10 +123,10 @@ class DeadLetters:
         self._consumer = printable(consumer)
         self._version = version
 
-    def make(self, delivery: Delivery, reason: str) -> Republish:
+    def make(self, delivery: Delivery, reason: str) -> RepublishRequest:
         """Make the dead letter of ``delivery``."""
         reason = printable(reason)
-        return Republish(delivery, self._target, self._properties(delivery, reason), reason)
+        return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason)
 
     def _properties(self, delivery: Delivery, reason: str) -> bytes:
         raw = delivery.properties

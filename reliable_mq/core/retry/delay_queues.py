@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.retry import RetryPolicy
 
-__all__ = ["LONGEST_PATH", "DelayQueue", "Ladder"]
+__all__ = ["LONGEST_PATH", "DelayQueue", "DelayQueues"]
 
 #: Milliseconds, up to RabbitMQ's longest time to live: ten years.
 LONGEST: Final = 315_360_000_000
@@ -66,7 +66,7 @@ class DelayQueue(NamedTuple):
         return f"{self.queue}.retry.{self.milliseconds}"
 
 
-class Ladder:
+class DelayQueues:
     """The delay queues of one queue, in milliseconds.
 
     Args:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["Transit", "pack", "unpack"]
+__all__ = ["RetryState", "decode_retry_headers", "encode_retry_headers"]
 
 DEATHS: Final = (
     "x-death",
@@ -43,7 +43,7 @@ _COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 _CLEARED: Final = ("user_id", "expiration")
 
 
-class Transit(NamedTuple):
+class RetryState(NamedTuple):
     """What a message said that came out of a delay queue, or out of the quarantine of a queue.
 
     Attributes:
@@ -55,16 +55,16 @@ class Transit(NamedTuple):
     suspect: bool = False
 
 
-PLAIN: Final = Transit()
+PLAIN: Final = RetryState()
 
 
-def pack(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
+def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
     """Give the properties of the message that waits; None where it would not come out as it is.
 
     Args:
         delivery: with its failures so far.
         path: the delay queues after the first one.
-        suspect: see `Transit`.
+        suspect: see `RetryState`.
     """
     raw = delivery.properties
     view = Properties(raw)
@@ -104,7 +104,7 @@ def pack(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False)
         return None
 
 
-def unpack(delivery: Delivery) -> Transit:
+def decode_retry_headers(delivery: Delivery) -> RetryState:
     """Make a delivery what it was before it waited, and put what is known of its failures on it.
 
     Raises:
@@ -138,7 +138,7 @@ def unpack(delivery: Delivery) -> Transit:
         delivery.routing_key if routing_key is None else routing_key.decode("utf-8", "surrogateescape"),
         join_properties(segments),
     )
-    return Transit(_path(table.get("path")), table.get("suspect") is True)
+    return RetryState(_path(table.get("path")), table.get("suspect") is True)
 
 
 def _path(value: object) -> tuple[int, ...]:
