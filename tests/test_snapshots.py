@@ -1,0 +1,167 @@
+"""Promises that users build on, written down: a change of one is seen in a diff, and is meant.
+
+Each promise is a text in ``tests/snapshots``, as an interpreter of its own prints it, which no setting of the tests has
+changed. ``RELIABLE_MQ_UPDATE_SNAPSHOTS=1 make t T=tests/test_snapshots.py`` writes them anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import importlib
+import inspect
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from sqlalchemy import create_engine
+
+from reliable_mq.cli.app import app
+from reliable_mq.core import headers
+from reliable_mq.metrics import families
+from reliable_mq.metrics.registry import Family
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.stores import SQLAlchemyStore, SQLiteStore
+
+ROOT = Path(__file__).parents[1]
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+PUBLIC = [
+    "reliable_mq",
+    "reliable_mq.deadletters",
+    "reliable_mq.errors",
+    "reliable_mq.outbox",
+    "reliable_mq.settings",
+    "reliable_mq.spark",
+    "reliable_mq.stores",
+    "reliable_mq.testing",
+    "reliable_mq.topology",
+    "reliable_mq.url",
+]
+
+
+def api() -> Iterator[str]:
+    """Every public name with its signature; of a class its public attributes, too."""
+    for module in PUBLIC:
+        yield f"# {module}"
+        namespace = importlib.import_module(module)
+        for name in sorted(namespace.__all__):
+            yield from of_name(name, getattr(namespace, name))
+        yield ""
+
+
+def of_name(name: str, value: Any) -> Iterator[str]:
+    if not inspect.isclass(value):
+        yield name + (signature(value) if callable(value) else f": {type(value).__name__}")
+        return
+    bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+    yield f"class {name}" + (f"({bases})" if bases else "")
+    if issubclass(value, enum.Enum):
+        yield from (f"    {member.name} = {member.value!r}" for member in value)
+        return
+    if value.__init__ is not object.__init__:
+        yield f"    __init__{signature(value.__init__)}"
+    for attribute in sorted(dir(value)):
+        if not attribute.startswith("_") and not hasattr(Exception, attribute) and not is_inner(value, attribute):
+            yield from of_attribute(attribute, inspect.getattr_static(value, attribute))
+
+
+def is_inner(kind: type, attribute: str) -> bool:
+    """Whether it is a slot of a base class that is not public, such as what a confirmation keeps for its publisher."""
+    owner = next(base for base in kind.__mro__ if attribute in vars(base))
+    return owner is not kind and inspect.ismemberdescriptor(vars(owner)[attribute])
+
+
+def of_attribute(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, classmethod | staticmethod):
+        yield f"    {type(value).__name__} {name}{signature(value.__func__)}"
+    elif inspect.isfunction(value):
+        asynchronous = "async " if inspect.iscoroutinefunction(value) else ""
+        yield f"    {asynchronous}{name}{signature(value)}"
+    else:
+        yield f"    {name}"
+
+
+def signature(value: Callable[..., object]) -> str:
+    """Annotations are as written: those that are only there for a type checker cannot be resolved."""
+    try:
+        text = str(inspect.signature(value))
+    except ValueError:  # of a built-in method
+        return "(...)"
+    return re.sub(r" at 0x[0-9a-f]+", "", text).replace("'", "")
+
+
+def metric_names() -> Iterator[str]:
+    listed = [value.values() if isinstance(value, dict) else [value] for value in vars(families).values()]
+    found = {value for values in listed for value in values if isinstance(value, Family)}
+    for family in sorted(found, key=lambda family: family.full_name):
+        yield f"{family.kind} {family.full_name}({', '.join(family.labels)})"
+
+
+def header_names() -> Iterator[str]:
+    for name, value in sorted(vars(headers).items()):
+        if name.isupper():
+            yield f"{name} = {value!r}"
+
+
+def of_command(path: str, command: Any) -> Iterator[str]:
+    yield path
+    for parameter in command.params:
+        names = " ".join([*parameter.opts, *parameter.secondary_opts])
+        required = ", required" if parameter.required else ""
+        environment = f", {parameter.envvar}" if getattr(parameter, "envvar", None) else ""
+        yield f"    {parameter.param_type_name} {names}{required}{environment}"
+    for name, inner in sorted(getattr(command, "commands", {}).items()):
+        yield from of_command(f"{path} {name}", inner)
+
+
+def storage(directory: Path) -> Iterator[str]:
+    """The tables of the stores and outboxes, which are on users' disks."""
+    for url in (f"sqlite:///{directory / 'tables'}", "postgresql+psycopg://h/d", "mysql+pymysql://h/d"):
+        engine = create_engine(url)
+        yield f"# SQLAlchemyStore, {engine.dialect.name}"
+        yield from SQLAlchemyStore(engine).ddl
+        yield f"# SQLAlchemyOutbox, {engine.dialect.name}"
+        yield SQLAlchemyOutbox(engine).ddl
+    with SQLiteStore(directory / "store") as store:
+        store.claim_many(["key"], 1.0)
+    outbox = SQLiteOutbox(directory / "outbox")
+    outbox.open()
+    outbox.close()
+    for kind in ("store", "outbox"):
+        yield f"# SQLite{kind.title()}"
+        with closing(sqlite3.connect(directory / kind)) as connection:
+            for (statement,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"):
+                yield " ".join(statement.split())
+
+
+PROMISES: dict[str, Callable[[Path], Iterator[str]]] = {
+    "api": lambda _: api(),
+    "command_line": lambda _: of_command("reliable-mq", typer.main.get_command(app)),
+    "headers": lambda _: header_names(),
+    "metrics": lambda _: metric_names(),
+    "storage": storage,
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_a_promise_is_as_it_was(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, __file__, name, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    file = SNAPSHOTS / f"{name}.txt"
+    if os.environ.get("RELIABLE_MQ_UPDATE_SNAPSHOTS"):
+        file.write_text(found)
+    expected = file.read_text() if file.exists() else ""
+    changed = difflib.unified_diff(expected.splitlines(), found.splitlines(), file.name, "now", lineterm="")
+    assert found == expected, "\n".join(changed)
+
+
+if __name__ == "__main__":
+    print("\n".join(PROMISES[sys.argv[1]](Path(sys.argv[2]))).rstrip())
