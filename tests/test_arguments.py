@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
 
 from reliable_mq import ConfigurationError, Queue
 from reliable_mq.topology import TopologyWarning
-from reliable_mq.topology.arguments import ArgumentProblem, lint_arguments
+from reliable_mq.topology.arguments import ARGUMENTS, ArgumentProblem, lint_arguments
 
 DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 
@@ -137,3 +138,9 @@ def test_a_queue_warns_of_what_may_be_meant_where_it_is_made() -> None:
         warnings.simplefilter("error")
         Queue("q", max_length=5, message_ttl=60)
         Queue("q", arguments={"x-delivery-limit": 5})
+
+
+def test_fields_named_in_the_table_are_those_of_a_queue() -> None:
+    """A row that names a field which `Queue` does not have would fail at the first declaration."""
+    fields = {field.name for field in dataclasses.fields(Queue)}
+    assert {argument.field for argument in ARGUMENTS.values() if argument.field} <= fields

@@ -19,6 +19,7 @@ from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, co
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
+from reliable_mq.topology.arguments import ARGUMENTS
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ __all__ = ["CheckResult", "QueueArguments", "check_queues", "delivery_limit", "j
 logger = logging.getLogger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in the log
-_DEFAULT_LIMIT: Final = 20  # deliveries, of a quorum queue that says nothing, since RabbitMQ 4.0
-_LIMITED_SINCE: Final = (4, 0)
+_LIMIT: Final = ARGUMENTS["x-delivery-limit"]
 _SHORT_TIMEOUT: Final = 600_000  # milliseconds
 
 
@@ -102,7 +102,7 @@ def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int |
     """
     if arguments.values.get("x-queue-type", "classic") != "quorum":
         return None
-    limit = arguments.values.get("x-delivery-limit", _DEFAULT_LIMIT if version >= _LIMITED_SINCE else None)
+    limit = arguments.values.get(_LIMIT.name, _LIMIT.default_on(version))
     return limit if isinstance(limit, int) and limit >= 0 else None
 
 
@@ -139,7 +139,7 @@ def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> Che
     limit = delivery_limit(arguments, version)
     if limit is None:
         return CheckResult(warnings=tuple(warnings))
-    own = "" if "x-delivery-limit" in values else " (the broker's default)"
+    own = "" if _LIMIT.name in values else " (the broker's default)"
     counts = (
         f"queue {name!r} has a delivery limit of {limit}{own}: every time the application or its connection dies, all "
         "messages that were read and not committed count as delivered once more"

@@ -1,25 +1,31 @@
-"""What is wrong with the arguments of a queue: misspelt, without effect, unknown to a version, or losing messages.
+"""The arguments of queues that RabbitMQ knows: one table, and the checks that read it.
 
-RabbitMQ takes most arguments that it does not know without a word: ``x-mesage-ttl`` is a queue whose messages never
-expire. Pure: arguments in, flaws out; used by `Queue`, which refuses what is certain and warns of the rest, and by
-``reliable-mq doctor``.
+RabbitMQ accepts most arguments that it does not know: a queue with ``x-mesage-ttl`` never expires a message.
+`ARGUMENTS` holds one row for each argument; `Queue`, the linter, ``reliable-mq doctor`` and the Spark source read it. A
+rule over several arguments is a function below (`_RULES`).
 
-What every declaration has: a name and arguments, checked to be something that RabbitMQ takes as it is.
+`Arguments`, `check_name` and the like check the parts of any declaration.
+
+Invariant: no I/O. Arguments in, problems out; `Queue` raises for the certain ones and warns of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from typing import Final, NamedTuple
+from typing import Any, Final, Literal
 
+from reliable_mq._util.validation import seconds
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
+    "ARGUMENTS",
     "SHORT_STRING_BYTES",
+    "Argument",
     "ArgumentProblem",
     "Arguments",
+    "QueueType",
     "TopologyWarning",
     "check_flag",
     "check_name",
@@ -28,6 +34,14 @@ __all__ = [
     "lint_arguments",
 ]
 
+QueueType = Literal["quorum", "classic", "stream"]
+
+_QUORUM: Final = frozenset({"quorum"})
+_CLASSIC: Final = frozenset({"classic"})
+_STREAM: Final = frozenset({"stream"})
+_NO_STREAM: Final = _QUORUM | _CLASSIC
+_EVERY: Final = _NO_STREAM | _STREAM
+
 
 class TopologyWarning(UserWarning):
     """A `Queue` has an argument that does nothing, or that loses messages, and may yet be meant."""
@@ -35,12 +49,12 @@ class TopologyWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentProblem:
-    """Something wrong with an argument.
+    """A problem with one argument of a queue.
 
     Attributes:
         argument: its name.
-        text: what is wrong; goes after the name of the argument.
-        fix: what to do.
+        text: the problem; follows the name of the argument.
+        fix: the remedy.
         certain: whether it cannot be meant: RabbitMQ refuses it, or it has no effect at all.
     """
 
@@ -50,103 +64,178 @@ class ArgumentProblem:
     certain: bool = False
 
 
-class _Known(NamedTuple):
-    """An argument that RabbitMQ knows: since which version, up to which (exclusively), and what to do instead."""
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A row of the table: an argument of a queue that RabbitMQ knows.
 
+    Attributes:
+        name: e.g. ``x-max-length``.
+        kinds: the types of queue that RabbitMQ accepts it on.
+        since: the first version that knows it; earlier ones accept it and do nothing.
+        until: the first version that ignores or refuses it.
+        instead: the replacement, if it has an `until`.
+        values: the texts that it can be, if only some.
+        least: the lowest whole number that it can be, if it is one.
+        default: the value that a broker assumes for a queue without it; None if there is none.
+        default_since: the first version with that default.
+        with_policies: whether the doctor judges it together with policies and other queues, and not by the linter.
+        field: the field of `Queue` that stands for it; empty if there is none.
+        field_range: the whole numbers that the field accepts, if it is a whole number.
+        encode: converts the value of the field to that of the argument.
+    """
+
+    name: str
+    _: KW_ONLY
+    kinds: frozenset[str] = _EVERY
     since: tuple[int, ...] = ()
     until: tuple[int, ...] = ()
     instead: str = ""
+    values: tuple[str, ...] = ()
+    least: int | None = None
+    default: Any = None
+    default_since: tuple[int, ...] = ()
+    with_policies: bool = False
+    field: str = ""
+    field_range: tuple[int, int] | None = None
+    encode: Callable[[Any], object] | None = None
+
+    def default_on(self, version: tuple[int, ...]) -> Any:
+        """Return the value that a broker of `version` assumes for a queue without this argument."""
+        return self.default if version >= self.default_since else None
+
+    def is_sent_to(self, version: tuple[int, ...]) -> bool:
+        """Whether a default of ours for it means something to a broker of `version`."""
+        return version >= max(self.since, self.default_since)
 
 
-_KNOWN: Final[Mapping[str, _Known]] = {
-    "x-queue-type": _Known(),
-    "x-max-length": _Known(),
-    "x-max-length-bytes": _Known(),
-    "x-overflow": _Known(),
-    "x-message-ttl": _Known(),
-    "x-expires": _Known(),
-    "x-dead-letter-exchange": _Known(),
-    "x-dead-letter-routing-key": _Known(),
-    "x-dead-letter-strategy": _Known(since=(3, 10)),
-    "x-single-active-consumer": _Known(),
-    "x-delivery-limit": _Known(),
-    "x-delayed-retry-type": _Known(since=(4, 3)),
-    "x-delayed-retry-min": _Known(since=(4, 3)),
-    "x-delayed-retry-max": _Known(since=(4, 3)),
-    "x-consumer-timeout": _Known(since=(4, 3)),
-    "x-consumer-disconnected-timeout": _Known(since=(4, 3)),
-    "x-max-priority": _Known(),
-    "x-queue-version": _Known(),
-    "x-queue-mode": _Known(until=(3, 12), instead="classic queues keep messages on disk by themselves"),
-    "x-ha-policy": _Known(until=(3,), instead="declare a quorum queue, which is replicated"),
-    "x-max-in-memory-length": _Known(until=(4,), instead="quorum queues keep messages on disk"),
-    "x-max-in-memory-bytes": _Known(until=(4,), instead="quorum queues keep messages on disk"),
-    "x-quorum-initial-group-size": _Known(),
-    "x-quorum-target-group-size": _Known(),
-    "x-initial-cluster-size": _Known(),
-    "x-queue-leader-locator": _Known(),
-    "x-queue-master-locator": _Known(until=(4, 3), instead="use x-queue-leader-locator"),
-    "x-max-age": _Known(),
-    "x-stream-max-segment-size-bytes": _Known(),
-    "x-stream-filter-size-bytes": _Known(),
+def _milliseconds(field: str, value: Any) -> int:
+    return round(seconds(field, value) * 1000)
+
+
+def _retry_delay(delays: Any, place: int) -> int:
+    return max(1, _milliseconds("delayed_retry", delays[place]))
+
+
+_KEPT_ON_DISK: Final = "quorum queues keep messages on disk"
+_MOST: Final = 2**63 - 1
+
+ARGUMENTS: Final[Mapping[str, Argument]] = {
+    row.name: row
+    for row in (
+        Argument("x-queue-type", values=("quorum", "classic", "stream")),
+        Argument(
+            "x-max-length", kinds=_NO_STREAM, least=0, with_policies=True, field="max_length", field_range=(0, _MOST)
+        ),
+        Argument("x-max-length-bytes", least=0, with_policies=True, field="max_length_bytes", field_range=(0, _MOST)),
+        Argument(
+            "x-overflow",
+            kinds=_NO_STREAM,
+            values=("drop-head", "reject-publish", "reject-publish-dlx"),
+            default="drop-head",
+        ),
+        Argument(
+            "x-message-ttl",
+            kinds=_NO_STREAM,
+            least=0,
+            field="message_ttl",
+            encode=lambda ttl: _milliseconds("message_ttl", ttl),
+        ),
+        Argument("x-expires", kinds=_NO_STREAM, least=1, with_policies=True),
+        Argument("x-dead-letter-exchange", kinds=_NO_STREAM, with_policies=True),
+        Argument("x-dead-letter-routing-key", kinds=_NO_STREAM),
+        Argument(
+            "x-dead-letter-strategy",
+            kinds=_QUORUM,
+            since=(3, 10),
+            values=("at-most-once", "at-least-once"),
+            with_policies=True,
+        ),
+        Argument("x-single-active-consumer", kinds=_NO_STREAM, field="single_active_consumer"),
+        # Up to 3.13 a quorum queue has no delivery limit unless told. -1 is none, and known from 4.0 on.
+        Argument("x-delivery-limit", kinds=_QUORUM, least=-1, default=20, default_since=(4,), with_policies=True),
+        Argument(
+            "x-delayed-retry-type",
+            since=(4, 3),
+            values=("disabled", "all", "failed", "returned"),
+            default="disabled",
+            field="delayed_retry",
+            encode=lambda _: "failed",
+        ),
+        Argument(
+            "x-delayed-retry-min",
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=lambda delays: _retry_delay(delays, 0),
+        ),
+        Argument(
+            "x-delayed-retry-max",
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=lambda delays: _retry_delay(delays, 1),
+        ),
+        Argument("x-consumer-timeout", since=(4, 3)),
+        Argument("x-consumer-disconnected-timeout", since=(4, 3)),
+        Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
+        Argument("x-queue-version", kinds=_CLASSIC),
+        Argument(
+            "x-queue-mode", kinds=_CLASSIC, until=(3, 12), instead="classic queues keep messages on disk by themselves"
+        ),
+        Argument("x-ha-policy", until=(3,), instead="declare a quorum queue, which is replicated"),
+        Argument("x-max-in-memory-length", kinds=_QUORUM, until=(4,), instead=_KEPT_ON_DISK),
+        Argument("x-max-in-memory-bytes", kinds=_QUORUM, until=(4,), instead=_KEPT_ON_DISK),
+        Argument("x-quorum-initial-group-size", kinds=_QUORUM),
+        Argument("x-quorum-target-group-size"),
+        Argument("x-initial-cluster-size", kinds=_STREAM),
+        Argument("x-queue-leader-locator"),
+        Argument("x-queue-master-locator", until=(4, 3), instead="use x-queue-leader-locator"),
+        # Durations of a stream are whole seconds.
+        Argument("x-max-age", kinds=_STREAM, field="max_age", encode=lambda age: f"{int(seconds('max_age', age))}s"),
+        Argument("x-stream-max-segment-size-bytes", kinds=_STREAM),
+        Argument("x-stream-filter-size-bytes"),
+    )
 }
-#: Of plugins that are widely used: known, and nothing is said about them.
+"""Every argument of a queue that RabbitMQ knows, by its name.
+
+`Argument.kinds` is from RabbitMQ 4.0 and 4.3, which refuse the others with "invalid arg ... of queue type".
+"""
+
+#: Of plugins that are widely used: known, and no problem.
 _PLUGINS: Final = frozenset({"x-message-deduplication", "x-cache-size", "x-cache-ttl", "x-cache-persistence"})
 
-_VALUES: Final[Mapping[str, tuple[str, ...]]] = {
-    "x-queue-type": ("quorum", "classic", "stream"),
-    "x-overflow": ("drop-head", "reject-publish", "reject-publish-dlx"),
-    "x-dead-letter-strategy": ("at-most-once", "at-least-once"),
-    "x-delayed-retry-type": ("disabled", "all", "failed", "returned"),
-}
-_OLDEST: Final = (4, 0)  # that a broker is taken for whose version is not known
+_OLDEST: Final = (4, 0)  # the version assumed for a broker whose version is not known
 _LIKE: Final = 0.8  # how alike two names are of which one is taken for a misspelling of the other
 
 
 def lint_arguments(
     arguments: Mapping[str, object], queue_type: str, version: tuple[int, ...] | None = None
 ) -> list[ArgumentProblem]:
-    """Look at the arguments of a queue.
+    """Return the problems with the arguments of a queue, sorted by argument.
 
     Args:
         arguments: all that it is declared with.
         queue_type: ``"quorum"``, ``"classic"`` or ``"stream"``.
-        version: of the broker, e.g. ``(4, 0, 5)``; None where it is not known.
-
-    Returns:
-        What is wrong, by the name of the argument.
+        version: of the broker, e.g. ``(4, 0, 5)``; None if it is not known.
     """
     given = {name: value for name, value in arguments.items() if value is not None} | {"x-queue-type": queue_type}
-    flaws: list[ArgumentProblem] = []
+    problems: list[ArgumentProblem] = []
     for name, value in given.items():
-        flaws += _name(name, version)
-        flaws += _check_value(name, value, queue_type)
+        argument = ARGUMENTS.get(name)
+        if argument is None:
+            problems += _check_unknown(name)
+        else:
+            problems += _check_version(argument, version)
+            problems += _check_value(argument, value, queue_type)
     for rule in _RULES:
-        flaws += rule(given)
-    return sorted(flaws, key=lambda flaw: flaw.argument)
+        problems += rule(given)
+    return sorted(problems, key=lambda problem: problem.argument)
 
 
-def _name(name: str, version: tuple[int, ...] | None) -> Iterator[ArgumentProblem]:
-    known = _KNOWN.get(name)
-    if known is None:
-        yield from _unknown(name)
-        return
-    if version is not None and version < known.since:
-        since = ".".join(map(str, known.since))
-        yield ArgumentProblem(
-            name, f"is of RabbitMQ {since} and newer; this broker takes it and does nothing", f"upgrade, or drop {name}"
-        )
-    if known.until and (version or _OLDEST) >= known.until:
-        until = ".".join(map(str, known.until))
-        yield ArgumentProblem(
-            name, f"does nothing from RabbitMQ {until} on, or is refused", f"drop it: {known.instead}"
-        )
-
-
-def _unknown(name: str) -> Iterator[ArgumentProblem]:
+def _check_unknown(name: str) -> Iterator[ArgumentProblem]:
     if name in _PLUGINS:
         return
-    close = get_close_matches(name if name.startswith("x-") else f"x-{name}", _KNOWN, 1, _LIKE)
+    close = get_close_matches(name if name.startswith("x-") else f"x-{name}", ARGUMENTS, 1, _LIKE)
     if close:
         text = f"is not known to RabbitMQ, which ignores it: did you mean {close[0]}?"
         yield ArgumentProblem(name, text, f"write {close[0]}", certain=True)
@@ -156,32 +245,34 @@ def _unknown(name: str) -> Iterator[ArgumentProblem]:
         )
 
 
-def _check_value(name: str, value: object, queue_type: str) -> Iterator[ArgumentProblem]:
-    allowed = _VALUES.get(name)
-    if allowed is not None and value not in allowed:
-        close = get_close_matches(str(value), allowed, 1)
+def _check_version(argument: Argument, version: tuple[int, ...] | None) -> Iterator[ArgumentProblem]:
+    name = argument.name
+    if version is not None and version < argument.since:
+        since = ".".join(map(str, argument.since))
+        yield ArgumentProblem(
+            name, f"is of RabbitMQ {since} and newer; this broker takes it and does nothing", f"upgrade, or drop {name}"
+        )
+    if argument.until and (version or _OLDEST) >= argument.until:
+        until = ".".join(map(str, argument.until))
+        yield ArgumentProblem(
+            name, f"does nothing from RabbitMQ {until} on, or is refused", f"drop it: {argument.instead}"
+        )
+
+
+def _check_value(argument: Argument, value: object, queue_type: str) -> Iterator[ArgumentProblem]:
+    name, values, least = argument.name, argument.values, argument.least
+    if values and value not in values:
+        close = get_close_matches(str(value), values, 1)
         guess = f": did you mean {close[0]!r}?" if close else ""
-        yield ArgumentProblem(name, f"cannot be {value!r}{guess}", f"it is one of {', '.join(allowed)}", certain=True)
+        yield ArgumentProblem(name, f"cannot be {value!r}{guess}", f"it is one of {', '.join(values)}", certain=True)
     if name == "x-overflow" and value == "reject-publish-dlx" and queue_type == "quorum":
         yield ArgumentProblem(
             name, "cannot be reject-publish-dlx on a quorum queue", "use reject-publish", certain=True
         )
-    least = _LEAST.get(name)
     if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         yield ArgumentProblem(
             name, f"must be a whole number of at least {least}, not {value!r}", "correct it", certain=True
         )
-
-
-_LEAST: Final = {
-    "x-max-length": 0,
-    "x-max-length-bytes": 0,
-    "x-message-ttl": 0,
-    "x-expires": 1,
-    "x-delivery-limit": -1,
-    "x-delayed-retry-min": 0,
-    "x-delayed-retry-max": 0,
-}
 
 
 # -- arguments that contradict each other, or lose messages together ---------------------------------------------------
@@ -193,7 +284,7 @@ def _at_least_once(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if "x-dead-letter-exchange" not in given:
         text = "at-least-once needs a dead-letter exchange, and there is none"
         yield ArgumentProblem("x-dead-letter-strategy", text, "give x-dead-letter-exchange (a policy can, too)")
-    if given.get("x-overflow", "drop-head") != "reject-publish":
+    if given.get("x-overflow") != "reject-publish":
         text = "at-least-once is not in effect without x-overflow=reject-publish; RabbitMQ says so in its log only"
         yield ArgumentProblem("x-dead-letter-strategy", text, "give x-overflow=reject-publish", certain=True)
 
@@ -266,16 +357,16 @@ _RULES: Final[tuple[_Rule, ...]] = (
 
 
 SHORT_STRING_BYTES: Final = 255
-"""AMQP carries names and routing keys as short strings."""
+"""The longest name or routing key: AMQP carries them as short strings."""
 
-_DEEPEST = 32
+_DEEPEST: Final = 32
 
 
 class Arguments(Mapping[str, object]):
     """Arguments of a declaration: a read-only copy, of types that both drivers can encode.
 
     Args:
-        owner: what they belong to, for the error.
+        owner: the queue, exchange or binding, for the error.
         given: names to ``None``, ``bool``, ``int`` (64 bits), ``str``, ``bytes``, lists and mappings of these.
 
     Raises:

@@ -6,13 +6,15 @@ import enum
 import warnings
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology.arguments import (
+    ARGUMENTS,
     SHORT_STRING_BYTES,
     Arguments,
+    QueueType,
     TopologyWarning,
     check_flag,
     check_name,
@@ -21,8 +23,6 @@ from reliable_mq.topology.arguments import (
 )
 
 __all__ = ["DEFAULT", "DefaultDeadLetter", "Queue", "QueueType"]
-
-QueueType = Literal["quorum", "classic", "stream"]
 
 
 class DefaultDeadLetter(enum.Enum):
@@ -46,37 +46,10 @@ _DLX: Final = "x-dead-letter-exchange"
 _DLX_KEY: Final = "x-dead-letter-routing-key"
 _STRATEGY: Final = "x-dead-letter-strategy"
 
-# The version that knows a default of ours. Up to 3.13 a quorum queue has no delivery limit unless told, and -1 is none.
-_SINCE: Final = {"x-delivery-limit": (4,), _STRATEGY: (3, 10)}
 _NEWEST: Final = (99,)
-
-_ARGUMENT_OF: Final = {
-    "max_length": "x-max-length",
-    "max_length_bytes": "x-max-length-bytes",
-    "message_ttl": "x-message-ttl",
-    "max_age": "x-max-age",
-    "max_priority": "x-max-priority",
-    "single_active_consumer": "x-single-active-consumer",
-}
-_DELAYED_RETRY: Final = ("x-delayed-retry-type", "x-delayed-retry-min", "x-delayed-retry-max")
-_NUMBERS: Final = {"max_length": (0, 2**63 - 1), "max_length_bytes": (0, 2**63 - 1), "max_priority": (1, 255)}
+_OF_FIELDS: Final = tuple(argument for argument in ARGUMENTS.values() if argument.field)
 _LONGEST_TTL: Final = 315_360_000  # seconds, ten years: RabbitMQ refuses more
 _LONGEST_AGE: Final = 2**53
-
-# What RabbitMQ 4.0 and 4.3 both answer with "invalid arg ... of queue type". Durations of a stream are whole seconds.
-_STREAM_ONLY: Final = frozenset({"x-max-age", "x-stream-max-segment-size-bytes", "x-initial-cluster-size"})
-_CLASSIC_ONLY: Final = frozenset({"x-max-priority", "x-queue-mode", "x-queue-version"})
-_QUORUM_ONLY: Final = frozenset(
-    {"x-delivery-limit", _STRATEGY, "x-max-in-memory-length", "x-max-in-memory-bytes", "x-quorum-initial-group-size"}
-)
-_NOT_ON_STREAMS: Final = frozenset(
-    {"x-expires", "x-message-ttl", _DLX, _DLX_KEY, "x-max-length", "x-overflow", "x-single-active-consumer"}
-)
-_REFUSED: Final[Mapping[str, frozenset[str]]] = {
-    "quorum": _STREAM_ONLY | _CLASSIC_ONLY,
-    "classic": _STREAM_ONLY | _QUORUM_ONLY,
-    "stream": _CLASSIC_ONLY | _QUORUM_ONLY | _NOT_ON_STREAMS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +63,8 @@ class Queue:
         exclusive: for this connection only, deleted with it; a classic queue only.
         auto_delete: deleted with its last consumer; a classic queue only.
         dead_letter: where messages go that are rejected or expire: by default a queue of its own (`DEFAULT`), a `Queue`
-        to
-            declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as it is, with
-            a dead-letter queue of its own unless it says ``dead_letter=None``.
+            to declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as it is,
+            with a dead-letter queue of its own unless it says ``dead_letter=None``.
         max_length: messages; a full queue refuses publishes (they are nacked), it does not drop the oldest.
         max_length_bytes: bytes of bodies, in the same way; on a stream, above which the oldest segments go.
         message_ttl: seconds or a timedelta, up to ten years, after which a message is dead-lettered, or dropped where
@@ -160,9 +132,9 @@ class Queue:
     def arguments_for(self, version: tuple[int, ...]) -> dict[str, object]:
         """Return the arguments to declare this queue with on a broker of `version`, e.g. ``(4, 0, 5)``.
 
-        Of our defaults, what that version does not know is left out; what the user gave is always sent.
+        A default of ours that the version does not know is left out; an argument of the user is always sent.
         """
-        ours = {name: value for name, value in self._defaults().items() if version >= _SINCE.get(name, ())}
+        ours = {name: value for name, value in self._defaults().items() if ARGUMENTS[name].is_sent_to(version)}
         every = {**ours, **self._fields(), **self.arguments}
         return {name: value for name, value in every.items() if value is not None}
 
@@ -184,20 +156,12 @@ class Queue:
         return defaults
 
     def _fields(self) -> dict[str, object]:
-        """The arguments that fields stand for, of those that were given."""
-        given = {
-            argument: getattr(self, name)
-            for name, argument in _ARGUMENT_OF.items()
-            if getattr(self, name) is not None and getattr(self, name) is not False
-        }
-        if self.message_ttl is not None:
-            given["x-message-ttl"] = round(seconds("message_ttl", self.message_ttl) * 1000)
-        if self.delayed_retry is not None:
-            shortest, longest = self.delayed_retry
-            delays = (max(1, round(seconds("delayed_retry", delay) * 1000)) for delay in (shortest, longest))
-            given |= dict(zip(_DELAYED_RETRY, ("failed", *delays), strict=True))
-        if self.max_age is not None:
-            given["x-max-age"] = f"{int(seconds('max_age', self.max_age))}s"
+        """The arguments of the fields that were given."""
+        given: dict[str, object] = {}
+        for argument in _OF_FIELDS:
+            value = getattr(self, argument.field)
+            if value is not None and value is not False:
+                given[argument.name] = argument.encode(value) if argument.encode else value
         return given
 
     def _has_its_own(self) -> bool:
@@ -213,10 +177,11 @@ class Queue:
                 raise self._error(flag, f'must be {needed} on a {self.type} queue; or give type="classic"')
 
     def _check_numbers(self) -> None:
-        for name, (lowest, highest) in _NUMBERS.items():
-            value = getattr(self, name)
-            if value is None:
+        for argument in _OF_FIELDS:
+            name, value = argument.field, getattr(self, argument.field)
+            if argument.field_range is None or value is None:
                 continue
+            lowest, highest = argument.field_range
             if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
                 raise self._error(name, f"must be a whole number from {lowest} to {highest}, not {value!r}")
         if self.message_ttl is not None and seconds("message_ttl", self.message_ttl) > _LONGEST_TTL:
@@ -254,14 +219,13 @@ class Queue:
 
     def _check_arguments(self) -> None:
         given = self._fields()
-        names = {argument: name for name, argument in _ARGUMENT_OF.items()}
-        names |= dict.fromkeys(_DELAYED_RETRY, "delayed_retry")
         for argument in sorted(given.keys() & self.arguments.keys()):
-            raise self._error(f"argument {argument}", f"is given twice: also as {names[argument]}")
+            raise self._error(f"argument {argument}", f"is given twice: also as {ARGUMENTS[argument].field}")
         sent = {argument for argument, value in {**given, **self.arguments}.items() if value is not None}
-        for argument in sorted(sent & _REFUSED[self.type]):
-            field_name = names[argument] if argument in given else f"argument {argument}"
-            raise self._error(field_name, f"is refused by RabbitMQ on a {self.type} queue")
+        for argument in sorted(sent & ARGUMENTS.keys()):
+            if self.type not in ARGUMENTS[argument].kinds:
+                field_name = ARGUMENTS[argument].field if argument in given else f"argument {argument}"
+                raise self._error(field_name, f"is refused by RabbitMQ on a {self.type} queue")
         if self.arguments.get("x-queue-type", self.type) != self.type:
             raise self._error("argument x-queue-type", f"contradicts type={self.type!r}: give type alone")
         for argument in (_DLX, _DLX_KEY):
@@ -279,10 +243,10 @@ class Queue:
             )
 
     def _lint(self) -> None:
-        for flaw in lint_arguments(self.arguments_for(_NEWEST), self.type):
-            if flaw.certain:
-                raise self._error(f"argument {flaw.argument}", f"{flaw.text} ({flaw.fix})")
-            text = f"argument {flaw.argument} of queue {self.name!r} {flaw.text}: {flaw.fix}"
+        for problem in lint_arguments(self.arguments_for(_NEWEST), self.type):
+            if problem.certain:
+                raise self._error(f"argument {problem.argument}", f"{problem.text} ({problem.fix})")
+            text = f"argument {problem.argument} of queue {self.name!r} {problem.text}: {problem.fix}"
             warnings.warn(text, TopologyWarning, stacklevel=4)  # where the queue is made
 
     def _error(self, what: str, text: str) -> ConfigurationError:

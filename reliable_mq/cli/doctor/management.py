@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from reliable_mq.topology.arguments import ARGUMENTS
 
 __all__ = ["ManagementAPI", "ManagementError", "QueueView", "Route", "Snapshot"]
 
@@ -222,11 +223,12 @@ class QueueView:
         return (self.raw.get("arguments") or {}).get(f"x-{name}", self._policy.get(name))
 
     def delivery_limit(self, version: tuple[int, ...]) -> int | None:
-        """After how many returns a message is dead-lettered or dropped; None for never."""
+        """The returns after which a message is dead-lettered or dropped; None for never."""
         own, policy = (self.raw.get("arguments") or {}).get("x-delivery-limit"), self._policy.get("delivery-limit")
         given = [limit for limit in (own, policy) if isinstance(limit, int)]
         if not given:
-            return 20 if version >= (4,) else None
+            default: int | None = ARGUMENTS["x-delivery-limit"].default_on(version)
+            return default
         # RabbitMQ takes the stricter of two limits, and any limit before none.
         limit = min(given) if min(given) >= 0 else max(given)
         return limit if limit >= 0 else None

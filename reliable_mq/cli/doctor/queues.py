@@ -21,7 +21,7 @@ from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
 from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
 from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.topology import DEAD_SUFFIX
-from reliable_mq.topology.arguments import lint_arguments
+from reliable_mq.topology.arguments import ARGUMENTS, lint_arguments
 
 __all__ = [
     "dead_letter_queues",
@@ -144,18 +144,6 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
     yield Finding(Status.WARNING, what, "dead letters wait", text, fix)
 
 
-_LOOKED_AT: Final = frozenset(
-    {
-        "x-dead-letter-exchange",
-        "x-dead-letter-strategy",
-        "x-delivery-limit",
-        "x-expires",
-        "x-max-length",
-        "x-max-length-bytes",
-    }
-)
-
-
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
     """Look at queues.
 
@@ -219,15 +207,16 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
 
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
-    """What the linter says, but for what is looked at together with policies and other queues."""
-    for flaw in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
-        if flaw.argument not in _LOOKED_AT:
+    """The problems that the linter finds, but for those judged together with policies and other queues."""
+    for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
+        argument = ARGUMENTS.get(problem.argument)
+        if argument is None or not argument.with_policies:
             yield Finding(
                 Status.WARNING,
                 f"queue {queue.name!r}",
                 "arguments",
-                f"{flaw.argument} {flaw.text}",
-                f"{flaw.fix[0].upper()}{flaw.fix[1:]}; an existing queue has to be deleted and declared again.",
+                f"{problem.argument} {problem.text}",
+                f"{problem.fix[0].upper()}{problem.fix[1:]}; an existing queue has to be deleted and declared again.",
             )
 
 
@@ -290,7 +279,7 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         yield Finding(Status.WARNING, what, "dead letters", text, fix)
     if queue.type != "quorum":
         return
-    overflow = queue.argument("overflow") or "drop-head"
+    overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     if queue.argument("dead-letter-strategy") != "at-least-once":
         yield Finding(
             Status.WARNING,
@@ -313,7 +302,8 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
 
 def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     limits = [name for name in ("max-length", "max-length-bytes") if queue.argument(name) is not None]
-    if not limits or (queue.argument("overflow") or "drop-head") != "drop-head":
+    overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
+    if not limits or overflow != "drop-head":
         return
     dropped = "dropped" if route is None else "dead-lettered"
     yield Finding(
