@@ -10,7 +10,7 @@ JOBS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases check test test-unit test-core test-rest test-fast t test-integration \
-	test-brokers test-spark test-pythons demo demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
+	test-brokers test-spark test-pythons docs demo demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,6 +69,9 @@ test-spark: venv images java
 test-pythons:  ## the tests that need no broker on every Python found, and on the newest of Debian sid
 	@tests/pythons.sh
 
+docs: venv  ## the manual, into docs/_build/html; every warning is an error
+	$(BIN)/sphinx-build -b html -W --keep-going --jobs auto --quiet docs docs/_build/html $(ARGS)
+
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
 
@@ -107,6 +110,6 @@ fmt: venv  ## format, and mend what the linter can
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv and everything that was generated here (docker images stay)
-	rm -rf .venv .pythons build dist .bench htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .pythons build dist docs/_build .bench htmlcov .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
 		.pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

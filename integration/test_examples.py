@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 # Those with a test of their own below.
 SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio"}
 SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # integration/spark has their tests
@@ -155,6 +156,21 @@ def test_the_first_programs_of_the_readme_run(vhost: VirtualHost, tmp_path: Path
     assert printed == ["handling order 1, attempt 1", "handling order 2, attempt 1"]
     assert status == 0
     assert not any(vhost.live_counts().values())
+
+
+def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) -> None:
+    """The tutorial's publisher confirms ten orders, its consumer ships nine and dead-letters one."""
+    place, ship = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)[:2]
+    for name, program in (("place.py", place), ("ship.py", ship)):
+        (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
+    command = [sys.executable, "place.py"]
+    assert output_of(command, cwd=tmp_path, env=environment(), timeout=DEADLINE) == "10 orders are confirmed\n"
+    printed, status = run_until(["ship.py"], 9, environment(PYTHONUNBUFFERED="1"), tmp_path)
+    assert printed == [f"order {number} is shipped, attempt 1" for number in (1, 2, 4, 5, 6, 8, 9, 10)] + [
+        "order 7 is shipped, attempt 3"
+    ]
+    assert status == 0
+    assert vhost.live_counts() | {"tutorial.orders.dead": 1} == vhost.live_counts()
 
 
 def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:

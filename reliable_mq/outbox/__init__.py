@@ -1,8 +1,8 @@
 """Outboxes: a message is durable before ``publish`` returns, survives the process, and a relay publishes it.
 
 ``Publisher(url, outbox=SQLiteOutbox(path))`` stores every message in a file first. ``SQLAlchemyOutbox(engine)`` stores
-messages in a table beside your own, in your own transaction. How either works, and what it promises, is in the README
-of this package.
+messages in a table beside your own, in your own transaction. The manual lists what each of them promises:
+``docs/guides/outbox.md``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RabbitMQ as a source and a sink of Apache Spark: ``format("rabbitmq")``, batch and streaming, at least once.
 
 ``register(spark)`` makes the format known to a session. Where this package is installed as a wheel, Spark finds it by
-itself, through the top-level module ``pyspark_reliable_mq``. See the README beside this file for options, columns and
-guarantees.
+itself, through the top-level module ``pyspark_reliable_mq``. The manual lists options, columns and guarantees:
+``docs/guides/spark.md``.
 
 Invariant: nothing of PySpark is imported before its version is known to do.
 """

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from sqlalchemy import create_engine
 
-from reliable_mq import outbox
 from reliable_mq.outbox import SQLAlchemyOutbox
 
-README = Path(outbox.__file__).with_name("README.md")
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "outbox.md"
 
 
 def test_the_statements_in_the_documentation_are_those_of_the_code() -> None:
     """Whoever makes the table by a migration may take them from there."""
     engine = create_engine("postgresql+psycopg://nobody@nowhere/nothing")
-    statements = README.read_text().partition("```sql\n")[2].partition("```")[0]
+    statements = PAGE.read_text().partition("```sql\n")[2].partition("```")[0]
     assert "".join(statements.split()) == "".join(SQLAlchemyOutbox(engine).ddl.split())

@@ -1,4 +1,4 @@
-"""The table of a store, as the README shows it to those who make it by a migration of their own."""
+"""The table of a store, as the manual shows it to those who make it by a migration of their own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from pathlib import Path
 
 from sqlalchemy import create_engine
 
-import reliable_mq.stores
 from reliable_mq.stores import SQLAlchemyStore
 
-README = Path(reliable_mq.stores.__file__).parent / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "idempotency.md"
 
 
 def plain(sql: str) -> str:
     return re.sub(r"\s+", " ", sql).replace("( ", "(").replace(" )", ")").strip()
 
 
-def test_the_readme_shows_the_statements_that_create_the_table() -> None:
-    [block] = re.findall(r"```sql\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_manual_shows_the_statements_that_create_the_table() -> None:
+    [block] = re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)
     store = SQLAlchemyStore(create_engine("postgresql+psycopg://localhost/orders"))
     assert [plain(sql) for sql in block.split(";") if sql.strip()] == [plain(sql) for sql in store.ddl]
 

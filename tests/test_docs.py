@@ -1,6 +1,6 @@
-"""The pages keep their word: what they name exists, their code compiles, their defaults and lists are the code's.
+"""The manual is true: what it names exists, its code compiles, its defaults and lists are those of the code.
 
-A page is the README, and each README.md below it.
+A page is the README, and each Markdown file in ``docs/``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-REFERENCE = ROOT / "reliable_mq" / "README.md"
-MATRIX = ROOT / "integration" / "README.md"
-PROXY = ROOT / "reliable_mq" / "testing" / "README.md"
-PAGES = sorted([README, MATRIX, *(ROOT / "reliable_mq").rglob("README.md")])
+DOCS = ROOT / "docs"
+MANUAL = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+PAGES = [README, *MANUAL]
+SETTINGS = DOCS / "reference" / "settings.md"
+METRICS = DOCS / "reference" / "metrics.md"
+EXAMPLES = DOCS / "reference" / "examples.md"
+CONTRIBUTING = DOCS / "contributing.md"
+MATRIX = DOCS / "explanation" / "faults.md"
+PROXY = DOCS / "guides" / "testing.md"
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -67,22 +72,41 @@ def section(page: Path, title: str) -> str:
     return found[1]
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
-    """Links inside a page meet a heading, the others a file."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    """A link leads to a file, and its anchor to a heading."""
     for _text, target in links(page):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif "://" not in target:
-            assert (page.parent / target.partition("#")[0]).exists(), target
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            found = page.parent / path if path else page
+            assert found.exists(), target
+            assert not anchor or anchor in anchors(found), target
 
 
-def test_every_page_can_be_reached() -> None:
-    """Each page is linked from the README."""
-    linked = {(README.parent / target).resolve() for _text, target in links(README)}
-    assert set(PAGES) - {README} <= linked
+def test_every_page_is_in_the_table_of_contents() -> None:
+    """A page that no toctree names cannot be reached."""
+    blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    named = {line for block in blocks for line in block.splitlines() if line and not line.startswith(":")}
+    assert named == {str(page.relative_to(DOCS).with_suffix("")) for page in MANUAL} - {"index"}
+
+
+def test_the_readme_is_short_and_stands_alone() -> None:
+    """A package index shows it without the files beside it, so no link of it is relative."""
+    assert len(README.read_bytes()) <= 8000
+    assert all("://" in target or target.startswith("#") for _text, target in links(README))
+
+
+def test_the_paths_that_the_readme_names_exist() -> None:
+    paths = {name for name in inline(README) if "/" in name and "_build" not in name}
+    assert len(paths) > 3
+    for path in paths:
+        assert (ROOT / path).exists(), path
 
 
 def test_every_test_that_is_named_exists() -> None:
@@ -91,7 +115,7 @@ def test_every_test_that_is_named_exists() -> None:
         (text, (page.parent / target).resolve())
         for page in PAGES
         for text, target in links(page)
-        if re.search(r"(^|/)test_\w+\.py$", target) and not target.startswith("examples/")
+        if re.search(r"(^|/)test_\w+\.py$", target) and "examples/" not in target
     ]
     assert len(named) > 50
     for name, path in named:
@@ -123,13 +147,13 @@ def test_every_known_bug_of_the_drivers_has_its_tests_named(driver: str) -> None
         for name in names_in(path):
             found = re.match(rf"test_{driver}_(\d\d)_", name)
             if found is not None:
-                assert f"[{name}]({path.name})" in rows[int(found[1])]
+                assert f"[{name}](../../integration/{path.name})" in rows[int(found[1])]
     for number, tests in rows.items():
         assert f"[test_{driver}_{number:02}_" in tests
 
 
 def test_every_block_of_python_compiles_and_imports_what_there_is() -> None:
-    """What a reader copies is at least Python, and names what the package has."""
+    """A reader copies Python, and it imports names that exist."""
     blocks = [(page, block) for page in PAGES for block in _BLOCK.findall(page.read_text())]
     assert len(blocks) >= 3
     for page, block in blocks:
@@ -148,7 +172,7 @@ def test_every_public_name_that_is_named_exists() -> None:
         *map(importlib.import_module, ("reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")),
         builtins,
     ]
-    for text in inline(README, REFERENCE):
+    for text in inline(README, SETTINGS, METRICS, DOCS / "reference" / "errors.md"):
         found = re.match(r"(?:\w+=)?(?!None|True|False)([A-Z][a-z]+[A-Za-z]*)\b", text)
         if found is not None:
             assert any(hasattr(place, found[1]) for place in places), text
@@ -157,7 +181,7 @@ def test_every_public_name_that_is_named_exists() -> None:
 @pytest.mark.parametrize("owner", [Publisher, Consumer])
 def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> None:
     """The tables of settings name parameters, and their defaults where these are plain values."""
-    table = section(REFERENCE, "Settings").partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
+    table = SETTINGS.read_text().partition(f"| `{owner.__name__}` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE)
     assert len(rows) >= 8
     parameters = inspect.signature(owner).parameters
@@ -177,7 +201,7 @@ def test_defaults_are_those_of_the_code(owner: type[Publisher | Consumer]) -> No
 
 def test_every_metric_is_listed_and_no_other() -> None:
     """The lists of metrics and the families of the code are the same."""
-    listed = {name for name in inline(REFERENCE) if name.startswith("reliable_mq_")}
+    listed = {name for name in inline(METRICS) if name.startswith("reliable_mq_")}
     families = {
         found.full_name
         for value in vars(metric_families).values()
@@ -189,8 +213,8 @@ def test_every_metric_is_listed_and_no_other() -> None:
 
 def test_every_example_is_listed_and_no_other() -> None:
     """The table of examples is the directory."""
-    listed = {target for _text, target in links(README) if target.startswith("examples/")}
-    assert listed == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    listed = {target for _text, target in links(EXAMPLES) if "/examples/" in target}
+    assert listed == {f"../../examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_every_control_of_the_fault_proxy_exists() -> None:
@@ -212,9 +236,11 @@ def test_every_header_of_ours_that_is_named_exists() -> None:
 def test_make_targets_that_are_named_exist() -> None:
     """What a reader is told to type is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README.read_text(), re.MULTILINE))
+    named = set(
+        re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README.read_text() + CONTRIBUTING.read_text(), re.MULTILINE)
+    )
     named = {name for pair in named for name in pair if name}
-    assert {"demo", "test", "check", "bench", "soak"} <= named <= targets
+    assert {"demo", "test", "check", "bench", "soak", "docs"} <= named <= targets
 
 
 def test_all_is_sorted_complete_and_importable() -> None:
