@@ -30,7 +30,7 @@ from reliable_mq import (
     Receipt,
     TLSOptions,
 )
-from reliable_mq.connection.aiormq_driver import DataChannel
+from reliable_mq.connection.channel import Channel
 from reliable_mq.core import reconnect
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def test_aio_09_channels_that_are_closed_leave_nothing_behind(
                     assert refused.exception() is not None
                 del refused
                 gc.collect()
-                kinds = (FunctionType, MethodType, partial, asyncio.Future, DataChannel)
+                kinds = (FunctionType, MethodType, partial, asyncio.Future, Channel)
                 return sum(isinstance(one, kinds) for one in gc.get_objects())
 
             logging.disable()  # pytest keeps every record

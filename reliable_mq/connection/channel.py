@@ -1,17 +1,25 @@
-"""A channel of ours on a link.
+"""A channel: its number, its generation, its methods, and the content that it holds back until it is ready.
 
-Carries out a generator of steps on a data channel, one after the other.
+Both drivers use this class: each gives it a function that writes to the socket and the frames that the broker sent.
+The drivers' own channels are not used. They cannot declare every name and argument that brokers take, send one method
+at a time, and cancel consumers before they close.
 
-Holds a channel's content back until the channel is ready.
+Invariants:
+
+- One method of the broker answers one method of ours, in order. Any other one, unless the channel is closing, breaks
+  the connection (`CodecError`).
+- After ``channel.close`` of either side no reply is reported; `ChannelEvents.channel_closed` is, exactly once, unless
+  the connection ends first.
+- Content reaches the sink only after `release_content`, in its order, and never after `silence`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq.codec import CodecError, InboundReader, methods
+from reliable_mq.connection.read_throttle import ReadThrottle
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.errors import BrokerUnavailable
 
@@ -20,64 +28,130 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import ChannelSink, RawDelivery
     from reliable_mq.codec.methods import MethodReply, Step
-    from reliable_mq.connection.interfaces import ChannelEvents, ChannelProtocol
-    from reliable_mq.connection.read_throttle import ReadThrottle
+    from reliable_mq.connection.interfaces import ChannelEvents
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["DataChannel", "ReadyGate", "SetupRunner"]
+__all__ = ["Channel", "ChannelTable", "ReadyGate", "SetupRunner"]
 
 
-class DataChannel:
-    """A channel with its synchronous methods; its content goes to a sink. Made by `Link.open_channel`."""
+class ChannelTable:
+    """The channels of one connection, by number.
+
+    Args:
+        write: sends whole frames.
+        reader: of the connection's input.
+
+    Attributes:
+        channel_max: the negotiated number of channels; set when the connection is open.
+        read_throttle: of the connection; follows the consumers of its channels.
+    """
+
+    def __init__(self, write: Callable[[bytes], None], reader: InboundReader) -> None:
+        self.channel_max = 0
+        self.read_throttle = ReadThrottle()
+        self._write = write
+        self._reader = reader
+        self._channels: dict[int, Channel] = {}
+        self._last_number = 0
+        self._on_closed: Callable[[], None] | None = None
+
+    def open(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
+        """Send ``channel.open`` and return the channel."""
+        while True:
+            self._last_number = self._last_number % self.channel_max + 1
+            if self._last_number not in self._channels:
+                break
+        channel = Channel(self._last_number, generation, self._write, self._reader, self.read_throttle, sink, events)
+        self._channels[channel.number] = channel
+        return channel
+
+    def receive(self, frame: bytes) -> None:
+        """Pass on a frame of a channel that is not for its sink.
+
+        Raises:
+            CodecError: it is broken, or answers no method of ours.
+        """
+        channel = self._channels.get(int.from_bytes(frame[1:3], "big"))
+        method = methods.method_of(frame)
+        if channel is None or method is None:
+            return  # of a closed channel, or content of a silenced one
+        if channel.receive(method, frame):
+            del self._channels[channel.number]
+            self._report_if_closed()
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """Close every channel, then call `on_closed`, unless the connection ends first.
+
+        A close-ok confirms that the broker has handled every method that was sent on the channel.
+        """
+        self._on_closed = on_closed
+        for channel in self._channels.values():
+            channel.silence()
+            channel.close()
+        self._report_if_closed()
+
+    def _report_if_closed(self) -> None:
+        if self._on_closed is not None and not self._channels:
+            self._on_closed()
+
+
+class Channel:
+    """A channel of a connection. Made by `ChannelTable.open`; lives on the loop of its connection.
+
+    Attributes:
+        number: on the connection.
+        generation: of the owner; unique among all channels that it opens.
+    """
 
     def __init__(
         self,
         number: int,
+        generation: int,
         write: Callable[[bytes], None],
         reader: InboundReader,
-        pace: ReadThrottle,
+        read_throttle: ReadThrottle,
+        sink: ChannelSink,
         events: ChannelEvents,
     ) -> None:
         self.number = number
+        self.generation = generation
         self._write = write
         self._reader = reader
-        self._pace = pace
+        self._read_throttle = read_throttle
+        self._sink = sink
         self._events = events
+        self._gate = ReadyGate(sink)
         self._open = False
         self._closing = False
         self._awaited: deque[tuple[tuple[int, int], Callable[[MethodReply], None]]] = deque()
+        reader.attach(number, self._gate)
+        write(methods.encode_channel_open(number))
 
-    def attach(self, sink: ChannelSink) -> None:
-        """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
-        self._reader.attach(self.number, sink)
+    def release_content(self) -> None:
+        """Pass content to the sink: what was held back, then all that comes. Call it on a reply: no content is open."""
+        self._reader.attach(self.number, self._sink)
+        self._gate.open()
 
     def silence(self) -> None:
-        """Give the channel's content to nobody from now on."""
+        """Drop all content from now on."""
         self._reader.detach(self.number)
 
-    def perform(self, step: Step, done: Callable[[MethodReply], None]) -> None:
-        """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
+    def perform(self, steps: Sequence[Step], done: Callable[[MethodReply], None]) -> None:
+        """Send the methods of `steps` in one piece; `done` is called with each reply, in order.
+
+        The broker refuses a step by closing the channel.
 
         Raises:
-            ConfigurationError: it cannot be encoded.
-            BrokerUnavailable: the channel is not open.
-        """
-        self.perform_all((step,), done)
-
-    def perform_all(self, steps: Sequence[Step], done: Callable[[MethodReply], None]) -> None:
-        """Send the methods of `steps` in one piece; `done` gets each reply, in order.
-
-        Raises:
-            ConfigurationError: one cannot be encoded; none was sent.
+            ConfigurationError: a step cannot be encoded; none was sent.
             BrokerUnavailable: the channel is not open.
         """
         if not self._open or self._closing:
             raise BrokerUnavailable(f"channel {self.number} is not open")
-        frames, answers = methods.encode_steps(self.number, steps)
-        self._awaited.extend((answer, done) for answer in answers)
+        frames, replies = methods.encode_steps(self.number, steps)
+        self._awaited.extend((reply, done) for reply in replies)
         self._write(frames)
         for step in steps:
-            self._pace.follow(step)
+            self._read_throttle.follow(step)
 
     def close(self) -> None:
         """Begin the closing handshake."""
@@ -86,19 +160,19 @@ class DataChannel:
             self._awaited.clear()
             self._write(methods.encode_channel_close(self.number))
 
-    def take(self, method: tuple[int, int], frame: bytes) -> bool:
-        """Take in a method that the broker sent; return whether the channel is closed by it.
+    def receive(self, method: tuple[int, int], frame: bytes) -> bool:
+        """Process a method that the broker sent; return whether it closes the channel.
 
         Raises:
-            CodecError: it is broken.
+            CodecError: it is broken, or answers no method of ours.
         """
         if method == methods.CHANNEL_CLOSED:
             code, text = methods.decode_close(frame)
             self._write(methods.encode_channel_close_ok(self.number))
-            self._closed(code, text, by_broker=True)
+            self._report_closed(code, text, by_broker=True)
             return True
         if method == methods.CHANNEL_CLOSE_OK:
-            self._closed(200, "closed by us", by_broker=False)
+            self._report_closed(200, "closed by us", by_broker=False)
             return True
         if method == methods.CHANNEL_OPEN_OK:
             self._open = True
@@ -112,7 +186,7 @@ class DataChannel:
             raise CodecError(f"the broker answered nothing that was asked, with method {method}")
         return False
 
-    def _closed(self, code: int, text: str, *, by_broker: bool) -> None:
+    def _report_closed(self, code: int, text: str, *, by_broker: bool) -> None:
         self._open, self._closing = False, True
         self._awaited.clear()
         self._reader.detach(self.number)
@@ -120,13 +194,12 @@ class DataChannel:
 
 
 class SetupRunner:
-    """One generator, carried out. Lives on the I/O thread.
+    """Carry out the steps that a generator yields, on one channel after the other. Lives on the loop.
 
     Args:
-        generator: the steps.
-        done: called exactly once, with what the generator returned or the exception that ended it, unless it is
-            dropped.
-        answered: called with every answer of the broker.
+        generator: of the steps.
+        done: called exactly once, with the generator's result or the exception that ended it, unless it is dropped.
+        answered: called with every reply of the broker.
     """
 
     def __init__(
@@ -135,45 +208,46 @@ class SetupRunner:
         self._generator = generator
         self._done: Callable[[Any], None] | None = done
         self._answered = answered
-        self._next: Step | Pipeline | None = None  # to be taken on another channel
-        self._replies: list[MethodReply] = []  # to the pipeline that is outstanding
-        self._channel: ChannelProtocol
+        self._waiting: Step | Pipeline | None = None  # for another channel
+        self._replies: list[MethodReply] = []  # to the pipeline that was sent
+        self._step: Step | Pipeline  # that was sent last
+        self._channel: Channel
 
-    def start(self, channel: ChannelProtocol) -> None:
-        """Perform the first step, or go on on another channel."""
+    def start(self, channel: Channel) -> None:
+        """Send the first step, or the one that waits for another channel."""
         self._channel = channel
-        if self._next is None:
+        if self._waiting is None:
             self._advance(None)
         else:
-            step, self._next = self._next, None
-            self._perform(step)
+            step, self._waiting = self._waiting, None
+            self._send(step)
 
     @property
     def wants_channel(self) -> bool:
-        """Whether it goes on, on another channel, though the broker has closed its own."""
-        return self._next is not None
+        """Whether a step waits for another channel, since the broker has closed the last one."""
+        return self._waiting is not None
 
     def refuse(self, code: int, text: str, *, connection: bool = False) -> None:
-        """The broker closed the channel, or the connection: the generator says which error that is, or goes on."""
+        """Report to the generator that the broker closed the channel, or the connection, over the step."""
         if self._done is None:
             return
         refused = StepRefused(code, text, answered=tuple(self._replies), connection=connection)
         self._replies.clear()
         try:
-            self._next = self._generator.throw(refused)
+            self._waiting = self._generator.throw(refused)
         except StopIteration as stop:
             self._finish(stop.value)
-        except Exception as error:  # noqa: BLE001  # handed on
+        except Exception as error:  # noqa: BLE001  # passed on
             self._finish(error)
 
     def fail(self, error: Exception) -> None:
-        """End with `error`, whatever the generator was waiting for."""
+        """End with `error`, whatever the generator waits for."""
         if self._done is not None:
             self._generator.close()
             self._finish(error)
 
     def drop(self) -> None:
-        """End without a word."""
+        """End without a call of `done`."""
         self._done = None
         self._generator.close()
 
@@ -184,37 +258,33 @@ class SetupRunner:
             step = self._generator.send(reply)
         except StopIteration as stop:
             self._finish(stop.value)
-        except Exception as error:  # noqa: BLE001  # handed on
+        except Exception as error:  # noqa: BLE001  # passed on
             self._finish(error)
         else:
-            self._perform(step)
+            self._send(step)
 
-    def _perform(self, step: Step | Pipeline) -> None:
+    def _send(self, step: Step | Pipeline) -> None:
+        self._step = step
         try:
-            if isinstance(step, Pipeline):
-                self._channel.perform_all(step.steps, partial(self._collect, len(step.steps)))
-            else:
-                self._channel.perform(step, self._reply)
-        except Exception as error:  # noqa: BLE001  # of a step that cannot be encoded; handed on
+            self._channel.perform(step.steps if isinstance(step, Pipeline) else (step,), self._on_reply)
+        except Exception as error:  # noqa: BLE001  # of a step that cannot be encoded; passed on
             self._generator.close()
             self._finish(error)
 
-    def _reply(self, reply: MethodReply) -> None:
+    def _on_reply(self, reply: MethodReply) -> None:
         if self._answered is not None:
             self._answered()
-        self._advance(reply)
-
-    def _collect(self, count: int, reply: MethodReply) -> None:
-        if self._answered is not None:
-            self._answered()
+        if not isinstance(self._step, Pipeline):
+            self._advance(reply)
+            return
         self._replies.append(reply)
-        if len(self._replies) == count:
+        if len(self._replies) == len(self._step.steps):
             replies, self._replies = tuple(self._replies), []
             self._advance(replies)
 
     def _finish(self, outcome: object) -> None:
         done, self._done = self._done, None
-        self._next = None
+        self._waiting = None
         if done is not None:
             done(outcome)
 

@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reliable_mq._util.threads import in_background
-from reliable_mq.connection.channel import ReadyGate, SetupRunner
+from reliable_mq.connection.channel import SetupRunner
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.reconnect import Asking, ConnectionLoss
@@ -41,14 +41,8 @@ from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import (
-        ChannelProtocol,
-        ConnectionListener,
-        EventLoop,
-        Link,
-        OpenLink,
-        TimerHandle,
-    )
+    from reliable_mq.connection.channel import Channel
+    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
@@ -110,8 +104,7 @@ class Connector:
         self._asking = Asking(_ASKED_AGAIN * settings.connect_timeout)
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted, sockets not closed yet
-        self._channel: ChannelProtocol | None = None
-        self._gate: ReadyGate | None = None
+        self._channel: Channel | None = None
         self._generation = 0
         self._live = False  # ready was reported, lost was not
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
@@ -249,10 +242,9 @@ class Connector:
     def _open_channel(self, link: Link) -> None:
         self._state = _ConnectionState.SETTING_UP
         self._generation += 1
-        self._gate = ReadyGate(self._client)
-        self._channel = link.open_channel(self._gate, self)
+        self._channel = link.open_channel(self._generation, self._client, self)
 
-    def channel_opened(self, channel: ChannelProtocol) -> None:
+    def channel_opened(self, channel: Channel) -> None:
         if channel is not self._channel or self._link is None or self._state is not _ConnectionState.SETTING_UP:
             return
         if self._set_up is None:
@@ -290,18 +282,16 @@ class Connector:
         elif self._link is not None and self._channel is not None:
             self._become_ready(self._link, self._channel)
 
-    def _become_ready(self, link: Link, channel: ChannelProtocol) -> None:
+    def _become_ready(self, link: Link, channel: Channel) -> None:
         self._cancel_timer()
         self._recovery.ready()
         self._state = _ConnectionState.READY
         self._live = True
         logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
-        self._notify(self._client.ready, self._generation, channel.number, link.frame_max, link.server)
+        self._notify(self._client.ready, channel.generation, channel.number, link.frame_max, link.server)
         self._report_blocked()
-        if self._state is _ConnectionState.READY and self._gate is not None:  # the client may have ended it already
-            gate, self._gate = self._gate, None
-            channel.attach(self._client)
-            gate.open()
+        if self._state is _ConnectionState.READY:  # the client may have ended it already
+            channel.release_content()
 
     def _late(self) -> None:
         """The time to connect is over."""
@@ -359,7 +349,7 @@ class Connector:
                 self._unblock()
         self._end_if_closed()
 
-    def channel_closed(self, channel: ChannelProtocol, code: int, text: str, by_broker: bool) -> None:
+    def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:
         if channel is not self._channel:
             return
         self._channel = None
@@ -447,7 +437,7 @@ class Connector:
             self._blocked_reported = False
             self._notify(self._client.unblocked)
 
-    def consumer_cancelled(self, channel: ChannelProtocol, consumer_tag: str) -> None:
+    def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
         if channel is self._channel and self._live:
             self._notify(self._client.cancelled, consumer_tag)
 
@@ -493,7 +483,6 @@ class Connector:
 
     def _end_set_up(self) -> None:
         run, self._set_up = self._set_up, None
-        self._gate = None
         if run is not None:
             run.drop()
 

@@ -14,10 +14,10 @@ from reliable_mq.codec import ChannelSink
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.codec.methods import MethodReply, Step
+    from reliable_mq.connection.channel import Channel
     from reliable_mq.core.channel_setup import ServerInfo
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChannelEvents",
-    "ChannelProtocol",
     "ConnectCredentials",
     "ConnectionListener",
     "EventLoop",
@@ -72,48 +71,18 @@ class Link(Protocol):
     def write_buffer_size(self) -> int:
         """Bytes that the kernel has not taken yet."""
 
-    def write(self, data: bytes, /) -> None:
+    @property
+    def write(self) -> Callable[[bytes], None]:
         """Send whole frames in one piece. Does nothing on a link that is over."""
 
-    def open_channel(self, sink: ChannelSink, events: ChannelEvents, /) -> ChannelProtocol:
-        """Open a data channel, whose content goes to `sink` from its first frame on."""
+    def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents, /) -> Channel:
+        """Open a channel; its content goes to `sink` once it is released."""
 
     def close(self) -> None:
         """Begin the closing handshake; where the link is not open yet, abort."""
 
     def abort(self, reason: str, /) -> None:
         """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
-
-
-class ChannelProtocol(Protocol):
-    """A channel whose content bypasses the driver. Its synchronous methods are the driver's."""
-
-    number: int
-
-    def attach(self, sink: ChannelSink, /) -> None:
-        """Give the channel's content to another sink. Only where no content can be half read: on a reply, say."""
-
-    def silence(self) -> None:
-        """Give the channel's content to nobody from now on."""
-
-    def perform(self, step: Step, done: Callable[[MethodReply], None], /) -> None:
-        """Send the method of `step`; `done` gets the reply. Where the broker refuses, the channel is closed instead.
-
-        Raises:
-            ConfigurationError: it cannot be encoded.
-            BrokerUnavailable: the channel is not open.
-        """
-
-    def perform_all(self, steps: Sequence[Step], done: Callable[[MethodReply], None], /) -> None:
-        """Send the methods of declarations and checks in one piece; `done` gets each reply, in order.
-
-        Raises:
-            ConfigurationError: one cannot be encoded; none was sent.
-            BrokerUnavailable: the channel is not open.
-        """
-
-    def close(self) -> None:
-        """Begin the closing handshake."""
 
 
 class OpenLink(Protocol):
@@ -156,13 +125,13 @@ class LinkEvents(Protocol):
 class ChannelEvents(Protocol):
     """Whom a data channel tells."""
 
-    def channel_opened(self, channel: ChannelProtocol) -> None:
+    def channel_opened(self, channel: Channel) -> None:
         """Steps can be performed."""
 
-    def channel_closed(self, channel: ChannelProtocol, code: int, text: str, by_broker: bool) -> None:
+    def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:
         """Either side closed it, while the connection lives. The loss of a connection is reported by its link alone."""
 
-    def consumer_cancelled(self, channel: ChannelProtocol, consumer_tag: str) -> None:
+    def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
         """``basic.cancel`` from the broker."""
 
 

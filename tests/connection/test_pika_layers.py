@@ -75,7 +75,7 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
     assert "self._connection.bytes_received" in source(
         pika.heartbeat.HeartbeatChecker.bytes_received_on_connection.fget
     ), f"{moved}heartbeats do not count bytes_received"
-    assert "self._channels" in source(Connection._deliver_frame_to_channel), f"{moved}the table of channels"
+    assert "if not self._channels:" in source(Connection.close), f"{moved}a connection without channels closes at once"
     assert "if self._callbacks" in source(IOLoop._get_remaining_interval), f"{moved}the length of a poll"
     assert "self._callbacks.popleft()" in source(IOLoop.process_timeouts), f"{moved}the queue of calls"
     assert "self._on_connection_close_from_broker" in source(Connection._init_connection_state), f"{moved}close"

@@ -20,6 +20,5 @@ Invariants:
 
 from reliable_mq.connection.aiormq_driver.errors import link_error
 from reliable_mq.connection.aiormq_driver.link import Link
-from reliable_mq.connection.channel import DataChannel
 
-__all__ = ["DataChannel", "Link", "link_error"]
+__all__ = ["Link", "link_error"]

@@ -15,9 +15,8 @@ from reliable_mq._util.threads import in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
-from reliable_mq.connection.channel import DataChannel
+from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.connection.driver_logs import demoted_driver_logs
-from reliable_mq.connection.read_throttle import ReadThrottle
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
@@ -25,6 +24,7 @@ from reliable_mq.core.reconnect import ConnectionLoss
 if TYPE_CHECKING:
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.aiormq_driver.loop import EventLoop, Timer
+    from reliable_mq.connection.channel import Channel
     from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
@@ -39,6 +39,7 @@ _SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which 
 _TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
 _LOOKS = 20  # at the clock, in one heartbeat
 _PROTOCOL_HEADER = b"AMQP"
+_NO_CHANNEL = b"\0\0"
 
 
 class Link:
@@ -68,18 +69,15 @@ class Link:
         self._context = secrets.context
         self._events = events
         self._reader = InboundReader(self._on_foreign_frame, Delivery)
-        self._pace = ReadThrottle()
+        self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
         self._opened = False
-        self._closing = False
         self._over = False
         self._begun = False  # its task runs
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
         self._told_at = 0.0  # when aiormq was last told that the peer lives
-        self._channels: dict[int, DataChannel] = {}
-        self._last_number = 0
         self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: Timer | None = None
@@ -113,32 +111,16 @@ class Link:
         if self._opened and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def open_channel(self, sink: ChannelSink, events: ChannelEvents) -> DataChannel:
-        """Open a data channel, whose content goes to `sink` from its first frame on."""
-        while True:
-            self._last_number = self._last_number % self._tune.channel_max + 1
-            if self._last_number not in self._channels:
-                break
-        channel = DataChannel(self._last_number, self.write, self._reader, self._pace, events)
-        self._channels[channel.number] = channel
-        channel.attach(sink)
-        self.write(methods.encode_channel_open(channel.number))
-        return channel
+    def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
+        """Open a channel; its content goes to `sink` once it is released."""
+        return self._channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake; where the link is not open yet, abort.
-
-        Channels go first, as on the sync face: their close-ok says that what was sent on them has been handled.
-        """
-        if not self._opened:
+        """Begin the closing handshake, of the channels first; abort a link that is not open yet."""
+        if self._opened:
+            self._channels.close(self._end_now)
+        else:
             self.abort("closed while it was opening")
-            return
-        self._closing = True
-        for channel in self._channels.values():
-            channel.silence()
-            channel.close()
-        if not self._channels:
-            self._end_now()
 
     def abort(self, reason: str) -> None:
         """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
@@ -291,7 +273,7 @@ class Link:
             if self._opened:
                 self._tell_that_the_peer_lives()
                 self._events.link_read(self)
-                gap = self._pace.gap_after(len(data))
+                gap = self._channels.read_throttle.gap_after(len(data))
                 if gap > _SHORTEST_GAP:
                     self._pause_reading(gap)
         except CodecError as error:
@@ -326,17 +308,10 @@ class Link:
         if frame[:4] == _PROTOCOL_HEADER:
             self._pass_on(frame)
             return
-        method = methods.method_of(frame)
-        number = int.from_bytes(frame[1:3], "big")
-        if number:
-            channel = self._channels.get(number)
-            if channel is None or method is None:
-                return  # of a channel that is closed already, or content of one that is silenced
-            if channel.take(method, frame):
-                del self._channels[number]
-                if self._closing and not self._channels:
-                    self._end_now()
+        if frame[1:3] != _NO_CHANNEL:
+            self._channels.receive(frame)
             return
+        method = methods.method_of(frame)
         if method == methods.CONNECTION_BLOCKED:
             self._events.link_blocked(self, methods.decode_text(frame))
         elif method == methods.CONNECTION_UNBLOCKED:
@@ -347,6 +322,7 @@ class Link:
                     frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
                 )
                 self._reader.agree(self._tune.frame_max)
+                self._channels.channel_max = self._tune.channel_max
             elif method == methods.CONNECTION_CLOSED:
                 self._closed_with = methods.decode_close(frame)
             self._pass_on(frame)

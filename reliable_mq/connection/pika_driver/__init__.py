@@ -17,7 +17,7 @@ Invariants:
 """
 
 from reliable_mq.connection.pika_driver.errors import broker_error
-from reliable_mq.connection.pika_driver.link import DataChannel, Link
+from reliable_mq.connection.pika_driver.link import Link
 from reliable_mq.connection.pika_driver.loop import EventLoop, Timer
 
-__all__ = ["DataChannel", "EventLoop", "Link", "Timer", "broker_error"]
+__all__ = ["EventLoop", "Link", "Timer", "broker_error"]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pika
-from pika import frame, spec
+from pika import frame
 from pika.adapters.select_connection import SelectConnection
 from pika.credentials import ExternalCredentials, PlainCredentials
 
 from reliable_mq._util.version import client_properties
 from reliable_mq.codec import CodecError, InboundReader
+from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.connection.pika_driver.errors import Aborted
-from reliable_mq.connection.read_throttle import ReadThrottle
 from reliable_mq.core.consumer.delivery import Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pika import spec
 
     from reliable_mq.connection.interfaces import ConnectCredentials
     from reliable_mq.connection.pika_driver.loop import EventLoop
@@ -29,11 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "connection_parameters"]
 
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
+_NO_CHANNEL = b"\0\0"
 _ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, then the host's next address is tried
-_CONTENT = frozenset(
-    struct.pack(">I", method.INDEX)
-    for method in (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Deliver, spec.Basic.Return, spec.Basic.GetOk)
-)
 
 
 class Connection(SelectConnection):  # type: ignore[misc]
@@ -50,8 +48,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         on_drained: Callable[[], None],
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
-        self.pace = ReadThrottle()
-        self.answers: dict[int, Callable[[bytes], bool]] = {}  # by channel: takes the answers to what pika did not send
+        self.channels = ChannelTable(self.send, self.reader)
         self.closed_with: tuple[int, str] | None = None
         self.was_open = False
         self.broken_by: BaseException | None = None
@@ -100,6 +97,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
     def _opened_now(self, connection: Connection) -> None:
         self.was_open = True
         self.reader.agree(int(self.params.frame_max))
+        self.channels.channel_max = int(self.params.channel_max)
         self._on_open(connection)
 
     def _proto_connection_made(self, transport: Any) -> None:
@@ -124,7 +122,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         consume()
         size = self.bytes_received - before
         if size:  # TLS looks twice
-            gap = self.pace.gap_after(size)
+            gap = self.channels.read_throttle.gap_after(size)
             self._read_from = time.monotonic() + gap if gap else 0.0
 
     def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
@@ -148,11 +146,8 @@ class Connection(SelectConnection):  # type: ignore[misc]
     def _on_foreign_frame(self, data: bytes) -> None:
         if self._aborted:
             return
-        number = int.from_bytes(data[1:3], "big")
-        if number and (number not in self._channels or data[0] != spec.FRAME_METHOD or data[7:11] in _CONTENT):
-            return  # of a channel that is closed already, or content of one that is silenced
-        take = self.answers.get(number)
-        if take is not None and take(data):
+        if data[1:3] != _NO_CHANNEL:
+            self.channels.receive(data)
             return
         try:
             _, value = frame.decode_frame(data)
