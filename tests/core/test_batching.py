@@ -100,6 +100,13 @@ def test_an_answer_of_another_shape_is_an_error(answer: Any) -> None:
         read(answer, 2)
 
 
+@pytest.mark.parametrize("answer", [DeadLetter("why"), RetryLater(3), RetryLater, Ack, Ack()], ids=repr)
+def test_one_verdict_for_a_batch_is_an_error_that_says_so(answer: object) -> None:
+    """Whether it was meant for all is not known, and a dead letter too many cannot be taken back."""
+    with pytest.raises(UsageError, match=r"one verdict, .* for 2 deliveries: return a list with a verdict for each"):
+        read(answer, 2)
+
+
 BAD = DeadLetter("bad")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq.errors import ConfigurationError, UsageError
-from reliable_mq.retry import Ack, RetryLater
+from reliable_mq.retry import Ack, DeadLetter, RetryLater
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,6 +229,12 @@ def verdicts(
     """
     if answer is None:
         return [(delivery, None) for delivery in deliveries]
+    kind = answer if isinstance(answer, type) else type(answer)
+    if issubclass(kind, (Ack, RetryLater, DeadLetter)):
+        raise UsageError(
+            f"the batch handler returned one verdict, {answer!r}, for {len(deliveries)} deliveries: return a list with "
+            "a verdict for each, or nothing for an ack of all"
+        )
     if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
         raise UsageError(f"a batch handler returns None or a sequence of verdicts, not {type(answer).__name__}")
     count = len(deliveries)
