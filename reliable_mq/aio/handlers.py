@@ -28,6 +28,7 @@ import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.consumer.attempts import shown
@@ -470,8 +471,13 @@ class TaskPool:
         return answer
 
     def _interrupted(self, error: KeyboardInterrupt) -> str:
-        """Hand on to the program what interrupted it here: it is not for the handler."""
-        self._loop.call_soon(_raise, error)
+        """Raise what interrupted the program out of its loop: it is not for the handler.
+
+        Once, however many handlers were interrupted: a second one would interrupt the end of the program.
+        """
+        if self._loop not in _interrupted_loops:
+            _interrupted_loops.add(self._loop)
+            self._loop.call_soon(_raise, self._loop, error)
         return _CANCELLED
 
 
@@ -492,7 +498,11 @@ def _wake(idle: asyncio.Future[None]) -> None:
         idle.set_result(None)
 
 
-def _raise(error: BaseException) -> None:
+_interrupted_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # whose `_raise` is still to come
+
+
+def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
+    _interrupted_loops.discard(loop)
     raise error
 
 

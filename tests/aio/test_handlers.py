@@ -571,3 +571,24 @@ def test_ctrl_c_in_a_handler_is_for_the_program(store: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
     assert len(cancelled(results)) == 1
+
+
+def test_ctrl_c_in_several_handlers_interrupts_the_program_once(store: Any) -> None:
+    """A second one would come while the loop is being ended, and leave tasks and generators behind."""
+    ended: list[str] = []
+
+    async def main() -> None:
+        async def handle(_: Delivery) -> None:
+            raise KeyboardInterrupt
+
+        try:
+            async with running(handle, store=store, count=2) as (tasks, _):
+                tasks.put(items(2))
+                await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("main")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert ended == ["main"]
