@@ -457,6 +457,9 @@ class AsyncPublisher:
     def _check_not_closed(self) -> None:
         if self._closed:
             raise UsageError("this publisher is closed: make another")
+        for channel in (self._opening, self._storing):
+            if channel is not None:
+                channel.check_usable()
 
     # With an outbox
 

@@ -174,12 +174,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             PublishBlocked: the broker blocks publishing, and that is to be raised.
             UsageError: closed, on another loop, or in a forked child.
         """
-        if self.forked:
+        if self.forked or asyncio.get_running_loop() is not self.loop:
             self.check_usable()
         if self._takes_none:
             raise self._refusal(confirmation)
-        if asyncio.get_running_loop() is not self.loop:
-            self.check_usable()
         if self._room or not self.window.fits(confirmation.size):
             return False
         self._admit(confirmation)

@@ -25,6 +25,7 @@ from reliable_mq import (
     PublishUnconfirmed,
     Queue,
     StaleDelivery,
+    UsageError,
 )
 from reliable_mq.connection.aiormq_driver import Link
 from reliable_mq.outbox import SQLiteOutbox
@@ -605,3 +606,52 @@ def test_a_consumer_that_is_cancelled_twice_leaves_no_connection_for_dead_letter
         await nothing_runs(before)
 
     run(main())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what is not closed says so, and cannot be on another loop
+@pytest.mark.parametrize("second", ["publish", "submit", "connect", "flush", "close", "__aenter__"])
+@pytest.mark.parametrize("stored", [False, True], ids=["", "outbox"])
+def test_a_publisher_on_a_second_event_loop_is_a_usage_error(
+    broker: ScriptedBroker, tmp_path: Path, second: str, stored: bool
+) -> None:
+    """Whatever the end of the first loop has done to its connection."""
+    broker.script = acking
+    outbox = SQLiteOutbox(tmp_path / "outbox") if stored else None
+    publisher = AsyncPublisher(broker.url, outbox=outbox)
+
+    async def use() -> None:
+        await publisher.publish(Message(b"x"), routing_key="q")
+
+    async def use_again() -> None:
+        arguments = {"routing_key": "q"} if second in ("publish", "submit") else {}
+        await getattr(publisher, second)(*([Message(b"x")] if arguments else []), **arguments)
+
+    asyncio.run(use())
+    with pytest.raises(UsageError, match="another event loop"):
+        asyncio.run(use_again())
+    if publisher._storing is not None:
+        publisher._storing.relay.stop(0.0)
+        publisher._storing._writer.stop()
+        publisher._storing._close_outbox()
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("second", ["run", "connect", "close", "__aenter__", "get"])
+def test_a_consumer_on_a_second_event_loop_is_a_usage_error(broker: ScriptedBroker, second: str) -> None:
+    async def handle(_: Delivery) -> None:
+        raise AssertionError
+
+    consumer = AsyncConsumer(broker.url, "orders", None if second == "get" else handle)
+
+    async def use_again() -> None:
+        if second == "get":
+            async with consumer.get():
+                pass
+        else:
+            await getattr(consumer, second)()
+
+    asyncio.run(consumer.connect())
+    with pytest.raises(UsageError, match="another event loop"):
+        asyncio.run(use_again())
+    gc.collect()
