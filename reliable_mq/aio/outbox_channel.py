@@ -192,8 +192,8 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             if await self._wait_stored(limit):
                 enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for what is outstanding then
                 left = await self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
-        except (OutboxError, TimeoutError):
-            logger.exception("closing the publisher of %r", self.outbox)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
         # What is on its way to a broker that is not there stays where it is.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         await self._join(self.relay.join, deadline)
@@ -203,8 +203,8 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._say_left(left)
         try:
             await self._ask(self.outbox.close, deadline)
-        except (OutboxError, TimeoutError):
-            logger.exception("closing %r", self.outbox)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
             self._threads.stop()
 

@@ -203,6 +203,8 @@ class BaseOutboxChannel(Generic[C]):
         self._writer.join(CLOSE_GRACE)
         try:
             self.outbox.close()
+        except OutboxError as error:
+            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400  # the error says it all
         except Exception:
             logger.exception("closing %r", self.outbox)
 

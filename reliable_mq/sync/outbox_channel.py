@@ -190,8 +190,8 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
             if self._wait_stored(timeout):
                 enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for what is outstanding then
                 left = self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
-        except (OutboxError, TimeoutError):
-            logger.exception("closing the publisher of %r", self.outbox)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
         # What is on its way to a broker that is not there stays where it is.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         self.relay.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
@@ -202,8 +202,8 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._say_left(left)
         try:
             self._ask(self.outbox.close, deadline)
-        except (OutboxError, TimeoutError):
-            logger.exception("closing %r", self.outbox)
+        except (OutboxError, TimeoutError) as error:
+            logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
         self._questions.close()
 
     def abort(self) -> None:
@@ -243,8 +243,8 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
             try:
                 claims.close()
                 self.outbox.close()
-            except OutboxError:
-                logger.exception("letting go of %r", self.outbox)
+            except OutboxError as error:
+                logger.error("letting go of %r: %s", self.outbox, error)  # noqa: TRY400
 
     # For confirmations
 

@@ -181,3 +181,30 @@ def test_a_large_message_is_not_kept_out_of_the_outbox_by_small_ones(tmp_path: P
         small.result(20)
     publisher.close(0)
     assert outbox.bodies == [b"s"] * 10 + [b"l", b"s"]
+
+
+class GoneOutbox(SQLiteOutbox):
+    """Its database goes away when it is told to."""
+
+    gone = False
+
+    def backlog(self, last: int | None = None) -> tuple[int, int | None]:
+        if self.gone:
+            raise OutboxError("the database is gone")
+        return super().backlog(last)
+
+    def close(self) -> None:
+        super().close()
+        if self.gone:
+            raise OutboxError("the database is gone")
+
+
+def test_closing_without_the_database_is_told_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outbox = GoneOutbox(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    publisher.publish(Message(b""), routing_key="q")
+    outbox.gone = True
+    publisher.close(0.1)
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.getMessage().partition(": ")[2] for record in said] == ["the database is gone"] * 2
+    assert not any(record.exc_info for record in said)
