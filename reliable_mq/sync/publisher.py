@@ -153,7 +153,6 @@ class Publisher:
         self._openers = 0  # callers that wait for it
         self._lane: PublisherChannel | None = None
         self._closed = False  # no more is to be published
-        self._over = False  # what failed has been reported
         self._registration = None if registry is None else register(registry, self._readings)
 
     # Publishing
@@ -327,10 +326,6 @@ class Publisher:
             lane = self._opening
         if lane is not None:
             lane.close(limit)
-        with self._lock:
-            already, self._over = self._over, True
-        if already:
-            return
         _open_publishers.discard(self)
         if self._registration is not None:
             self._registration.close()

@@ -20,6 +20,8 @@ import pytest
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Publisher, Queue
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.sync.consumer import _open_consumers
+from reliable_mq.sync.publisher import _open_publishers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +97,8 @@ def leftovers() -> list[str]:
 
 def nothing_is_left(where: str) -> None:
     wait_until(lambda: not leftovers(), timeout=20, what=lambda: f"the end of {leftovers()}, after {where}")
+    left_open = [one for one in (*_open_publishers, *_open_consumers) if "interrupted" in repr(one)]
+    assert not left_open, f"to be closed at exit, after {where}"
 
 
 def interrupt(use: Callable[[str, Path], None], url: str, path: Path, step: int) -> str:
@@ -132,7 +136,7 @@ def test_an_interrupted_entering_leaves_no_thread(
 def test_an_interrupted_leaving_closes_a_publisher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A time limit that strikes in the flush at the end of a block gives up what is left, and disconnects."""
     caplog.set_level(logging.CRITICAL)
-    for step in range(100, 10_000, EVERY):
+    for step in range(100, 10_000):
         where = interrupt(publisher, "amqp://guest:guest@127.0.0.1:1/", tmp_path, step)
         nothing_is_left(where)
         if not where:
