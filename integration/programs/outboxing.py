@@ -18,26 +18,28 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-import reliable_mq
 from reliable_mq import AsyncPublisher, Message, Publisher, Queue
+from reliable_mq import outbox as outbox_package
+from reliable_mq.aio import outbox_channel as aio_outbox_channel
+from reliable_mq.aio import publisher as aio_publisher
+from reliable_mq.core import outbox as core_outbox
+from reliable_mq.engine import outbox_channel
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.sync import outbox_channel as sync_outbox_channel
+from reliable_mq.sync import publisher as sync_publisher
 
 if TYPE_CHECKING:
     from types import FrameType
 
-PACKAGE = os.path.dirname(reliable_mq.__file__)  # noqa: PTH120  # compared with the file names of code
-TRACED = tuple(
-    f"{PACKAGE}/{module}"
-    for module in (
-        "outbox/",
-        "core/outbox.py",
-        "sync/storing.py",
-        "sync/carrier.py",
-        "sync/publisher.py",
-        "aio/storing.py",
-        "aio/carrier.py",
-        "aio/publisher.py",
-    )
+# Of the package `outbox` every module, and of the others those that a stored message passes.
+TRACED = (
+    os.path.dirname(outbox_package.__file__),  # noqa: PTH120  # compared with the file names of code
+    core_outbox.__file__,
+    outbox_channel.__file__,
+    sync_outbox_channel.__file__,
+    sync_publisher.__file__,
+    aio_outbox_channel.__file__,
+    aio_publisher.__file__,
 )
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 THREADS = 3
