@@ -42,7 +42,7 @@ class Application:
         if discovered:
             wheel = log.parent / "wheel"
             wheel.mkdir(exist_ok=True)
-            shutil.copy(ROOT / "reliable_mq" / "spark" / "discovered.py", wheel / "pyspark_reliable_mq.py")
+            shutil.copy(ROOT / "reliable_mq" / "spark" / "autoregister.py", wheel / "pyspark_reliable_mq.py")
             own["PYTHONPATH"] += f":{wheel}"
         with log.open("ab") as output:
             self.process = subprocess.Popen(

@@ -186,7 +186,7 @@ class ConnectServer(_Servers):
         (modules / "pandas.py").write_text('raise ImportError("there is no pandas")\n')
         found = modules / "pyspark_reliable_mq.py"
         if self._discovered:
-            shutil.copy(ROOT / "reliable_mq" / "spark" / "discovered.py", found)
+            shutil.copy(ROOT / "reliable_mq" / "spark" / "autoregister.py", found)
         else:
             found.touch()  # hides the one that is installed
         log = self._start(
