@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
+from integration.support.processes import Process, run
 from integration.support.programs import environment
 
-_COMMAND = [sys.executable, "-m", "reliable_mq.cli"]
+_MODULE = "reliable_mq.cli"
 
 
-def run_cli(*arguments: str, stdin: bytes = b"", timeout: float = 60) -> subprocess.CompletedProcess[bytes]:
+def run_cli(*arguments: str | bytes, stdin: bytes = b"", timeout: float = 60) -> subprocess.CompletedProcess[bytes]:
     """Run a command to its end."""
-    return subprocess.run(
-        [*_COMMAND, *arguments],
-        input=stdin,
-        capture_output=True,
-        timeout=timeout,
-        check=False,
-        env={**environment(), "COLUMNS": "200"},
-    )
+    env = {**environment(), "COLUMNS": "200"}
+    return run(_MODULE, *arguments, given=stdin, timeout=timeout, env=env)
 
 
-def start_cli(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+def start_cli(*arguments: str, stdout: int = subprocess.PIPE) -> Process:
     """Start a command, with pipes to it and from it."""
-    return subprocess.Popen(
-        [*_COMMAND, *arguments], stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, env=environment()
-    )
+    return Process(_MODULE, *arguments, stdout=stdout)

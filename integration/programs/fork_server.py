@@ -1,0 +1,84 @@
+"""Runs modules and files as programs, each in a child that is forked when what most of them import has been imported.
+
+Started by `integration.support.processes`, with the number of a socket. A request is a JSON object in one packet:
+
+- ``{"run": [KIND, NAME, ARGUMENT...], "cwd": PATH, "environment": {...}}`` with three descriptors, which become its
+  standard streams. KIND is ``module`` or ``file``. The answer is its process id.
+- ``{"wait": PROCESS}`` for one that has ended. The answer is its exit status, negative for a signal.
+
+A child is what ``python -m NAME`` is, from its arguments and streams to its exit. It is no place for what is read from
+the environment while Python starts, or while one of the modules below is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import socket
+import sys
+from typing import Any, TextIO
+
+_IMPORTED = (
+    *("aiosqlite", "prometheus_client", "psycopg", "pymysql", "redis", "sqlalchemy.ext.asyncio"),
+    *("rich.live", "rich.progress", "rich.table", "shlex", "typer", "typer.rich_utils"),
+    *("reliable_mq", "reliable_mq.deadletters", "reliable_mq.outbox", "reliable_mq.stores", "reliable_mq.testing"),
+)
+
+
+def serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork children until whoever asks for them is gone; return in each child, with its request."""
+    while True:
+        packet, streams, _flags, _address = socket.recv_fds(requests, 1 << 20, 3)
+        if not packet:
+            return None
+        request: dict[str, Any] = json.loads(packet)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            requests.send(b"%d" % os.waitstatus_to_exitcode(status))
+            continue
+        child = os.fork()
+        if child == 0:
+            requests.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            return request
+        for stream in streams:
+            os.close(stream)
+        requests.send(b"%d" % child)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Have the directory, the environment, the streams and the arguments of a request."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[1:] = request["run"][2:]
+    stdin = io.BufferedReader(io.FileIO(0, closefd=False))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(stdin, errors=sys.stdin.errors)
+    sys.stdout = sys.__stdout__ = _writer(sys.stdout, by_line=os.isatty(1) or "PYTHONUNBUFFERED" in os.environ)
+    sys.stderr = sys.__stderr__ = _writer(sys.stderr, by_line=True)
+
+
+def _writer(former: TextIO, *, by_line: bool) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(io.FileIO(former.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, errors=former.errors, line_buffering=by_line)
+
+
+if __name__ == "__main__":
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    _request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if _request is not None:  # a child: from here on it is nothing but its program
+        become(_request)
+        _kind, _name = _request["run"][:2]
+        sys.path[0] = _request["cwd"] if _kind == "module" else os.path.dirname(os.path.abspath(_name))  # noqa: PTH100, PTH120
+        if _kind == "module":
+            runpy.run_module(_name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(_name, run_name="__main__")
