@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
@@ -64,22 +65,31 @@ __all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, fo
 
 treat_new_queues_as_old()
 
-_LONGEST = (
-    "test_consumer_connection_faults.py",
-    "test_cli.py",
-    "test_cli_doctor.py",
-    "test_examples.py",
-    "test_outbox_sqlalchemy.py",
-    "test_consumer_stores.py",
-    "test_cli_outbox.py",
-    "test_cli_dlq.py",
+# What takes longest comes first, so that no process is left with it when the others have nothing more to do. The first
+# are files whose tests go to any process, one by one; those of any other file go to one, with the servers they share.
+_SPLIT = (
     "test_bench.py",
-    "test_publisher_connection_faults.py",
+    "test_outbox_sqlalchemy.py",
+    "test_cli_outbox.py",
+    "test_consumer_connection_faults.py",
+    "test_consumer_stores.py",
+    "test_new_queues.py",
+    "test_examples.py",
+    "test_cli_dlq.py",
+)
+_LONGEST = (
+    *_SPLIT,
+    "test_cli_doctor.py",
     "test_connection.py",
+    "test_cli.py",
+    "test_publisher_connection_faults.py",
     "test_wall_clock.py",
+    "test_publisher_verdicts.py",
     "test_consumer_retries.py",
-    "test_outbox_sqlite.py",
-    "test_aio_publisher.py",
+    "test_stores.py",
+    "test_consumer_process.py",
+    "test_consumer_handlers.py",
+    "test_cli_demo.py",
     "test_queue_source.py",
     "test_sink.py",
 )
@@ -120,10 +130,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, LINES, indirect=True)
 
 
+class _Scheduling(LoadFileScheduling):
+    """Of pytest-xdist: which tests go to a process together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return nodeid if file.rpartition("/")[2] in _SPLIT else file
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
-    # What takes longest comes first, so that no process is left with it when the others have nothing more to do.
     ranks = {file: rank for rank, file in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
     if not soaking():
