@@ -66,7 +66,7 @@ def test_pika_02_headers_that_pika_cannot_decode_do_not_cost_the_connection(
         handler.wait_done(6)
         # Six, and twice more what cost two connections and so went through quarantine, by way of a delay queue.
         wait_until(lambda: consumer.statistics.acked == 8, timeout=10, what="all acked")
-        assert consumer.statistics.isolated == 1
+        assert consumer.statistics.quarantined == 1
         assert consumer.reconnects == 0
     assert sorted(handler.bodies) == sorted([b"poison", *numbered(5)])
 

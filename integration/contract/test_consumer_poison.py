@@ -227,7 +227,7 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
         send(any_vhost, "orders", [Message(b"1"), large_body, fits, large_headers, Message(b"2")], checker)
         handler.wait_done(3)
         wait_until(lambda: consumer.statistics.dead_lettered == 2, timeout=10, what="quarantined")
-        assert consumer.statistics.quarantined == 2
+        assert consumer.statistics.rejected_unseen == 2
         assert (consumer.statistics.failed, consumer.reconnects) == (0, 0)
     reasons = {
         dead["properties"]["message_id"]: dead["properties"]["headers"]["x-reliable-mq-dead-letter-reason"]
@@ -251,7 +251,7 @@ def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(
         send(any_vhost, "orders", [Message(b"1"), Message(body, message_id="large"), Message(b"2")], checker)
         handler.wait_done(2)
         wait_until(lambda: consumer.statistics.rejected == 1, timeout=10, what="rejected")
-        assert (consumer.statistics.quarantined, consumer.reconnects) == (1, 0)
+        assert (consumer.statistics.rejected_unseen, consumer.reconnects) == (1, 0)
     with Consumer(any_vhost.url, "orders.dead") as dead, dead.get(timeout=10) as [delivery]:
         assert (delivery.message_id, delivery.body) == ("large", body)
         assert delivery.headers["x-death"][0]["reason"] == "rejected"

@@ -213,7 +213,7 @@ def test_a_stop_in_the_middle_of_the_work_loses_and_repeats_nothing(any_vhost: V
             consumer.stop()
         handled += handler.bodies
         assert consumer.statistics.delivered == consumer.statistics.acked + consumer.statistics.handed_back
-        moved = consumer.statistics.isolated + consumer.statistics.delayed
+        moved = consumer.statistics.quarantined + consumer.statistics.delayed
         assert len(handler.done) == consumer.statistics.acked - moved
     assert sorted(handled, key=int) == numbered(3000)
     assert left(any_vhost) == 0

@@ -81,7 +81,7 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
     handler = Handler()
     with Consumer(any_vhost.url, ORDERS, handler) as consumer:
         wait_until(lambda: set(handled + handler.bodies) == set(bodies), timeout=20, what="handled")
-        assert bool(consumer.statistics.isolated) == counted
+        assert bool(consumer.statistics.quarantined) == counted
     assert set(handler.attempts) == {1}
     assert not any_vhost.live_counts(["orders.dead"])["orders.dead"]
 

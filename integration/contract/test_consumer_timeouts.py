@@ -83,5 +83,5 @@ def test_f26_without_an_id_the_brokers_count_of_returns_bounds_a_message_that_ha
     with Consumer(impatient.url, ORDERS, handler, concurrency=4, retry=retry, consumer_timeout=TIMEOUT) as consumer:
         send(impatient, "orders", [Message.from_wire(b"hangs", PERSISTENT)])
         wait_until(lambda: consumer.statistics.dead_lettered == 1, timeout=60, what="dead-lettered")
-        assert consumer.statistics.isolated == 1
+        assert consumer.statistics.quarantined == 1
     assert len(handler.begun) <= 2 + 2

@@ -31,7 +31,7 @@ from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.core.statistics import ConsumerStatistics, Histogram
+from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
 from reliable_mq.engine.workers import OWED
 from reliable_mq.errors import ConfigurationError, UsageError
@@ -621,11 +621,13 @@ class AsyncConsumer:
             yield from consumer_readings(
                 self._options.name,
                 self._options.queue_name,
+                ConsumerStatus(
+                    unacked=subscription.session.outstanding,
+                    connected=subscription.connected,
+                    paused=subscription.session.paused,
+                    reconnects=subscription.reconnects,
+                    handler_seconds=handler_seconds,
+                    event_loop_stalled_seconds=subscription.stalled_seconds,
+                ),
                 subscription.session.statistics,
-                handler_seconds,
-                unacked=subscription.session.outstanding,
-                connected=subscription.connected,
-                paused=subscription.session.paused,
-                reconnects=subscription.reconnects,
-                stalled_seconds=subscription.stalled_seconds,
             )

@@ -24,7 +24,7 @@ from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher.publication import PublishReport, summary
-from reliable_mq.core.statistics import PublisherStatistics
+from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
 from reliable_mq.engine.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.metrics.families import outbox_readings, publisher_readings
@@ -569,16 +569,18 @@ class AsyncPublisher:
         if lane is not None:
             yield from publisher_readings(
                 self._options.name,
+                PublisherStatus(
+                    outstanding=lane.outstanding,
+                    oldest_age=lane.oldest_age,
+                    connected=lane.connected,
+                    blocked=lane.session.blocked_reason is not None,
+                    blocked_seconds=lane.blocked_seconds,
+                    reconnects=lane.reconnects,
+                    stale_confirms=lane.session.stale_confirms,
+                    event_loop_stalled_seconds=lane.stalled_seconds,
+                ),
                 lane.session.statistics,
-                outstanding=lane.outstanding,
-                oldest_age=lane.oldest_age,
-                connected=lane.connected,
-                blocked=lane.session.blocked_reason is not None,
-                blocked_seconds=lane.blocked_seconds,
-                reconnects=lane.reconnects,
-                stale_confirms=lane.session.stale_confirms,
-                stalled_seconds=lane.stalled_seconds,
             )
         if self._storing is not None:
             relay = self._storing.relay
-            yield from outbox_readings(self._options.name, relay.statistics, relay.status)
+            yield from outbox_readings(self._options.name, relay.status, relay.statistics)

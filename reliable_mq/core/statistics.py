@@ -1,25 +1,35 @@
-"""Counts that the core keeps while it works.
+"""Counts and states of publishers, consumers and outboxes, each field with the metric that shows it.
 
-Plain numbers, written by the thread that owns a session and read by any other (a metrics scrape, a progress bar): each
-is whole at any moment, and two of them may be a few messages apart. They only grow.
+``...Statistics`` are counts that their owner keeps while it works; they only grow. ``...Status`` is a reading at one
+moment. The metadata of a field (`MetricOfField`) is its documentation and declares its metric: a new metric is a field
+here and the line that counts.
 
-Counts that a consuming session keeps while it works.
-
-Plain numbers, written by the thread or event loop that owns the session and read by any other: each is whole at any
-moment, two of them may be a few messages apart. They only grow; what goes up and down is a property of the session.
-
-What is in an outbox, and what a publisher with one has counted: plain numbers that others may read at any moment.
+Invariant: plain numbers, written by the one thread or event loop that owns them and read by any other (a scrape, a
+progress bar). Each is whole at any moment; two of them may be a few messages apart.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-__all__ = ["ConsumerStatistics", "Histogram", "OutboxStatistics", "OutboxStatus", "PublisherStatistics"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "ConsumerStatistics",
+    "ConsumerStatus",
+    "Histogram",
+    "MetricOfField",
+    "OutboxStatistics",
+    "OutboxStatus",
+    "PublisherStatistics",
+    "PublisherStatus",
+]
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds, in seconds, from a local broker's round trip to the default delivery timeout."""
+"""Upper bounds in seconds: from the round trip of a local broker to the default delivery timeout."""
 
 
 class Histogram:
@@ -57,137 +67,180 @@ class Histogram:
                 self.observe(value)
 
     def add(self, other: Histogram) -> None:
-        """Count all that ``other`` has counted, under the same bounds."""
+        """Add the counts of ``other``, which has the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
 
-@dataclass(slots=True)
-class PublisherStatistics:
-    """What a publisher has seen.
+class MetricOfField(NamedTuple):
+    """The metric that shows a field.
 
     Attributes:
-        confirmed, nacked, returned, refused, unknown: publishes settled, by outcome.
-        nacks: ``basic.nack`` for a publish, whether it was tried again or reported.
-        in_doubt: attempts that ended without a confirm because their channel was lost.
-        republished: attempts beyond the first of a publish.
-        stray_returns: returns that matched no outstanding publish.
-        confirm_seconds: from acceptance to the confirm.
+        kind: of Prometheus's.
+        documentation: its help text, and the documentation of the field.
+        name: without the prefix of its owner; empty if it is the name of the field.
+        label: name and value of a further label, by which several fields share a metric; empty if there is none.
+        merged: how readings of several owners with the same labels become one.
     """
 
-    confirmed: int = 0
-    nacked: int = 0
-    returned: int = 0
-    refused: int = 0
-    unknown: int = 0
-    nacks: int = 0
-    in_doubt: int = 0
-    republished: int = 0
-    stray_returns: int = 0
-    confirm_seconds: Histogram = field(default_factory=Histogram)
+    kind: Literal["counter", "gauge", "histogram"]
+    documentation: str
+    name: str = ""
+    label: tuple[str, str] | tuple[()] = ()
+    merged: Literal["sum", "highest"] = "sum"
+
+    @classmethod
+    def of(cls, metadata: Mapping[Any, Any]) -> MetricOfField | None:
+        """Return the metric in the metadata of a field; None if it is not shown."""
+        metric = metadata.get(cls)
+        return metric if isinstance(metric, cls) else None
+
+
+def _gauge(documentation: str, name: str = "", merged: Literal["sum", "highest"] = "sum") -> dict[Any, MetricOfField]:
+    return {MetricOfField: MetricOfField("gauge", documentation, name, merged=merged)}
+
+
+def _histogram(documentation: str) -> dict[Any, MetricOfField]:
+    return {MetricOfField: MetricOfField("histogram", documentation)}
+
+
+def _counter(documentation: str, name: str = "", label: tuple[str, str] | tuple[()] = ()) -> dict[Any, MetricOfField]:
+    return {MetricOfField: MetricOfField("counter", documentation, name, label)}
+
+
+def _count(documentation: str, name: str = "", label: tuple[str, str] | tuple[()] = ()) -> Any:
+    """A field that counts from 0, with its metric."""
+    return field(default=0, metadata=_counter(documentation, name, label))
+
+
+_SETTLED = "Messages settled, by outcome."
+_RECONNECTS = "Connections lost and made again."
+_STALLED = "Time for which the event loop stood still, half a heartbeat or more at a time (asyncio only)."
+
+
+@dataclass(slots=True)
+class PublisherStatistics:
+    """Counts of a publisher."""
+
+    confirmed: int = _count(_SETTLED, "settled", ("outcome", "confirmed"))
+    nacked: int = _count(_SETTLED, "settled", ("outcome", "nacked"))
+    returned: int = _count(_SETTLED, "settled", ("outcome", "returned"))
+    refused: int = _count(_SETTLED, "settled", ("outcome", "refused"))
+    unknown: int = _count(_SETTLED, "settled", ("outcome", "unknown"))
+    nacks: int = _count("basic.nack received; the publish was tried again or reported.")
+    in_doubt: int = _count("Attempts whose channel was lost before their confirm came.")
+    republished: int = _count("Attempts beyond the first of a message.")
+    stray_returns: int = _count("Returns that matched no outstanding message.")
+    confirm_seconds: Histogram = field(
+        default_factory=Histogram, metadata=_histogram("Time from submission to the confirm of the broker.")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherStatus:
+    """State of a publisher; `event_loop_stalled_seconds` is None for the sync API."""
+
+    outstanding: int = field(metadata=_gauge("Messages submitted and not settled."))
+    oldest_age: float = field(
+        metadata=_gauge("Age of the oldest unsettled message.", "outstanding_oldest_age_seconds", "highest")
+    )
+    connected: bool = field(metadata=_gauge("1 while the broker takes messages."))
+    blocked: bool = field(metadata=_gauge("1 while the broker blocks publishing (memory or disk alarm)."))
+    blocked_seconds: float = field(metadata=_counter("Time for which the broker has blocked publishing."))
+    reconnects: int = field(metadata=_counter(_RECONNECTS))
+    stale_confirms: int = field(metadata=_counter("Confirms that were unknown, repeated or of an older channel."))
+    event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
 
 @dataclass(slots=True)
 class ConsumerStatistics:
-    """What a consumer has seen.
+    """Counts of a consumer."""
 
-    Attributes:
-        delivered: deliveries that came from the broker.
-        redelivered: those of them that the broker flagged as redelivered.
-        handled: deliveries that a handler finished and whose channel was still there.
-        failed: attempts that failed.
-        retried: failed attempts that are tried again.
-        delayed: originals acked after the message that waits in a delay queue was confirmed.
-        pauses: times that the kill switch began to hold deliveries back.
-        isolated: originals acked after they were moved to the quarantine of their queue, confirmed.
-        dead_lettered: originals acked after their dead letter was confirmed.
-        quarantined: deliveries that were dead-lettered without being handed to a handler: undecodable, above a limit,
-            in a newer format.
-        rejected: deliveries that ended with ``basic.reject``, for want of a dead-letter queue of ours.
-        republish_failed: publishes of dead letters and retries that were not confirmed.
-        duplicates: deliveries acked because the idempotency store has them as done.
-        claims_in_progress: deliveries that waited because another holder has claimed them.
-        store_failures: times that the idempotency store failed, or refused a token, for a delivery.
-        handed_back: deliveries returned to the broker with ``basic.nack``, not handled.
-        acked: deliveries acknowledged.
-        acks_sent: ``basic.ack`` frames that took.
-        acks_saved: deliveries acknowledged without a frame of their own.
-        stale: results for a channel that is gone, and second results, which changed nothing.
-        lost: deliveries that were unsettled when their channel was lost.
-        cancelled: subscriptions that the broker ended, because the queue was deleted or moved, or over its consumer
-            timeout.
-        overdue: deliveries that were unacked for most of the broker's consumer timeout, and warned of.
-        timed_out: deliveries that the broker's consumer timeout took back from their handlers.
-    """
-
-    delivered: int = 0
-    redelivered: int = 0
-    handled: int = 0
-    failed: int = 0
-    retried: int = 0
-    delayed: int = 0
-    pauses: int = 0
-    isolated: int = 0
-    dead_lettered: int = 0
-    quarantined: int = 0
-    rejected: int = 0
-    republish_failed: int = 0
-    duplicates: int = 0
-    claims_in_progress: int = 0
-    store_failures: int = 0
-    handed_back: int = 0
-    acked: int = 0
-    acks_sent: int = 0
-    acks_saved: int = 0
-    stale: int = 0
-    lost: int = 0
-    cancelled: int = 0
-    overdue: int = 0
-    timed_out: int = 0
+    delivered: int = _count("Deliveries received.", "deliveries")
+    redelivered: int = _count("Deliveries that the broker flagged as redelivered.")
+    handled: int = _count("Deliveries that a handler finished while their channel was open.")
+    failed: int = _count("Attempts that failed.", "failed_attempts")
+    retried: int = _count("Failed attempts that are tried again.")
+    delayed: int = _count("Messages moved to a delay queue for retry: confirmed there, then acked.")
+    pauses: int = _count("Times that the circuit breaker paused the consumer.")
+    quarantined: int = _count("Messages moved to the quarantine of their queue: confirmed there, then acked.")
+    dead_lettered: int = _count("Messages dead-lettered: their dead letter was confirmed, then they were acked.")
+    rejected_unseen: int = _count("Deliveries dead-lettered without a handler: undecodable, too large, newer format.")
+    rejected: int = _count("Deliveries ended by basic.reject, without a dead-letter queue of ours.")
+    republish_failed: int = _count("Publishes of dead letters and retries that were not confirmed.")
+    duplicates: int = _count("Deliveries acked because the idempotency store has them as done.")
+    claims_in_progress: int = _count("Deliveries that waited because another holder has claimed them.")
+    store_failures: int = _count("Failures of the idempotency store, or tokens that it refused, for a delivery.")
+    handed_back: int = _count("Deliveries requeued by basic.nack, not handled.")
+    acked: int = _count("Deliveries acked.")
+    acks_sent: int = _count("basic.ack frames sent.")
+    acks_saved: int = _count("Deliveries acked without a frame of their own.")
+    stale: int = _count("Results of an older channel or given twice: dropped.", "stale_acks")
+    lost: int = _count("Deliveries unsettled when their channel was lost; they come again.", "lost_deliveries")
+    cancelled: int = _count("Subscriptions that the broker ended: queue deleted or moved, or consumer timeout.")
+    overdue: int = _count("Deliveries unacked for most of the consumer timeout of the broker.")
+    timed_out: int = _count("Deliveries that the consumer timeout of the broker took from their handlers.")
 
 
-@dataclass(frozen=True, slots=True)
-class OutboxStatus:
-    """What is in an outbox.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerStatus:
+    """State of a consumer; `event_loop_stalled_seconds` is None for the sync API."""
 
-    Attributes:
-        rows: messages that wait to be published, those that are just being published included.
-        delayed: of these, the ones that were not confirmed and wait for another attempt.
-        held: of these, the ones that wait behind a row of their ordering key that is set aside or not readable.
-        set_aside: messages that will not be published until somebody decides.
-        unreadable: rows of a newer format, for a relay of a newer version.
-        oldest_age: seconds since the oldest message that waits was stored; 0 where none waits. By the wall clock.
-    """
+    unacked: int = field(metadata=_gauge("Deliveries received and not acked: waiting, in a handler or held."))
+    connected: bool = field(metadata=_gauge("1 while subscribed."))
+    paused: bool = field(metadata=_gauge("1 while the circuit breaker pauses the consumer."))
+    reconnects: int = field(metadata=_counter(_RECONNECTS))
+    handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))
+    event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
-    rows: int
-    delayed: int = 0
-    held: int = 0
-    set_aside: int = 0
-    unreadable: int = 0
-    oldest_age: float = 0.0
 
-    def after(self, elapsed: float) -> OutboxStatus:
-        """Say the same of ``elapsed`` seconds later, as far as is known: what waits has grown older."""
-        if not self.rows:
-            return self
-        age = self.oldest_age + elapsed
-        return OutboxStatus(self.rows, self.delayed, self.held, self.set_aside, self.unreadable, age)
+_ATTEMPTS = "Attempts to publish a row, by outcome."
+_FAILURES = (
+    "Messages that could not be stored; pauses of the relay, because the broker or the outbox could not be reached."
+)
 
 
 @dataclass(slots=True)
 class OutboxStatistics:
-    """Counts of one publisher with an outbox; they only grow.
+    """Counts of a publisher with an outbox, and of its relay."""
 
-    Attributes:
-        stored: messages made durable.
-        not_stored: messages that could not be, as far as is known.
-        confirmed, delayed, set_aside: rows of its relay, by what became of each attempt.
-        interruptions: times that its relay had to pause: nothing can be published, or the outbox does not answer.
-    """
+    stored: int = _count("Messages that this publisher made durable.")
+    not_stored: int = _count(_FAILURES, "failures", ("what", "store"))
+    confirmed: int = _count(_ATTEMPTS, "relayed", ("fate", "confirmed"))
+    delayed: int = _count(_ATTEMPTS, "relayed", ("fate", "delayed"))
+    set_aside: int = _count(_ATTEMPTS, "relayed", ("fate", "set_aside"))
+    interruptions: int = _count(_FAILURES, "failures", ("what", "relay"))
 
-    stored: int = 0
-    not_stored: int = 0
-    confirmed: int = 0
-    delayed: int = 0
-    set_aside: int = 0
-    interruptions: int = 0
+
+# Publishers of one name may share an outbox: their readings of it must not be added up.
+@dataclass(frozen=True, slots=True)
+class OutboxStatus:
+    """Content of an outbox. `oldest_age` is in seconds, by the wall clock."""
+
+    rows: int = field(
+        metadata=_gauge("Messages that wait to be published, delayed and held ones included.", "waiting", "highest")
+    )
+    delayed: int = field(
+        default=0,
+        metadata=_gauge("Of these, those that were not confirmed and wait for another attempt.", merged="highest"),
+    )
+    held: int = field(
+        default=0,
+        metadata=_gauge(
+            "Of these, those behind a message of their ordering key that is set aside or unreadable.", merged="highest"
+        ),
+    )
+    set_aside: int = field(
+        default=0, metadata=_gauge("Messages that stay unpublished until an operator decides.", merged="highest")
+    )
+    unreadable: int = field(
+        default=0, metadata=_gauge("Rows of a newer format, for a relay of a newer version.", merged="highest")
+    )
+    oldest_age: float = field(
+        default=0.0,
+        metadata=_gauge("Age of the oldest message that waits; 0 if none does.", "oldest_age_seconds", "highest"),
+    )
+
+    def after(self, elapsed: float) -> OutboxStatus:
+        """Return the status `elapsed` seconds later, as far as is known: rows that wait have grown older."""
+        return replace(self, oldest_age=self.oldest_age + elapsed) if self.rows else self

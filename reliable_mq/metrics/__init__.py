@@ -1,5 +1,1 @@
-"""Prometheus metrics.
-
-:mod:`~reliable_mq.metrics.families`, :mod:`~reliable_mq.metrics.families` and :mod:`~reliable_mq.metrics.families` list
-them by name.
-"""
+"""Prometheus metrics; `reliable_mq.metrics.families` lists them by name."""

@@ -19,6 +19,7 @@ from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher.publication import PublishReport, summary
+from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
 from reliable_mq.engine.publisher_options import DEFAULT_RETRY, PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError, UsageError
 from reliable_mq.message import Message
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.outbox import OutboxRow
     from reliable_mq.core.publisher.publication import Receipt
-    from reliable_mq.core.statistics import PublisherStatistics
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
@@ -563,18 +563,20 @@ class Publisher:
         if lane is not None:
             yield from publisher_readings(
                 self._options.name,
+                PublisherStatus(
+                    outstanding=lane.outstanding,
+                    oldest_age=lane.oldest_age,
+                    connected=lane.connected,
+                    blocked=lane.session.blocked_reason is not None,
+                    blocked_seconds=lane.blocked_seconds,
+                    reconnects=lane.reconnects,
+                    stale_confirms=lane.session.stale_confirms,
+                ),
                 lane.session.statistics,
-                outstanding=lane.outstanding,
-                oldest_age=lane.oldest_age,
-                connected=lane.connected,
-                blocked=lane.session.blocked_reason is not None,
-                blocked_seconds=lane.blocked_seconds,
-                reconnects=lane.reconnects,
-                stale_confirms=lane.session.stale_confirms,
             )
         if self._storing is not None:
             relay = self._storing.relay
-            yield from outbox_readings(self._options.name, relay.statistics, relay.status)
+            yield from outbox_readings(self._options.name, relay.status, relay.statistics)
 
 
 # Open publishers are kept alive until they are closed: what is outstanding in one that was forgotten is still

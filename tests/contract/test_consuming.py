@@ -332,7 +332,7 @@ def test_a_body_far_above_the_limit_is_rejected_and_never_in_memory(
         channel.deliver(b"behind")
         wait_acked(broker, 1, 3)
         assert broker.consuming is channel
-        assert (consumer.statistics.quarantined, consumer.statistics.rejected) == (1, 1)
+        assert (consumer.statistics.rejected_unseen, consumer.statistics.rejected) == (1, 1)
     assert [(one.tag, one.requeue) for one in broker.settlements if one.verdict == "reject"] == [(2, False)]
     assert handler.bodies == [b"before", b"behind"]
     assert peak() < size / 8

@@ -114,7 +114,7 @@ def test_a_verdict_of_before_still_holds_at_the_redelivery() -> None:
     known.verdict = "no such customer"
     door.book.remember(delivery(), known)
     assert door.refusal(delivery(redelivered=True)) == "no such customer"
-    assert door.statistics.quarantined == 0
+    assert door.statistics.rejected_unseen == 0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_is_refused_unseen_is_counted_and_says_why(item: Delivery, reason: 
     refusal = door.refusal(item)
     assert refusal is not None
     assert reason in refusal
-    assert door.statistics.quarantined == 1
+    assert door.statistics.rejected_unseen == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_refused_unseen_is_counted_and_says_why(item: Delivery, reason: 
 def test_where_refusing_would_lose_it_what_cannot_be_understood_passes_as_a_first_attempt(item: Delivery) -> None:
     door = Door(keeps=False)
     assert door.refusal(item) is None
-    assert (item.attempt, item.flaw, door.statistics.quarantined) == (1, None, 0)
+    assert (item.attempt, item.flaw, door.statistics.rejected_unseen) == (1, None, 0)
     assert door.refusal(delivery(body=bytes(101))) is not None, "a limit was asked for"
 
 

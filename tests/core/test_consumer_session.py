@@ -203,7 +203,7 @@ def test_what_is_refused_unseen_does_not_hold_up_its_neighbours() -> None:
         session.published(republish, None, 0.0)
     session.finished(work, 0.0)
     assert session.take_output(5.0) == encode_ack(CHANNEL, 4, True)
-    assert session.statistics.quarantined == session.statistics.dead_lettered == 2
+    assert session.statistics.rejected_unseen == session.statistics.dead_lettered == 2
 
 
 @pytest.mark.parametrize("dead_letters", [True, False])
@@ -217,7 +217,8 @@ def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> 
     assert notice.kind is LogEventKind.REJECTED
     assert "2000000 bytes of body are far above the limit of 100" in notice.text
     statistics = session.statistics
-    assert (statistics.delivered, statistics.quarantined, statistics.rejected, statistics.redelivered) == (2, 1, 1, 1)
+    counts = (statistics.delivered, statistics.rejected_unseen, statistics.rejected, statistics.redelivered)
+    assert counts == (2, 1, 1, 1)
     session.finished([*before, *deliver(session, items(1, 3))], 0.0)
     assert session.take_output(5.0) == encode_ack(CHANNEL, 3, True)
     assert session.outstanding == 0
@@ -335,7 +336,7 @@ def test_without_an_id_a_delivery_is_dead_lettered_with_that_reason() -> None:
     [item] = deliver(session, [delivery(message_id=None)])
     session.finished([Skipped(item, SkipReason.UNIDENTIFIED)], 0.0)
     assert "no message_id" in only_republish(session).reason
-    assert session.statistics.quarantined == 1
+    assert session.statistics.rejected_unseen == 1
 
 
 def test_a_claim_that_was_not_released_is_told() -> None:

@@ -90,7 +90,7 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
         assert session.take_output(9.0) == b""
         session.published(republish, None, 9.0)
         assert session.take_output(20.0) == encode_ack(CHANNEL, 1, multiple=False)
-        assert session.statistics.isolated == 1
+        assert session.statistics.quarantined == 1
 
 
 def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_attempt() -> None:
@@ -106,7 +106,7 @@ def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_a
     second = only_republish(session)
     assert (second.routing_key, second.purpose) == ("orders.quarantine", RepublishReason.QUARANTINE)
     session.published(second, None, 0.0)
-    assert (session.statistics.delayed, session.statistics.isolated) == (1, 1)
+    assert (session.statistics.delayed, session.statistics.quarantined) == (1, 1)
     session.tick(AFTER)
     there = isolated(second, 3)
     session.delivered([there], AFTER)

@@ -42,7 +42,7 @@ def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
     """What a scrape shows of publishers of one name with these."""
     registry = CollectorRegistry()
     for status in statuses:
-        register(registry, lambda status=status: outbox_readings("orders", STATISTICS, status))  # type: ignore[misc]
+        register(registry, lambda status=status: outbox_readings("orders", status, STATISTICS))  # type: ignore[misc]
     return {
         f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
         for metric in registry.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from reliable_mq.core.statistics import PublisherStatistics
+from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
 from reliable_mq.metrics.families import publisher_readings
 from reliable_mq.metrics.registry import register
 
@@ -49,14 +49,16 @@ def test_every_count_has_its_metric() -> None:
         registry,
         lambda: publisher_readings(
             "orders",
+            PublisherStatus(
+                outstanding=7,
+                oldest_age=1.5,
+                connected=True,
+                blocked=False,
+                blocked_seconds=2.5,
+                reconnects=3,
+                stale_confirms=4,
+            ),
             statistics,
-            outstanding=7,
-            oldest_age=1.5,
-            connected=True,
-            blocked=False,
-            blocked_seconds=2.5,
-            reconnects=3,
-            stale_confirms=4,
         ),
     )
     shown = {

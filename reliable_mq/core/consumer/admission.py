@@ -106,7 +106,7 @@ class Admission:
             transit = self._unpacked(delivery)
         unfit = transit if isinstance(transit, str) else self._too_large(delivery)
         if unfit is not None:
-            self._statistics.quarantined += 1
+            self._statistics.rejected_unseen += 1
             return AdmissionResult(f"not handed to a handler: {unfit}")
         if self._broker_counts and delivery.redelivered:
             counted = failures_by_broker(delivery)
@@ -125,7 +125,7 @@ class Admission:
     def without_body(self, delivery: Delivery, size: int) -> str:
         """Return why a delivery is refused whose body of `size` bytes was not taken in."""
         self._statistics.redelivered += delivery.redelivered
-        self._statistics.quarantined += 1
+        self._statistics.rejected_unseen += 1
         return (
             f"not handed to a handler: {size} bytes of body are far above the limit of {self._max_body}, and not read"
         )

@@ -163,7 +163,7 @@ class OutcomeHandler:
                 self._statistics.dead_lettered += finished
                 self._ways.book.forget(delivery)
             elif self._quarantine is not None and republish.queue is self._quarantine.queue:
-                self._statistics.isolated += finished
+                self._statistics.quarantined += finished
             else:
                 self._statistics.delayed += finished
 
@@ -335,7 +335,7 @@ class OutcomeHandler:
         self._ways.dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
 
     def _unidentified(self, outcome: Skipped, _now: float) -> None:
-        self._statistics.quarantined += 1
+        self._statistics.rejected_unseen += 1
         self._ways.dead_letter(outcome.delivery, _UNIDENTIFIED)
 
     def _store_failed(self, outcome: Skipped, now: float) -> None:
