@@ -62,6 +62,7 @@ class PulledDelivery(Delivery):
             delivery.body,
         )
         self.source = delivery.source
+        self.state = delivery.state
         self.failures = delivery.failures
         self._settled = False
         self._subscription = subscription

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from reliable_mq.codec import encode_table, join_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import AttemptHistory, Failure
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.delivery import TRANSITIONS, ChannelGeneration, Delivery, DeliveryState
 
 #: The length of a header table that ends before its entries do: the properties hold, the headers do not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
@@ -15,6 +15,25 @@ BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
 SOURCE = ChannelGeneration(0, 0, "orders")
 #: A header that our publisher or consumer wrote makes the session look closer.
 OURS = {headers.FORMAT: headers.FORMAT_VERSION}
+
+
+#: What may follow each state, whatever the event.
+FOLLOWING = {
+    state: frozenset().union(*(table.get(state, frozenset()) for table in TRANSITIONS.values()))
+    for state in (None, *DeliveryState)
+}
+
+
+class CheckedDelivery(Delivery):
+    """A delivery that allows no change of its state but those of the table."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "state":
+            before = getattr(self, "state", None)
+            assert value is before or value in FOLLOWING[before], f"from {before} to {value}"
+        super().__setattr__(name, value)
 
 
 def short(text: str) -> bytes:
@@ -58,7 +77,7 @@ def delivery(
     **others: bytes,
 ) -> Delivery:
     raw = properties(headers=headers, message_id=message_id, **others)
-    made = Delivery("ctag", tag, redelivered, exchange, routing_key, raw, body)
+    made = CheckedDelivery("ctag", tag, redelivered, exchange, routing_key, raw, body)
     made.source = source
     return made
 

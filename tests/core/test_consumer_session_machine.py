@@ -21,7 +21,7 @@ from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import SessionState
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
-from tests.core.deliveries import delivery, failure
+from tests.core.deliveries import CheckedDelivery, delivery, failure
 from tests.properties import machine
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -59,7 +59,7 @@ class Broker:
                 sent.append(delivery(self.tag, message_id=message_id, redelivered=redelivered))
             else:
                 body = retry.delivery.body
-                sent.append(Delivery("ctag", self.tag, redelivered, "", "orders", retry.properties, body))
+                sent.append(CheckedDelivery("ctag", self.tag, redelivered, "", "orders", retry.properties, body))
         return sent
 
     def expire(self, retry: RepublishRequest) -> None:

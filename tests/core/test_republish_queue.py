@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reliable_mq import Queue, RetryPolicy
-from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.consumer.delivery import ChannelGeneration, DeliveryState
 from reliable_mq.core.consumer.settlement import RepublishQueue
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
@@ -113,13 +113,14 @@ def test_what_has_to_be_held_instead() -> None:
     assert out.idle
 
 
-def test_the_tags_of_what_is_published_from_a_channel() -> None:
-    """Ready, taken or waiting for a declaration; not those of a channel that is lost."""
+def test_the_state_of_a_delivery_that_is_published() -> None:
+    """Ready, taken or waiting for a declaration; what was not taken is settled with its channel."""
     out = opened(10)
-    here, before = ChannelGeneration(2, 1, "orders"), ChannelGeneration(1, 1, "orders")
-    out.dead_letter(delivery(1, source=here), "why")
-    out.dead_letter(delivery(2, source=before), "why")
+    items = [delivery(tag, source=ChannelGeneration(2, 1, "orders")) for tag in (1, 2, 3)]
+    out.dead_letter(items[0], "why")
     out.take()
-    out.dead_letter(delivery(3, source=here), "why")
-    out.delay(delivery(4, source=here), 70)
-    assert set(out.tags(here)) == {1, 3, 4}
+    out.dead_letter(items[1], "why")
+    out.delay(items[2], 70)
+    assert [item.state for item in items] == [DeliveryState.REPUBLISHING] * 3
+    out.lost()
+    assert [item.state for item in items] == [DeliveryState.REPUBLISHING, *[DeliveryState.SETTLED] * 2]

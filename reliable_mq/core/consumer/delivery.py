@@ -1,14 +1,15 @@
-"""What a handler gets: a message, where it came from, and which attempt at it this is.
+"""A message delivered to a handler: its properties, its channel, its state, and the number of its attempt.
 
-Invariants: properties and headers are decoded when first asked for, and an error in them concerns this delivery alone;
-the generation of its channel is stamped on a delivery before anybody sees it, so that a result for a channel that is
-gone is known as such.
+Invariants: properties and headers are decoded on first use, and an error in them concerns this delivery alone; the
+generation of its channel is stamped on a delivery before anybody sees it, so that a result for a lost channel is known
+as such; a delivery is in one `DeliveryState` at a time, and changes it as `TRANSITIONS` says.
 """
 
 from __future__ import annotations
 
+import enum
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery, plain_message_id
 from reliable_mq.errors import ConsumeError, UsageError
@@ -20,7 +21,50 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.attempts import AttemptHistory
     from reliable_mq.core.idempotency import Claim, InboxClaim
 
-__all__ = ["ChannelGeneration", "Delivery"]
+__all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState"]
+
+
+class DeliveryState(enum.Enum):
+    """The place of a delivery in its consumer."""
+
+    QUEUED = "waits for a handler, alone or in a batch"
+    RUNNING = "dispatched to a handler"
+    HELD = "waits in this process: for its next attempt, for the store, or to be published again"
+    REPUBLISHING = "a message takes its place: a dead letter, or one in a delay queue or in quarantine; not confirmed"
+    FINISHED = "nothing is left to do but its ack, which the `AckBatcher` sends"
+    TIMED_OUT = "the broker took it back (consumer timeout) while its handler runs on"
+    SETTLED = "rejected, requeued, or left to the end of its channel: its result, if one comes, is dropped"
+
+
+_S = DeliveryState
+#: Event -> state before -> states after. None: not delivered yet. A table for tests and documentation, not for run time.
+TRANSITIONS: Final[dict[str, dict[DeliveryState | None, frozenset[DeliveryState]]]] = {
+    "delivered": {None: frozenset({_S.QUEUED})},
+    "refused (too large, undecodable, newer format, attempts used up)": {
+        _S.QUEUED: frozenset({_S.REPUBLISHING, _S.SETTLED}),
+    },
+    "next attempt not due": {_S.QUEUED: frozenset({_S.REPUBLISHING, _S.HELD})},
+    "suspect of killing its consumer": {_S.QUEUED: frozenset({_S.REPUBLISHING})},
+    "dispatched": {_S.QUEUED: frozenset({_S.RUNNING})},
+    "handled, or a duplicate": {_S.RUNNING: frozenset({_S.FINISHED})},
+    "failed": {_S.RUNNING: frozenset({_S.REPUBLISHING, _S.HELD, _S.SETTLED})},
+    "claimed elsewhere, store failed": {_S.RUNNING: frozenset({_S.HELD})},
+    "handler cancelled": {_S.RUNNING: frozenset({_S.HELD, _S.SETTLED})},
+    "recalled, no handler has begun": {_S.RUNNING: frozenset({_S.QUEUED, _S.SETTLED})},
+    "consumer timeout": {_S.RUNNING: frozenset({_S.TIMED_OUT})},
+    "delay over": {_S.HELD: frozenset({_S.QUEUED, _S.REPUBLISHING, _S.SETTLED})},
+    "confirmed": {_S.REPUBLISHING: frozenset({_S.FINISHED})},
+    "not confirmed": {_S.REPUBLISHING: frozenset({_S.HELD, _S.SETTLED})},
+    "subscription ended": {_S.QUEUED: frozenset({_S.SETTLED}), _S.HELD: frozenset({_S.SETTLED})},
+    "channel lost": {
+        _S.QUEUED: frozenset({_S.SETTLED}),
+        _S.HELD: frozenset({_S.SETTLED}),
+        _S.RUNNING: frozenset({_S.SETTLED}),
+        _S.REPUBLISHING: frozenset({_S.SETTLED}),
+    },
+    "late result": {_S.TIMED_OUT: frozenset({_S.SETTLED})},
+}
+del _S
 
 
 class ChannelGeneration:
@@ -42,6 +86,9 @@ class ChannelGeneration:
         self.namespace = namespace
 
 
+_QUEUED: Final = DeliveryState.QUEUED  # a global is looked up faster than a member of an enum
+
+
 class Delivery(RawDelivery):
     """A message delivered to a handler.
 
@@ -58,6 +105,7 @@ class Delivery(RawDelivery):
         delivery_tag: its number on its channel.
         properties: the encoded properties, as they came.
         source: the channel it came from.
+        state: its place in the consumer.
         failures: its attempts that failed so far, if any did.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
         flaw: what is wrong with its properties, once they were found broken.
@@ -65,7 +113,7 @@ class Delivery(RawDelivery):
         store_failures: how often the idempotency store failed for it.
     """
 
-    __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "store_failures")
+    __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "state", "store_failures")
 
     source: ChannelGeneration
 
@@ -87,6 +135,7 @@ class Delivery(RawDelivery):
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
+        self.state = _QUEUED
         self.failures: AttemptHistory | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import Ack, DeadLetter, RetryLater
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
-    from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.consumer.quarantine import Quarantine
 
 __all__ = ["Batcher", "Dispatcher", "verdicts"]
@@ -60,6 +60,7 @@ class Dispatcher:
 
     def add_alone(self, delivery: Delivery) -> None:
         """It is to be tried again, by itself."""
+        delivery.state = DeliveryState.QUEUED
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.work.append(delivery)
         elif self._batcher is None:
@@ -69,6 +70,8 @@ class Dispatcher:
 
     def put_back(self, deliveries: list[Delivery], now: float) -> None:
         """These were taken, and no handler has begun with them."""
+        for delivery in deliveries:
+            delivery.state = DeliveryState.QUEUED
         deliveries = self._without_isolated(deliveries)
         if self._batcher is None:
             self._work = deliveries + self._work
@@ -85,6 +88,8 @@ class Dispatcher:
     def take_work(self) -> list[Delivery]:
         """Take what is for a plain handler."""
         work, self._work = self._allowed(self._work)
+        for delivery in work:
+            delivery.state = DeliveryState.RUNNING
         return work
 
     def take_batches(self) -> list[list[Delivery]]:
@@ -92,6 +97,9 @@ class Dispatcher:
         if self._batcher is None:
             return []
         batches, self._batcher.ready = self._allowed(self._batcher.ready)
+        for batch in batches:
+            for delivery in batch:
+                delivery.state = DeliveryState.RUNNING
         return batches
 
     def take_isolated(self, waits: Callable[[], bool]) -> list[Delivery]:
@@ -104,6 +112,8 @@ class Dispatcher:
                 return []
             breaker.handed_out(beside=True)
         isolated, quarantine.work = quarantine.work, []
+        for delivery in isolated:
+            delivery.state = DeliveryState.RUNNING
         return isolated
 
     def clear(self) -> list[Delivery]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.circuit_breaker import Transition
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
@@ -38,12 +38,6 @@ _UNIDENTIFIED: Final = (
 _LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
 _WAY_TO_QUARANTINE: Final = 1.0  # seconds, where the policy's first delay is not less
 _PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
-
-
-class _TimedOut(ChannelGeneration):
-    """Where a delivery comes from that the consumer timeout has ended, while its handler runs on: no channel."""
-
-    __slots__ = ()
 
 
 class OutcomeHandler:
@@ -102,11 +96,12 @@ class OutcomeHandler:
         if self._ways.automatic:
             self._finished_automatically(results)
             return
-        if self.overrunning:
-            self.overrunning -= sum(map(_is_late, results))
-        handled = [result for result in results if isinstance(result, Delivery)]
         if self._breaker is not None:
-            self._switch(self._breaker, len(handled), sum(isinstance(result, Failed) for result in results), now)
+            handled_count = sum(isinstance(result, Delivery) for result in results)
+            self._switch(self._breaker, handled_count, sum(isinstance(result, Failed) for result in results), now)
+        if self.overrunning:
+            results = [result for result in results if not self._late(result)]
+        handled = [result for result in results if isinstance(result, Delivery)]
         if handled:
             self._handled(handled, since)
         if len(handled) == len(results):
@@ -118,7 +113,7 @@ class OutcomeHandler:
                 if result.delivery.source is self._ways.source:
                     self._outcomes[result.what](result, now)
                 else:
-                    self._statistics.stale += 1
+                    self._stale(result.delivery)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
         """The consumer timeout has taken it back from its handler: that is a failed attempt, as of a ``TimeoutError``.
@@ -145,7 +140,7 @@ class OutcomeHandler:
             failures = self._ways.book.recall(delivery) or AttemptHistory()
             failures.alone = True
             self._ways.book.remember(delivery, failures)
-        delivery.source = _TimedOut(0, 0, delivery.queue)
+        delivery.state = DeliveryState.TIMED_OUT
         self._ways.note(LogEventKind.TIMED_OUT, delivery, text)
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
@@ -153,7 +148,7 @@ class OutcomeHandler:
         self._ways.out.settled(republish)
         delivery = republish.delivery
         if delivery.source is not self._ways.source:
-            self._statistics.stale += 1
+            self._stale(delivery)
         elif error is not None:
             self._not_published(republish, error, now)
         else:
@@ -212,6 +207,32 @@ class OutcomeHandler:
             return item
         return None
 
+    def still_running(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Return those of these recalled deliveries that are of the open channel, and not timed out by the broker."""
+        current = []
+        for delivery in deliveries:
+            if delivery.state is DeliveryState.TIMED_OUT:
+                self.overrunning -= 1
+            elif delivery.source is self._ways.source or self._ways.automatic:
+                current.append(delivery)
+                continue
+            delivery.state = DeliveryState.SETTLED
+        return current
+
+    def _late(self, result: Result) -> bool:
+        """Drop a result that comes after the consumer timeout."""
+        delivery = result if isinstance(result, Delivery) else result.delivery
+        if delivery.state is not DeliveryState.TIMED_OUT:
+            return False
+        self.overrunning -= 1
+        self._stale(delivery)
+        return True
+
+    def _stale(self, delivery: Delivery) -> None:
+        """Count a result that changes nothing: the broker has the delivery back."""
+        self._statistics.stale += 1
+        delivery.state = DeliveryState.SETTLED
+
     def _in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
@@ -230,7 +251,10 @@ class OutcomeHandler:
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
         source = self._ways.source
         current = [delivery for delivery in deliveries if delivery.source is source]
-        self._statistics.stale += len(deliveries) - len(current)
+        if len(current) < len(deliveries):
+            for delivery in deliveries:
+                if delivery.source is not source:
+                    self._stale(delivery)
         quarantine = self._quarantine
         at_once = quarantine is not None and quarantine.active and any(map(quarantine.has, current))
         self._statistics.handled += self._ways.finish(current, now, at_once=at_once)
@@ -242,6 +266,7 @@ class OutcomeHandler:
 
     def _finished_automatically(self, results: Sequence[Result]) -> None:
         for result in results:
+            (result if isinstance(result, Delivery) else result.delivery).state = DeliveryState.FINISHED
             if isinstance(result, Failed):
                 self._statistics.failed += 1
                 self._ways.note(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
@@ -253,10 +278,9 @@ class OutcomeHandler:
 
     def _failed(self, result: Failed, now: float) -> None:
         delivery, failure = result.delivery, result.failure
-        late = isinstance(delivery.source, _TimedOut)
-        failures = self._remember(delivery, failure) if result.alone and not late else AttemptHistory()
+        failures = self._remember(delivery, failure) if result.alone else AttemptHistory()
         if delivery.source is not self._ways.source:
-            self._statistics.stale += 1
+            self._stale(delivery)
             return
         if result.detail:
             self._ways.note(LogEventKind.STORE_FAILED, delivery, result.detail)
@@ -363,11 +387,6 @@ class OutcomeHandler:
         failures.add(failure)
         book.remember(delivery, failures)
         return failures
-
-
-def _is_late(result: Result) -> bool:
-    delivery = result if isinstance(result, Delivery) else result.delivery
-    return isinstance(delivery.source, _TimedOut)
 
 
 def _backoff(tries: int) -> float:

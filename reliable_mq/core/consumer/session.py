@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
 from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor, names
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState
 from reliable_mq.core.consumer.dispatch import Dispatcher
 from reliable_mq.core.consumer.outcomes import OutcomeHandler
 from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind, SessionState, Settlement
@@ -232,12 +232,12 @@ class ConsumingSession:
     def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
         """These were handed out, and no handler has begun with them, nor will."""
         self._running -= len(deliveries)
-        self._ways.hand_back([delivery for delivery in deliveries if delivery.source is self._ways.source])
+        self._ways.hand_back(self._results.still_running(deliveries))
 
     def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
         """These were handed out, no handler has begun with them, and they are to be handed out again after a pause."""
         self._running -= len(deliveries)
-        current = [delivery for delivery in deliveries if delivery.source is self._ways.source or self.automatic]
+        current = self._results.still_running(deliveries)
         if current and self._ways.state is not SessionState.CONSUMING:
             self._ways.hand_back(current)
             return
@@ -277,7 +277,7 @@ class ConsumingSession:
             found = [one for one in self._ages.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
         elif timeout:
             found = [one for one in self._ages.unacked(timeout, now) if tag is None or not self._isolated(one)]
-        found = self._ways.in_hand(found)
+        found = [delivery for delivery in found if delivery.state is DeliveryState.RUNNING]
         if quarantine is not None:
             quarantine.struck |= bool(found)
         for delivery in found:
@@ -294,8 +294,7 @@ class ConsumingSession:
         """The channel is gone. What was handed out and has not begun is to be `withdrawn`."""
         if self._ways.source is None or generation != self._ways.source.generation:
             return
-        self._take_everything()
-        self._ways.lost()
+        self._ways.lost(self._take_everything())
         self._ages.clear()
         if self._breaker is not None:
             self._breaker.withdrawn()

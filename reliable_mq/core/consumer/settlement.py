@@ -30,7 +30,7 @@ from reliable_mq.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.consumer_timeout import named
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
@@ -72,6 +72,8 @@ class RepublishQueue:
 
     def lost(self) -> None:
         """The channel is gone."""
+        for republish in chain(self._ready, *self._undeclared.values()):
+            republish.delivery.state = DeliveryState.SETTLED
         self._ready.clear()
         self._undeclared.clear()
         self._declarations.clear()
@@ -80,7 +82,7 @@ class RepublishQueue:
         """Dead-letter it; False where there is no queue for that."""
         if self._dead_letters is None:
             return False
-        self._ready.append(self._dead_letters.make(delivery, reason))
+        self.again(self._dead_letters.make(delivery, reason))
         return True
 
     def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False) -> bool:
@@ -121,6 +123,7 @@ class RepublishQueue:
 
     def again(self, republish: RepublishRequest) -> None:
         """Publish one, once its queue is declared."""
+        republish.delivery.state = DeliveryState.REPUBLISHING
         queue = republish.queue
         if queue is None or queue.name in self._known:
             self._ready.append(republish)
@@ -159,12 +162,6 @@ class RepublishQueue:
         """Take what to declare; each is to be answered with `declared`, unless the channel is lost."""
         declarations, self._declarations = self._declarations, []
         return declarations
-
-    def tags(self, source: ChannelGeneration | None) -> Iterable[int]:
-        """The delivery tags of what is published from this channel, or is to be."""
-        for republish in chain(self._ready, self._taken, *self._undeclared.values()):
-            if republish.delivery.source is source:
-                yield republish.delivery.delivery_tag
 
     def isolating(self, source: ChannelGeneration | None) -> bool:
         """Whether something of this channel is being moved to quarantine, and its original is not acked yet."""
@@ -284,8 +281,10 @@ class Settlement:
         self.acks.opened(source.generation)
         self.out.opened()
 
-    def lost(self) -> None:
-        """The channel is gone, and what is held has been taken."""
+    def lost(self, waiting: Sequence[Delivery]) -> None:
+        """The channel is gone; these had waited to be dispatched, or for their time."""
+        for delivery in waiting:
+            delivery.state = DeliveryState.SETTLED
         self.source = None
         if self.position is not None:
             self.position.lost(self.acks.lowest)
@@ -297,14 +296,18 @@ class Settlement:
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
         """These are done with: ack them, some time or ``at_once``; answer how many were not before."""
         self._flush |= at_once
+        for delivery in deliveries:
+            delivery.state = DeliveryState.FINISHED
         return self.acks.finished(self.acks.generation, [delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
         """Keep it until then."""
+        delivery = item.delivery if isinstance(item, RepublishRequest) else item
         if self.state is SessionState.CONSUMING:
+            delivery.state = DeliveryState.HELD
             heapq.heappush(self._held, (due, next(self._order), item))
         else:
-            self.hand_back([item.delivery if isinstance(item, RepublishRequest) else item])
+            self.hand_back([delivery])
 
     def due(self, now: float) -> Iterator[Delivery | RepublishRequest]:
         """Give what was held until now."""
@@ -337,15 +340,12 @@ class Settlement:
         """Have the broker count a failure, and delay it."""
         self._send_reject(delivery, requeue=True)
 
-    def hand_back(self, deliveries: Iterable[Delivery]) -> None:
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
         """Return these with the next output: the later that is, the fewer frames it takes."""
+        for delivery in deliveries:
+            delivery.state = DeliveryState.SETTLED
         if self.source is not None and not self.automatic and self.position is None and not self.keeps:
             self._back += [delivery.delivery_tag for delivery in deliveries]
-
-    def in_hand(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Answer which of these are of the open channel, and neither go back nor are being published."""
-        source, gone = self.source, {*self._back, *self.out.tags(self.source)}
-        return [one for one in deliveries if one.source is source and one.delivery_tag not in gone]
 
     def note(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
         """Have it logged."""
@@ -377,6 +377,7 @@ class Settlement:
 
     def _send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
         source = delivery.source
+        delivery.state = DeliveryState.SETTLED
         if not self.acks.taken(source.generation, delivery.delivery_tag):
             return False
         self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
