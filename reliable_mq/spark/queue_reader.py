@@ -200,7 +200,7 @@ class Acker:
             return
         self._statistics.handed_back.update(delivery.queue for delivery in own)
         logger.info("handing back %d deliveries that are in no committed batch", len(own))
-        acks, nacks = self._acks.hand_back(self._acks.generation, tags)
+        acks, nacks = self._acks.requeue(self._acks.generation, tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]
         frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
         self._write(b"".join(frames))

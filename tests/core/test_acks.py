@@ -164,11 +164,11 @@ def test_without_a_number_of_its_own_it_acks_at_half_of_the_prefetch(prefetch: i
 
 def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:
     acks = batcher(delivered=5)
-    assert acks.lowest == 1
+    assert acks.first_unfinished == 1
     acks.finished(GENERATION, [1, 2, 4], 0.0)
-    assert acks.lowest == 3
-    acks.taken(GENERATION, 3)
-    assert acks.lowest == 5
+    assert acks.first_unfinished == 3
+    acks.take_out(GENERATION, 3)
+    assert acks.first_unfinished == 5
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_a_refused_completion_does_not_start_the_interval() -> None:
 def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap_for_others() -> None:
     acks = batcher(delivered=4)
     acks.finished(GENERATION, [1, 4], 0.0)
-    assert acks.taken(GENERATION, 2)
-    assert not acks.taken(GENERATION, 2)
-    assert not acks.taken(GENERATION, 9)
-    assert not acks.taken(GENERATION + 1, 3)
+    assert acks.take_out(GENERATION, 2)
+    assert not acks.take_out(GENERATION, 2)
+    assert not acks.take_out(GENERATION, 9)
+    assert not acks.take_out(GENERATION + 1, 3)
     assert acks.statistics.stale == 3
     assert acks.flush() == [(1, False), (4, False)]
     acks.finished(GENERATION, [3], 0.0)
@@ -218,7 +218,7 @@ def test_rejecting_the_gap_makes_what_was_beyond_contiguous() -> None:
     acks = batcher(ack_every=3, delivered=5)
     acks.finished(GENERATION, [2, 3, 4], 0.0)
     assert acks.due(0.0) == []
-    acks.taken(GENERATION, 1)
+    acks.take_out(GENERATION, 1)
     assert acks.due(0.0) == [(4, True)]
 
 
@@ -247,15 +247,15 @@ def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
 def test_handing_back_uses_multiple_only_where_nothing_else_is_below() -> None:
     acks = batcher(delivered=10)
     acks.finished(GENERATION, [1, 2, 6], 0.0)
-    assert acks.hand_back(GENERATION, [3, 4, 7, 8, 42]) == (
+    assert acks.requeue(GENERATION, [3, 4, 7, 8, 42]) == (
         [(2, True), (6, False)],
         [(4, True), (7, False), (8, False)],
     )
     assert acks.statistics.stale == 1
     assert acks.outstanding == 3
-    assert acks.hand_back(GENERATION + 1, [5]) == ([], [])
-    assert acks.hand_back(GENERATION, [5]) == ([], [(5, False)])
-    assert acks.hand_back(GENERATION, [10, 9]) == ([], [(10, True)])
+    assert acks.requeue(GENERATION + 1, [5]) == ([], [])
+    assert acks.requeue(GENERATION, [5]) == ([], [(5, False)])
+    assert acks.requeue(GENERATION, [10, 9]) == ([], [(10, True)])
 
 
 def test_a_delivery_that_was_missed_is_an_error() -> None:
@@ -330,7 +330,7 @@ def test_when_a_straggler_ends_last_the_next_delivery_is_the_prefix_again() -> N
     acks = batcher(prefetch=0, delivered=1_000)
     acks.finished(GENERATION, range(2, 1_001), 0.0)
     acks.flush()
-    acks.taken(GENERATION, 1)
+    acks.take_out(GENERATION, 1)
     acks.delivered(1_001, 1_002)
     acks.finished(GENERATION, [1_001, 1_002], 0.0)
     assert acks.flush() == [(1_002, True)]
@@ -414,7 +414,7 @@ class Acknowledging(RuleBasedStateMachine):
     @rule(tag=st.integers(0, 20), older=st.booleans())
     def reject(self, tag: int, older: bool) -> None:
         good = not older and tag in self.unfinished
-        assert self.acks.taken(self.generation - older, tag) == good
+        assert self.acks.take_out(self.generation - older, tag) == good
         self.stale += not good
         if good:
             self.outstanding.remove(tag)
@@ -423,7 +423,7 @@ class Acknowledging(RuleBasedStateMachine):
     def hand_back(self, tags: set[int], older: bool) -> None:
         good = set() if older else tags & set(self.unfinished)
         self.stale += len(tags) - len(good)
-        acks, nacks = self.acks.hand_back(self.generation - older, tags)
+        acks, nacks = self.acks.requeue(self.generation - older, tags)
         self.carry_out(acks)
         assert not self.finished
         returned: set[int] = set()

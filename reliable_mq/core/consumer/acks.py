@@ -3,12 +3,18 @@
 The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
 ``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is
 finished; what is finished beyond such a gap gets a frame of its own, but later, so that a gap that closes soon costs
-nothing and a slow handler cannot starve the prefetch.
+nothing and a slow handler cannot starve the prefetch. The state of a channel, where tags 1 to 3 are acked::
+
+    tag     1 2 3 | 4 5 6 | 7 8 9 10
+            acked | done  | * + *  +      done, +: finished and not acked yet; *: unfinished
+                  | _run=3| `- _first_unfinished = 7; _ahead = {8, 10}; _unfinished = {7, 9}; _last_tag = 10
+                        `- _run_end = 6
+    acks    one frame for the run: (6, multiple); one for each tag ahead of it: (8), (10)
 
 Invariants:
 
 - a tag is acked only after it was finished, and never under a ``multiple`` that reaches an unfinished one;
-- a tag is settled by at most one frame: acked, or rejected or handed back (which takes it off the ledger), never twice;
+- a tag is settled by at most one frame: acked, rejected or requeued, never twice;
 - a tag that is unknown, finished before, or of another generation than the open channel's is refused, counted and
   changes nothing;
 - what is finished is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
@@ -61,16 +67,16 @@ class AckBatcher:
     __slots__ = (
         "_ack_every",
         "_ack_interval",
-        "_beyond",
+        "_ahead",
         "_finished_at",
+        "_first_unfinished",
         "_fits",
         "_half",
-        "_last",
-        "_low",
-        "_prefix",
+        "_last_tag",
         "_rest",
+        "_run",
+        "_run_end",
         "_sent_at",
-        "_top",
         "_unfinished",
         "generation",
         "statistics",
@@ -100,54 +106,54 @@ class AckBatcher:
 
     def _clear(self) -> None:
         self._unfinished: set[int] = set()
-        self._beyond: set[int] = set()  # finished, not acked, above _low
-        self._last = 0  # the newest tag delivered
-        self._low = 1  # no tag below is unfinished, and none below is in _beyond
-        self._prefix = 0  # finished, not acked, below _low
-        self._top = 0  # the highest of those
+        self._ahead: set[int] = set()  # finished and not acked, above _first_unfinished
+        self._last_tag = 0  # the newest tag delivered
+        self._first_unfinished = 1  # no tag below is unfinished, and none below is in _ahead
+        self._run = 0  # deliveries finished and not acked, below _first_unfinished
+        self._run_end = 0  # the highest tag of those
         self._finished_at: float | None = None  # not later than when the oldest unacked one was finished
         self._sent_at = 0.0  # when there was a frame last
 
     @property
     def outstanding(self) -> int:
-        """Deliveries that are not settled yet, finished ones included."""
-        return len(self._unfinished) + len(self._beyond) + self._prefix
+        """The number of deliveries that are not settled yet, finished ones included."""
+        return len(self._unfinished) + len(self._ahead) + self._run
 
     @property
     def deadline(self) -> float | None:
-        """When `due` wants to be asked again, though nothing happens until then; None for never."""
+        """When to call `due` again if nothing happens until then; None for never."""
         return None if self._finished_at is None else self._finished_at + self._ack_interval
 
     @property
     def rested_at(self) -> float:
-        """From when on what is finished is acked if no handler runs; infinite for never."""
+        """When finished deliveries begin to be acked as soon as no handler runs; infinite for never."""
         return self._sent_at + self._rest
 
     def deadline_if(self, *, idle: bool) -> float | None:
-        """Answer as `deadline` does, where a handler runs or, ``idle``, none does."""
+        """Return `deadline`, or where no handler runs (``idle``) `rested_at` if that is earlier."""
         deadline = self.deadline
         return min(deadline, self.rested_at) if idle and deadline is not None else deadline
 
     @property
     def due_after(self) -> int:
-        """How many more deliveries must finish, at least, for a frame to be due by their number; 1 where one is."""
-        left = self._ack_every - self._prefix
+        """The least number of deliveries that must finish before a frame is due by their number; at least 1."""
+        left = self._ack_every - self._run
         if self._half:
-            left = min(left, self._half - self._prefix - len(self._beyond))
+            left = min(left, self._half - self._run - len(self._ahead))
         return max(left, 1)
 
     @property
-    def lowest(self) -> int:
-        """The tag below which every delivery of the channel was finished or settled."""
-        return self._low
+    def first_unfinished(self) -> int:
+        """The lowest tag that is not finished, or the next one that will come."""
+        return self._first_unfinished
 
-    def unfinished(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Answer which of these deliveries of the channel no handler is done with."""
+    def unfinished_of(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """Return the deliveries, of these of the open channel, that are not finished."""
         unfinished = self._unfinished
         return [delivery for delivery in deliveries if delivery.delivery_tag in unfinished]
 
     def set_prefetch(self, prefetch: int) -> None:
-        """The prefetch is ``prefetch`` from now on.
+        """Fit the acks to this prefetch from now on.
 
         Raises:
             ConfigurationError: the ``ack_every`` that was given does not fit it.
@@ -160,31 +166,31 @@ class AckBatcher:
         self._half = half
 
     def opened(self, generation: int) -> None:
-        """A channel was opened: its tags begin at 1."""
+        """Begin with the tags of a new channel, at 1."""
         self._clear()
         self.generation = generation
 
     def lost(self) -> int:
-        """The channel is gone. Answers how many deliveries were not settled; the broker delivers them again."""
+        """Forget the channel. Return the number of its unsettled deliveries, which the broker delivers again."""
         outstanding = self.outstanding
         self._clear()
         self.generation = 0
         return outstanding
 
     def delivered(self, first: int, last: int) -> None:
-        """The deliveries ``first`` to ``last`` came in.
+        """Add the tags ``first`` to ``last``.
 
         Raises:
             ValueError: ``first`` does not follow the last one before: a delivery was missed, and the channel cannot be
             trusted.
         """
-        if first != self._last + 1:
-            raise ValueError(f"delivery tag {first} follows {self._last}")
+        if first != self._last_tag + 1:
+            raise ValueError(f"delivery tag {first} follows {self._last_tag}")
         self._unfinished.update(range(first, last + 1))
-        self._last = last
+        self._last_tag = last
 
     def finished(self, generation: int, tags: Collection[int], now: float) -> int:
-        """Handlers are done with these tags. Answers how many of them are new and of this channel."""
+        """Mark tags as finished. Return how many of them were unfinished ones of this channel."""
         unfinished = self._unfinished
         accepted = set(tags)
         if generation != self.generation:
@@ -198,18 +204,18 @@ class AckBatcher:
         unfinished -= accepted
         if self._finished_at is None:
             self._finished_at = now
-        low = self._low
-        if not self._beyond and max(accepted) == low + count - 1:
-            self._low = low + count
-            self._prefix += count
-            self._top = low + count - 1
+        low = self._first_unfinished
+        if not self._ahead and max(accepted) == low + count - 1:
+            self._first_unfinished = low + count
+            self._run += count
+            self._run_end = low + count - 1
         else:
-            self._beyond |= accepted
+            self._ahead |= accepted
         self._advance()
         return count
 
-    def taken(self, generation: int, tag: int) -> bool:
-        """The caller settles this tag with a frame of its own. False: it must not be sent."""
+    def take_out(self, generation: int, tag: int) -> bool:
+        """Take out a tag that the caller settles by a frame of its own; False: that must not be sent."""
         if generation != self.generation or tag not in self._unfinished:
             self.statistics.stale += 1
             return False
@@ -218,7 +224,7 @@ class AckBatcher:
         return True
 
     def due(self, now: float, *, idle: bool = False) -> Frames:
-        """The acks to send now; ``idle``: no handler runs."""
+        """Return the acks to send now; ``idle``: no handler runs."""
         frames: Frames = []
         if self._finished_at is None:
             return frames
@@ -226,22 +232,22 @@ class AckBatcher:
             self._sent_at = now
             return self.flush()
         half = self._half
-        if self._prefix >= self._ack_every or (half and self._prefix + len(self._beyond) >= half):
-            self._ack_prefix(frames)
-            if half and len(self._beyond) >= half:
-                self._ack_beyond(frames)
+        if self._run >= self._ack_every or (half and self._run + len(self._ahead) >= half):
+            self._ack_run(frames)
+            if half and len(self._ahead) >= half:
+                self._ack_ahead(frames)
             self._sent_at = now
         return frames
 
     def flush(self) -> Frames:
-        """The acks of everything that is finished, to send now."""
+        """Return the acks of everything finished, to send now."""
         frames: Frames = []
-        self._ack_prefix(frames)
-        self._ack_beyond(frames)
+        self._ack_run(frames)
+        self._ack_ahead(frames)
         return frames
 
-    def hand_back(self, generation: int, tags: Collection[int]) -> tuple[Frames, Frames]:
-        """These tags go back to the broker unhandled: the acks to send first, then the ``basic.nack``."""
+    def requeue(self, generation: int, tags: Collection[int]) -> tuple[Frames, Frames]:
+        """Requeue tags: return the acks to send first, and the ``basic.nack`` frames."""
         accepted = set(tags)
         if generation != self.generation:
             accepted.clear()
@@ -253,51 +259,52 @@ class AckBatcher:
         self._unfinished -= accepted
         self._advance()
         nacks: Frames = []
-        reachable = [tag for tag in accepted if tag < self._low]
+        reachable = [tag for tag in accepted if tag < self._first_unfinished]
         if reachable:
             nacks.append((max(reachable), len(reachable) > 1))
-        nacks.extend((tag, False) for tag in sorted(accepted) if tag > self._low)
+        nacks.extend((tag, False) for tag in sorted(accepted) if tag > self._first_unfinished)
         return acks, nacks
 
     def _advance(self) -> None:
-        """Move `_low` up to the next unfinished tag.
+        """Move `_first_unfinished` up to the next unfinished tag.
 
-        Step by step, which costs one step per delivery in all; but where a straggler has held `_low` back for so long
-        that looking at everything that is left is cheaper, by that: a pause as long as the gap would stall the thread.
+        Step by step, which costs one step per delivery in all; but where a straggler has held it back for so long that
+        a search through all outstanding tags is cheaper, by that: as many steps as the gap is long would stall the
+        thread.
         """
-        low, unfinished, beyond = self._low, self._unfinished, self._beyond
-        end = self._last + 1
-        near = min(end, low + len(unfinished) + len(beyond) + _STEPS)
+        low, unfinished, ahead = self._first_unfinished, self._unfinished, self._ahead
+        end = self._last_tag + 1
+        near = min(end, low + len(unfinished) + len(ahead) + _STEPS)
         while low < near and low not in unfinished:
-            if low in beyond:
-                beyond.remove(low)
-                self._prefix += 1
-                self._top = low
+            if low in ahead:
+                ahead.remove(low)
+                self._run += 1
+                self._run_end = low
             low += 1
         if low == near < end:
             low = min(unfinished, default=end)
-            passed = [tag for tag in beyond if tag < low]
+            passed = [tag for tag in ahead if tag < low]
             if passed:
-                beyond.difference_update(passed)
-                self._prefix += len(passed)
-                self._top = max(passed)
-        self._low = low
+                ahead.difference_update(passed)
+                self._run += len(passed)
+                self._run_end = max(passed)
+        self._first_unfinished = low
 
-    def _ack_prefix(self, frames: Frames) -> None:
-        count = self._prefix
+    def _ack_run(self, frames: Frames) -> None:
+        count = self._run
         if not count:
             return
-        frames.append((self._top, count > 1))
+        frames.append((self._run_end, count > 1))
         self._count(1, count)
-        self._prefix = 0
-        if not self._beyond:
+        self._run = 0
+        if not self._ahead:
             self._finished_at = None
 
-    def _ack_beyond(self, frames: Frames) -> None:
-        count = len(self._beyond)
-        frames.extend((tag, False) for tag in sorted(self._beyond))
+    def _ack_ahead(self, frames: Frames) -> None:
+        count = len(self._ahead)
+        frames.extend((tag, False) for tag in sorted(self._ahead))
         self._count(count, count)
-        self._beyond.clear()
+        self._ahead.clear()
         self._finished_at = None
 
     def _count(self, frames: int, deliveries: int) -> None:

@@ -95,7 +95,7 @@ class ConsumerTimeoutMonitor:
 
     def look(self, now: float) -> list[Delivery]:
         """Answer what is overdue since the last look, and forget what was finished."""
-        lowest, young = self._acks.lowest, self._young
+        lowest, young = self._acks.first_unfinished, self._young
         while young and young[0][1][-1].delivery_tag < lowest:
             self._kept -= len(young.popleft()[1])
         found: list[Delivery] = []
@@ -111,7 +111,7 @@ class ConsumerTimeoutMonitor:
         """Answer what has been unacked for so many seconds, by the broker's clock."""
         since = now - age + max(_SLACK, age * _SLACK_SHARE)
         old = [read for at, read in (*self._old, *self._young) if at <= since]
-        return [delivery for read in old for delivery in self._acks.unfinished(read)]
+        return [delivery for read in old for delivery in self._acks.unfinished_of(read)]
 
     @property
     def deadline(self) -> float | None:
@@ -130,7 +130,7 @@ class ConsumerTimeoutMonitor:
     def _keep(
         self, at: float, deliveries: list[Delivery], reads: deque[tuple[float, list[Delivery]]]
     ) -> list[Delivery]:
-        left = self._acks.unfinished(deliveries)
+        left = self._acks.unfinished_of(deliveries)
         if left:
             reads.append((at, left))
             self._kept += len(left)

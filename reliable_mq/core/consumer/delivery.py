@@ -37,7 +37,7 @@ class DeliveryState(enum.Enum):
 
 
 _S = DeliveryState
-#: Event -> state before -> states after. None: not delivered yet. A table for tests and documentation, not for run time.
+#: Event -> state before (None: not delivered yet) -> states after. For tests and documentation, not read at run time.
 TRANSITIONS: Final[dict[str, dict[DeliveryState | None, frozenset[DeliveryState]]]] = {
     "delivered": {None: frozenset({_S.QUEUED})},
     "refused (too large, undecodable, newer format, attempts used up)": {

@@ -185,7 +185,7 @@ class ConsumingSession:
         for delivery in deliveries:
             delivery.source = source
         if self.position is not None:
-            self.position.delivered(deliveries, self._acks.lowest)
+            self.position.delivered(deliveries, self._acks.first_unfinished)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
         elif self._ways.state is not SessionState.CONSUMING:
@@ -208,7 +208,7 @@ class ConsumingSession:
         self._ages.delivered([delivery], now)
         delivery.source = source
         if self.position is not None:
-            self.position.delivered([delivery], self._acks.lowest)
+            self.position.delivered([delivery], self._acks.first_unfinished)
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.received()
         if self._ways.state is SessionState.CONSUMING:

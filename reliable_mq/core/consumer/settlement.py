@@ -287,7 +287,7 @@ class Settlement:
             delivery.state = DeliveryState.SETTLED
         self.source = None
         if self.position is not None:
-            self.position.lost(self.acks.lowest)
+            self.position.lost(self.acks.first_unfinished)
         self.statistics.lost += self.acks.lost()
         self.out.lost()
         self._output.clear()
@@ -378,13 +378,13 @@ class Settlement:
     def _send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
         source = delivery.source
         delivery.state = DeliveryState.SETTLED
-        if not self.acks.taken(source.generation, delivery.delivery_tag):
+        if not self.acks.take_out(source.generation, delivery.delivery_tag):
             return False
         self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
         return True
 
     def _send_back(self, source: ChannelGeneration) -> None:
-        acks, nacks = self.acks.hand_back(source.generation, self._back)
+        acks, nacks = self.acks.requeue(source.generation, self._back)
         self._back.clear()
         self._send_acks(source, acks)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
