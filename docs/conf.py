@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,8 @@ project_copyright = author
 release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 version = release
 
-extensions = ["myst_parser"]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -27,6 +29,17 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 
 nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(asyncio|concurrent|sqlalchemy)\..*"),  # documented elsewhere
+    ("py:.*", r"reliable_mq\.(aio|connection|core|engine|sync)\..*"),  # inside, and not in the manual
+]
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 highlight_language = "text"
+smartquotes = False  # options begin with two hyphens
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_default_options = {"exclude-members": "__new__"}
+default_role = "code"
+napoleon_use_rtype = False

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "reliable_mq"
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 MANUAL = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 PAGES = [README, *MANUAL]
+API = DOCS / "reference" / "api.md"
+ERRORS = DOCS / "reference" / "errors.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 METRICS = DOCS / "reference" / "metrics.md"
 EXAMPLES = DOCS / "reference" / "examples.md"
@@ -172,10 +175,35 @@ def test_every_public_name_that_is_named_exists() -> None:
         *map(importlib.import_module, ("reliable_mq.stores", "reliable_mq.testing", "prometheus_client", "datetime")),
         builtins,
     ]
-    for text in inline(README, SETTINGS, METRICS, DOCS / "reference" / "errors.md"):
+    for text in inline(README, SETTINGS, METRICS, ERRORS):
         found = re.match(r"(?:\w+=)?(?!None|True|False)([A-Z][a-z]+[A-Za-z]*)\b", text)
         if found is not None:
             assert any(hasattr(place, found[1]) for place in places), text
+
+
+@cache
+def texts_of_the_package() -> str:
+    """Every text in the source, with a line of its own; of a formatted one its fixed parts."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_every_error_that_the_index_explains_has_such_a_text() -> None:
+    """The fixed parts of each text, between the values that ``…`` stands for, are in the source."""
+    index = ERRORS.read_text().partition("## By message text")[2].partition("## All texts")[0]
+    explained = re.findall(r"^\| `([^`]+)` \|", index, re.MULTILINE)
+    assert len(explained) > 40
+    for text in explained:
+        for part in re.split(r"…|\d{3}", text):
+            assert part.strip() in texts_of_the_package(), text
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """The page of the API documents ``__all__`` of every package that a user imports from."""
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", API.read_text(), re.MULTILINE))
+    packages = ("reliable_mq", "reliable_mq.stores", "reliable_mq.outbox", "reliable_mq.deadletters")
+    for package in (*packages, "reliable_mq.errors", "reliable_mq.testing"):
+        assert set(importlib.import_module(package).__all__) - {"Difference"} <= documented
 
 
 @pytest.mark.parametrize("owner", [Publisher, Consumer])
