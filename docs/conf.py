@@ -36,7 +36,6 @@ nitpick_ignore_regex = [
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 highlight_language = "text"
-smartquotes = False  # options begin with two hyphens
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -27,7 +27,9 @@ import reliable_mq
 from reliable_mq import errors
 from reliable_mq.cli.app import app as command_line
 from reliable_mq.core import headers
+from reliable_mq.metrics.families import FAMILIES
 from reliable_mq.metrics.registry import Family
+from reliable_mq.spark import metrics as spark_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,12 +106,8 @@ class Metrics(FromCode):
     required_arguments = 1
 
     def lines(self) -> Iterator[str]:
-        found: dict[str, Family] = {}
-        for module in ("reliable_mq.metrics.families", "reliable_mq.spark.metrics"):
-            for value in vars(importlib.import_module(module)).values():
-                for family in value.values() if isinstance(value, dict) else [value]:
-                    if isinstance(family, Family) and family.name.startswith(self.arguments[0]):
-                        found[family.full_name] = family
+        every = [*FAMILIES.values(), *(value for value in vars(spark_metrics).values() if isinstance(value, Family))]
+        found = {family.full_name: family for family in every if family.name.startswith(self.arguments[0])}
         rows = [
             (
                 f"`{name}{'_total' if family.kind == 'counter' else ''}`",
@@ -158,7 +156,7 @@ class Commands(FromCode):
                     ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
                     if each.param_type_name == "option"
                     else f"`{each.name.upper()}`",
-                    cell(each.help or ""),
+                    re.sub(r"(?<![`\w])(--[a-z-]+)", r"`\1`", cell(each.help or "")),
                 )
                 for each in child.params
                 if each.name != "help"
