@@ -24,11 +24,11 @@ _EXTRA = frozenset({"click", "rich", "typer"})
 
 def main() -> int:
     """Run the command line with this process's arguments; return the exit status."""
-    if not _hold_streams():
-        print("reliable-mq: standard output is closed; /dev/null is for what nobody wants to see", file=sys.stderr)
-        return 1
     try:
-        from reliable_mq.cli.app import run  # noqa: PLC0415  # what it needs may be missing, which is said here
+        if not _hold_streams():
+            print("reliable-mq: standard output is closed; /dev/null is for what nobody wants to see", file=sys.stderr)
+            return 1
+        from reliable_mq.cli.app import run
 
         status = run()
     except ModuleNotFoundError as error:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
-from typer.rich_utils import rich_format_error
 
 from reliable_mq.cli import consume, demo, doctor, publish
 from reliable_mq.cli.dlq import dlq
@@ -94,6 +93,8 @@ def _run() -> int:
 
 def _explained(error: Any) -> int:
     """Show what is wrong with a command line, which may hold what a terminal would act on, and a URL's password."""
+    from typer.rich_utils import rich_format_error
+
     if isinstance(getattr(error, "message", None), str):
         error.message = without_passwords(escaped(error.message, keep="\n"))
     rich_format_error(error)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Annotated, BinaryIO, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
 from reliable_mq.cli.terminal import hide_logs, product
-from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.deadletters.jsonl import write_line
-from reliable_mq.retry import RetryLater
-from reliable_mq.sync.consumer import Consumer
-from reliable_mq.sync.consumer import logger as consumer_logger
+
+if TYPE_CHECKING:
+    from reliable_mq import Consumer, Delivery
 
 __all__ = ["consume"]
 
@@ -57,6 +55,10 @@ def consume(
     """
     if ack == peek:
         raise typer.BadParameter("one of --ack and --peek is needed")
+    from reliable_mq.deadletters.jsonl import write_line
+    from reliable_mq.sync.consumer import Consumer
+    from reliable_mq.sync.consumer import logger as consumer_logger
+
     hide_logs(consumer_logger)  # it warns that dead letters are lost, and here none are made
     follower = _Follower(
         product(as_json=as_json),
@@ -141,6 +143,8 @@ class _Follower:
                     self._end(0)
                 if not self._keep:
                     return
+        from reliable_mq import RetryLater
+
         raise RetryLater(_LONG)
 
     def _end(self, status: int, error: OSError | None = None) -> None:

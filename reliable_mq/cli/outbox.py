@@ -15,21 +15,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from prometheus_client import CollectorRegistry, start_http_server
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq._util.threads import DeadlineExecutor
 from reliable_mq.cli.terminal import escaped, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
-from reliable_mq.outbox import Outbox, SQLiteOutbox
-from reliable_mq.sync.consumer import next_signal
-from reliable_mq.sync.publisher import Publisher
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from sqlalchemy import Engine
 
-    from reliable_mq.outbox import SQLAlchemyOutbox
+    from reliable_mq import Publisher
+    from reliable_mq.outbox import Outbox, SQLAlchemyOutbox
 
 __all__ = ["outbox"]
 
@@ -117,6 +114,9 @@ def relay(
 
     It stops within seconds: what it has not got confirmed by then is for another one, or for its next start.
     """
+    from reliable_mq import Publisher
+    from reliable_mq.sync.consumer import next_signal
+
     received: SimpleQueue[int] = SimpleQueue()
     looks_for_signals = False
 
@@ -214,6 +214,8 @@ def _outbox(
         return
     if not create and not Path(where).exists():
         raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
+    from reliable_mq.outbox import SQLiteOutbox
+
     file = SQLiteOutbox(where)
     try:
         yield file
@@ -235,6 +237,8 @@ def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | Non
     if port is None:
         yield None
         return
+    from prometheus_client import CollectorRegistry, start_http_server
+
     registry = CollectorRegistry()
     try:
         server, thread = start_http_server(port, addr=address, registry=registry)
@@ -252,10 +256,10 @@ def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | Non
 @contextmanager
 def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, Engine]]:
     try:  # of the extra `sql`, which nothing else here needs
-        from sqlalchemy import create_engine  # noqa: PLC0415
-        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+        from sqlalchemy import create_engine
+        from sqlalchemy.exc import SQLAlchemyError
 
-        from reliable_mq.outbox import SQLAlchemyOutbox  # noqa: PLC0415
+        from reliable_mq.outbox import SQLAlchemyOutbox
     except ImportError:
         raise ConfigurationError("a database URL needs SQLAlchemy: pip install 'reliable-mq[sql]'") from None
     try:
@@ -278,6 +282,7 @@ def _wait_for_answer(box: Outbox, engine: Engine) -> None:
 
     A frozen server accepts connections and never answers, and drivers wait for ever.
     """
+    from reliable_mq._util.threads import DeadlineExecutor
 
     def connect(_lifeline: object) -> None:
         with suppress(Exception), engine.connect():

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
@@ -21,13 +21,10 @@ from rich.text import Text
 
 from reliable_mq.cli.files import Input, lines, size_of, whole_files
 from reliable_mq.cli.terminal import errors, escaped, hide_logs, say
-from reliable_mq.deadletters.jsonl import read_line
-from reliable_mq.engine.publisher_channel import unwatched_logger
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
-from reliable_mq.message import Message
-from reliable_mq.sync.confirmation import Confirmation
-from reliable_mq.sync.publisher import Publisher
-from reliable_mq.topology import Queue
+
+if TYPE_CHECKING:
+    from reliable_mq import Confirmation, Message, Publisher
 
 __all__ = ["publish"]
 
@@ -77,6 +74,9 @@ def publish(
         raise typer.BadParameter("--declare needs --queue")
     if queue is exchange is routing_key is None and not by_json:
         raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
+    from reliable_mq import Publisher, Queue
+    from reliable_mq.engine.publisher_channel import unwatched_logger
+
     hide_logs(unwatched_logger)
     recipe = _Recipe(
         by_json=by_json,
@@ -117,6 +117,9 @@ class _Recipe:
 
     def make(self, data: bytes) -> tuple[Message, str, str]:
         """The message, its exchange and its routing key."""
+        from reliable_mq import Message
+        from reliable_mq.deadletters.jsonl import read_line
+
         if not self.by_json:
             message = Message(data, content_type=self.content_type, headers=self.headers, persistent=self.persistent)
             return message, self.exchange or "", self.routing_key or ""

@@ -20,9 +20,6 @@ from typing import BinaryIO, Final, cast
 from rich.console import Console
 from rich.text import Text
 
-from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.url import redacted
-
 __all__ = [
     "errors",
     "escaped",
@@ -60,10 +57,12 @@ def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
         keep: characters that stay although they do not print, such as line ends.
     """
     text = str(text)
+    if text.isprintable() and (limit is None or len(text) <= limit):
+        return text
+    from reliable_mq.core.consumer.attempts import printable
+
     if limit is not None:
         return printable(text, limit)
-    if text.isprintable():
-        return text
     return "".join(char if char in keep else printable(char) for char in text)
 
 
@@ -79,6 +78,8 @@ def json_text(value: object, *, indent: int | None = None) -> str:
 
 def without_passwords(text: str) -> str:
     """Remove the passwords of the URLs in a text."""
+    from reliable_mq.url import redacted
+
     return _URL.sub(lambda match: redacted(match[0]), text)
 
 

@@ -16,12 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq import Message, Queue
-from reliable_mq.cli import doctor
 from reliable_mq.cli.app import app
 from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LiveDisplay
 from reliable_mq.cli.demo.scenario import BrokerState, Progress
 from reliable_mq.cli.dlq import commands
 from reliable_mq.cli.dlq.render import details, listing, statistics_tables, summary
+from reliable_mq.cli.doctor import report
 from reliable_mq.cli.doctor.broker import examine_limits, examine_version
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
@@ -128,14 +128,14 @@ def test_dead_letters() -> None:
 def test_the_report_of_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
     [message, *_] = letters()
     failures: list[Any] = [(message, ConsumeError(f"no queue {number}")) for number in range(25)]
-    for report in (
+    for replayed in (
         ReplayReport(3, 3, 0, 0),
         ReplayReport(30, 3, 2, 2, 1),
         ReplayReport(30, 3, 2, None),
         ReplayReport(30, 5, 0, 0, 0, 25, failures),
     ):
         for dry_run in (False, True):
-            commands._tell(report, dry_run=dry_run)
+            commands._tell(replayed, dry_run=dry_run)
     compare("dlq-replay", capsys.readouterr().err)
 
 
@@ -184,8 +184,8 @@ def test_the_doctors_report(monkeypatch: pytest.MonkeyPatch) -> None:
         findings += examine_queues(snapshot, (), version)
     findings += examine_queues(snapshot, ("orders", "bare", "absent", "log"), (4, 3, 6))
     out = io.StringIO()
-    monkeypatch.setattr(doctor, "output", Console(file=out, width=120, force_terminal=False))
-    doctor._show(parse_url("amqp://user:secret@localhost/v"), findings)
+    monkeypatch.setattr(report, "output", Console(file=out, width=120, force_terminal=False))
+    report.show(parse_url("amqp://user:secret@localhost/v"), findings)
     compare("doctor", out.getvalue())
 
 

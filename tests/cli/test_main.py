@@ -38,6 +38,38 @@ def test_it_runs_as_a_module() -> None:
         assert command in done.stdout
 
 
+def test_help_imports_no_driver_and_nothing_that_a_command_needs() -> None:
+    """Most of the time that a command takes to start is imports."""
+    code = (
+        "import sys; sys.argv[1:] = ['dlq', 'replay', '--help']; import reliable_mq.cli as c; assert not c.main();"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert "typer" in loaded
+    assert not loaded & {"asyncio", "http.client", "pika", "prometheus_client", "sqlalchemy", "ssl", "tenacity"}
+    assert not {"reliable_mq.sync", "reliable_mq.core", "reliable_mq.deadletters", "reliable_mq.outbox"} & loaded
+
+
+@pytest.mark.parametrize("module", ["rich.console", "typer", "pika"])
+def test_ctrl_c_during_an_import_ends_it_quietly(module: str) -> None:
+    """As far as the entry point's own import goes, which is Python's."""
+    code = f"""if True:
+        import os, signal, sys
+        class Interrupt:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())
+        sys.argv[1:] = ["doctor", "amqp://127.0.0.1:1"]
+        from reliable_mq.cli import main
+        sys.exit(main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr in ("", "reliable-mq: interrupted\n")
+
+
 def test_an_error_of_ours_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import RenderableType
@@ -44,9 +44,10 @@ from reliable_mq.cli.dlq.render import (
 )
 from reliable_mq.cli.files import lines, whole_file
 from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output, product, say
-from reliable_mq.deadletters import DeadLetterQueue, ReplayReport, Target
-from reliable_mq.engine.publisher_channel import unwatched_logger
-from reliable_mq.stores.protocol import ResettableStore
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import DeadLetterQueue, ReplayReport
+    from reliable_mq.stores.protocol import ResettableStore
 
 __all__ = ["export", "import_", "list_", "purge", "replay", "show", "stats"]
 
@@ -104,9 +105,12 @@ def replay(
     if exchange is not None and to is not None:
         raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
     store = None if idempotency is None else _store(idempotency)
+    from reliable_mq.deadletters import Target
+    from reliable_mq.engine.publisher_channel import unwatched_logger
+
     hide_logs(unwatched_logger)
     with (
-        DeadLetterQueue(url, queue) as dead,
+        _opened(url, queue) as dead,
         interruptible("what was confirmed is out of the queue, everything else is in it: run it again to go on"),
         progress_bar("would replay" if dry_run else "replaying") as bar,
     ):
@@ -141,7 +145,7 @@ def purge(
 ) -> None:
     """Delete dead letters for good. Asks first; export them before."""
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
-    with DeadLetterQueue(url, queue) as dead:
+    with _opened(url, queue) as dead:
         if not yes:
             if sys.stdin is None:
                 raise OSError(errno.EBADF, "standard input is closed, so nobody can be asked: --yes asks nobody")
@@ -166,6 +170,8 @@ def import_(
 
     What is not confirmed is reported by its line, and the exit status is 1.
     """
+    from reliable_mq.engine.publisher_channel import unwatched_logger
+
     hide_logs(unwatched_logger)
     places: list[str] = []
 
@@ -175,7 +181,7 @@ def import_(
             yield item.data
 
     with (
-        DeadLetterQueue(url, queue) as dead,
+        _opened(url, queue) as dead,
         interruptible("what was confirmed is in the queue"),
         progress_bar("importing") as bar,
     ):
@@ -221,6 +227,8 @@ def _store(place: str) -> ResettableStore:
         raise typer.BadParameter(
             f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
         ) from error
+    from reliable_mq.stores.protocol import ResettableStore
+
     if not isinstance(store, ResettableStore):
         raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
     return store
@@ -247,7 +255,7 @@ def list_(
     """List dead letters, one per line, from the head of the queue on."""
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     now, table = datetime.now(UTC), listing()
-    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT):
+    with _opened(url, queue) as dead, interruptible(_KEPT):
         total = len(dead)
         with progress_bar("looking") as bar:
             for message in dead.browse(which, limit=limit, progress=bar):
@@ -276,7 +284,7 @@ def show(
     """Show dead letters in full: what happened, properties, headers, body. The exit status is 1 where there is none."""
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     found = []
-    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
+    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
         found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
     _write_apart(found)
     if not found:
@@ -299,7 +307,7 @@ def stats(
 ) -> None:
     """Count dead letters by what they died of, by the queue they were in, and by age."""
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
-    with DeadLetterQueue(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
+    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
         counted = dead.statistics(which, progress=bar)
     if as_json:
         print(json_text(statistics_json(counted), indent=2))
@@ -334,11 +342,17 @@ def export(
     unfinished = "what was written is incomplete" if to_stdout else f"{file} is as it was"
     with (
         interruptible(f"{_KEPT}, and {unfinished}"),
-        DeadLetterQueue(url, queue) as dead,
+        _opened(url, queue) as dead,
         nullcontext(product(as_json=True)) if file is None or to_stdout else whole_file(file) as out,
         progress_bar("exporting") as bar,
     ):
         dead.export(out, which, limit=limit, progress=bar)
+
+
+def _opened(url: str, queue: str) -> DeadLetterQueue:
+    from reliable_mq.deadletters import DeadLetterQueue
+
+    return DeadLetterQueue(url, queue)
 
 
 def _write(table: Table, footer: str) -> None:

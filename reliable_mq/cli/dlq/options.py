@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import typer
 
-from reliable_mq.deadletters import Filter
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import Filter
 
 __all__ = [
     "URL",
@@ -80,6 +81,8 @@ def chosen(
     Raises:
         typer.BadParameter: one of them is wrong.
     """
+    from reliable_mq.deadletters import Filter
+
     return Filter(
         exception=exception,
         reason=reason,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from rich import box
@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.terminal import errors, escaped, say
-from reliable_mq.core.headers import PREFIX
-from reliable_mq.deadletters import DeadMessage, Statistics
-from reliable_mq.deadletters.filter import AGES
-from reliable_mq.deadletters.jsonl import write_line
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import DeadMessage, Statistics
 
 __all__ = [
     "Bar",
@@ -93,6 +92,9 @@ def summary(message: DeadMessage, now: datetime) -> list[Text]:
 
 def details(message: DeadMessage, most: int) -> Table:
     """Everything about one; of its body up to ``most`` bytes."""
+    from reliable_mq.core.headers import PREFIX
+    from reliable_mq.deadletters.jsonl import write_line
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -138,6 +140,8 @@ def _body(body: bytes, most: int) -> Text:
 
 def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Text]:
     """Counts by cause, queue and age."""
+    from reliable_mq.deadletters.filter import AGES
+
     head = Text(f"{statistics.messages:,} dead letters, {statistics.bytes:,} bytes", style="bold")
     if statistics.oldest is not None:
         head.append(f"; the oldest died {age(statistics.oldest, now)} ago, the newest {age(statistics.newest, now)}")
@@ -159,6 +163,8 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
 
 def statistics_json(statistics: Statistics) -> dict[str, object]:
     """The same as JSON has it."""
+    from reliable_mq.deadletters.filter import AGES
+
     return {
         "messages": statistics.messages,
         "bytes": statistics.bytes,
