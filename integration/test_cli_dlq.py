@@ -154,6 +154,19 @@ def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHo
     assert "is a directory" in dlq("export", vhost, DEAD, str(tmp_path), status=2)[1]
 
 
+def test_an_export_whose_reader_leaves_ends_quietly_and_leaves_the_queue_as_it_was(vhost: VirtualHost) -> None:
+    """`dlq export | head -1`: the status is that of a tool which SIGPIPE ended."""
+    publish(vhost, 2000)
+    with start_cli("dlq", "export", vhost.url, DEAD) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 141
+        assert process.stderr.read() == b""
+    wait_until(lambda: ready(vhost, DEAD) == 2000, timeout=30, what="everything handed back")
+
+
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
     for arguments, expected in (
         (["--older-than", "soon"], "takes a number with s, m, h, d or w"),

@@ -5,7 +5,8 @@ One file per command, which says what the command does and holds its options; wh
 Invariants:
 
 - What a command produces goes to stdout, everything else (progress, logs, errors) to stderr.
-- The exit status is 0 where all went well, 1 where something failed, 2 for a wrong command line, 130 after Ctrl-C.
+- The exit status is 0 where all went well, 1 where something failed, 2 for a wrong command line, 130 after Ctrl-C, and
+  141 where the reader of standard output left before the end.
 - No output shows a password: of a URL only what ``str(ConnectionSettings)`` shows.
 - Nothing here is needed by the library; without the extra ``cli`` the command says how to install it.
 """

@@ -20,6 +20,7 @@ from reliable_mq.errors import ReliableMQError
 __all__ = ["app", "run"]
 
 _INTERRUPTED: Final = 130
+_READER_LEFT: Final = 141  # as of a tool that SIGPIPE ended
 # Of click, which newer versions of typer bring along under a name of their own.
 _WrongCommandLine: Final[type[Exception]] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
@@ -60,9 +61,10 @@ def run() -> int:
     except OSError as error:
         # What is still in its buffer must not become an error at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # a reader that went away has had enough
-            _tell(f"standard output: {error.strerror}")
-            status = status or 1
+        if isinstance(error, BrokenPipeError):
+            return _READER_LEFT
+        _tell(f"standard output: {error.strerror}")
+        status = status or 1
     return status
 
 
@@ -82,6 +84,8 @@ def _run() -> int:
         _tell(f"{file}{error.strerror or error}")
         return 1
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # which rich and typer end with 1
+            return _READER_LEFT
         code = 1 if end.code is None else end.code
     except Exception as error:  # noqa: BLE001  # a flaw of ours: one line for a user, the place for who asks for it
         _tell(f"{type(error).__name__}: {error} (a flaw in reliable-mq; with -v it shows where)")

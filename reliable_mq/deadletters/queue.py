@@ -233,7 +233,7 @@ class DeadLetterQueue:
             to: the queue, or the exchange and routing key; by default the queue that each was in before it died.
             as_published: to the exchange and with the routing key that each was first published with, in place of its
                 queue: every queue that is bound there gets it again.
-            limit: how many at most.
+            limit: how many to try at most, those that fail included.
             rate: messages per second at most.
             dry_run: publish nothing; everything stays in the queue.
             idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are

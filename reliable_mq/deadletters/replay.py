@@ -119,7 +119,7 @@ class Replay:
         publisher: to publish with.
         chosen: which.
         routing: where to.
-        limit: how many to publish at most.
+        limit: how many to try at most, those that fail included.
         rate: messages per second; None for as fast as it goes.
         store: where attempts are counted, too, which are reset.
         namespace: of the keys there; None for that of the virtual host.
@@ -183,8 +183,12 @@ class Replay:
         return self.report
 
     @property
+    def _tried(self) -> int:
+        return self.report.replayed + self.report.failed
+
+    @property
     def _enough(self) -> bool:
-        return self._limit is not None and self.report.replayed >= self._limit
+        return self._limit is not None and self._tried >= self._limit
 
     def _go_through(self) -> None:
         """Go through the queue from its head, as far as the messages that were there at the beginning."""
@@ -214,7 +218,7 @@ class Replay:
             elif self._chosen.matches(message, now):
                 chosen.append(message)
         if self._limit is not None:
-            chosen = chosen[: self._limit - self.report.replayed]
+            chosen = chosen[: self._limit - self._tried]
         if self._publisher is None:
             for message in chosen:
                 if self._target(message) is not None:

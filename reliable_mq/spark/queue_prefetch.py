@@ -78,8 +78,9 @@ class PrefetchController:
         """Deliveries of a queue that may count as delivered once more."""
         if self._limit is None:
             return self._most
-        left = 1 - 2 * self.returned / max(self._limit, 1)
-        return int(self._most ** max(left, 0.0))
+        if 2 * self.returned >= self._limit:
+            return 1  # also with a limit of 0, where the first death counts against all that is held
+        return int(self._most ** (1 - 2 * self.returned / self._limit))
 
     def fed(self, count: int, size: int) -> None:
         """So many deliveries came in, of so many bytes."""

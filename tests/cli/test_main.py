@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
 from reliable_mq import cli
 from reliable_mq.cli import app
+from reliable_mq.cli.dlq import commands
 from reliable_mq.cli.terminal import hide_logs, show_logs
 from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.outbox import SQLiteOutbox
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -142,6 +145,29 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
     assert "Exception ignored" not in done.stderr
     assert text in done.stderr
     assert "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_reader_that_leaves_ends_a_command_quietly_with_the_status_of_sigpipe(option: str, tmp_path: Path) -> None:
+    outbox = SQLiteOutbox(tmp_path / "outbox.db")
+    outbox.status()  # which makes the file
+    outbox.close()
+    done = shell(f"set -o pipefail; {{ sleep 0.2; $CLI outbox status {tmp_path}/outbox.db {option}; }} | true")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_reader_that_leaves_in_the_middle_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(commands, "_opened", write)
+    monkeypatch.setattr("sys.argv", ["reliable-mq", "dlq", "export", "amqp://localhost", "q"])
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # typer wraps it
+    monkeypatch.setattr("sys.stderr", sys.stderr)
+    assert app.run() == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_a_flaw_is_a_line_and_with_v_the_place_of_it(

@@ -93,7 +93,7 @@ def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
     ("limit", "returned", "prefetch"),
     [
         (20, 0, 2000), (20, 1, 935), (20, 5, 44), (20, 9, 2), (20, 10, 1), (20, 21, 1),
-        (5, 1, 95), (5, 2, 4), (5, 3, 1), (2, 0, 2000), (2, 1, 1), (0, 0, 2000), (0, 1, 1),
+        (5, 1, 95), (5, 2, 4), (5, 3, 1), (2, 0, 2000), (2, 1, 1), (1, 0, 2000), (1, 1, 1), (0, 0, 1), (0, 1, 1),
     ],
 )  # fmt: skip
 def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(

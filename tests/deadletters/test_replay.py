@@ -1,0 +1,94 @@
+"""A replay without a broker: a limit counts every dead letter that was tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reliable_mq import Message
+from reliable_mq.codec import encode_properties
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.retry.dead_letters import Target
+from reliable_mq.deadletters import DeadMessage, Filter
+from reliable_mq.deadletters.replay import Replay
+from reliable_mq.errors import PublishNacked
+
+
+class FakeChannel:
+    """A queue of dead letters that is given out in batches."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.acked = 0
+        self._next = 1
+
+    def take(self, most: int) -> list[Delivery]:
+        self.left = self.left if self._next == 1 else 0
+        taken = []
+        for tag in range(self._next, self._next + most):
+            message = Message(b"", message_id=f"id-{tag}")
+            delivery = Delivery("", tag, False, "", "orders.dead", encode_properties(message), b"")
+            delivery.source = ChannelGeneration(1, 1, "orders.dead")
+            taken.append(delivery)
+        self._next += most
+        return taken
+
+    def ack(self, deliveries: list[Delivery]) -> None:
+        self.acked += len(deliveries)
+
+    def finish(self) -> None:
+        pass
+
+
+class FakePublisher:
+    """Refuses messages, all of them or those whose id ends with an odd digit."""
+
+    def __init__(self, *, refuses: str) -> None:
+        self.submitted = 0
+        self._refuses = refuses
+
+    def submit(self, message: Message, **_: Any) -> Any:
+        self.submitted += 1
+        if message.message_id[-1] in self._refuses:
+            raise PublishNacked("it was nacked")
+        return self
+
+    def exception(self, _timeout: float | None = None) -> None:
+        return None
+
+
+def replay(channel: FakeChannel, publisher: FakePublisher | None, limit: int, to: Target | None) -> Any:
+    return Replay(
+        channel,  # type: ignore[arg-type]
+        publisher,  # type: ignore[arg-type]
+        chosen=Filter(),
+        routing=lambda _message: to,
+        limit=limit,
+        rate=None,
+        store=None,
+        namespace=None,
+        guard=lambda _messages: None,
+        tells_ends=True,
+        progress=None,
+    ).run()
+
+
+@pytest.mark.parametrize(("refuses", "replayed"), [("0123456789", 0), ("13579", 5), ("", 10)])
+def test_a_limit_counts_what_fails_too(refuses: str, replayed: int) -> None:
+    """With a wrong target, a trial with a limit must not try the whole queue."""
+    channel, publisher = FakeChannel(1000), FakePublisher(refuses=refuses)
+    report = replay(channel, publisher, 10, Target("", "nowhere"))
+    assert publisher.submitted == 10
+    assert (report.replayed, report.failed, channel.acked) == (replayed, 10 - replayed, replayed)
+
+
+def test_a_limit_counts_what_would_fail_in_a_dry_run() -> None:
+    report = replay(FakeChannel(1000), None, 10, None)
+    assert (report.replayed, report.failed) == (0, 10)
+
+
+def test_the_dead_letters_are_numbered_from_1() -> None:
+    report = replay(FakeChannel(3), None, 2, None)
+    assert [message.position for message, _ in report.failures] == [1, 2]
+    assert all(isinstance(message, DeadMessage) for message, _ in report.failures)
