@@ -1,0 +1,188 @@
+"""The language of the source: names from the glossary, plain docstrings, class names that occur once, sizes of modules.
+
+Each rule has a budget: the number of places that break it today. A change may lower a number and never raises one;
+where a number is 0, the rule holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "reliable_mq"
+
+BANNED_NAMES: Final = re.compile(
+    r"(?:^|_)(lanes?|carriers?|rooms?|ways|roster|owed|ladders?|strikes?|fates?|appetite|pump|faces?|shell|hand_?back"
+    r"|handed_back|give_back|taken|taken_back|looks|doubts)(?:_|$)"
+)
+#: Public since before there was a glossary.
+PUBLIC_NAMES: Final = frozenset({"hand_back", "handed_back"})
+BANNED_WORDS: Final = re.compile(
+    r"\b(faces?|lanes?|roster|ladders?|pumps?|hand(?:s|ed|ing)?(?: \w+)? back|see the module)\b", re.IGNORECASE
+)
+BANNED_VERBS: Final = re.compile(r"(Answers?|Gives?|Says?|Have|Has|Tells?)\b")
+LONGEST_FIRST_LINE: Final = 80
+#: The two drivers implement the same protocols under the same names.
+DRIVERS: Final = ("connection/interfaces.py", "connection/pika_driver/", "connection/aiormq_driver/")
+SMALLEST, LARGEST = 80, 600
+#: Modules that users import, or that are the whole of their subject.
+SMALL_MODULES: Final = frozenset(
+    {
+        "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "spark/autoregister.py",
+        "spark/datasource.py", "testing/fixtures.py",
+    }
+)  # fmt: skip
+
+BUDGET: Final = {
+    "names": 36,
+    "words": 165,
+    "docstring verbs": 176,
+    "docstring lengths": 832,
+    "class names": 3,
+    "module sizes": 15,
+}
+
+
+class Place(NamedTuple):
+    """Where a rule is broken."""
+
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"reliable_mq/{self.file}:{self.line}: {self.what}"
+
+
+class Source(NamedTuple):
+    """A module of the package."""
+
+    file: str
+    text: str
+    tree: ast.Module
+
+
+@cache
+def sources() -> list[Source]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        found.append(Source(str(path.relative_to(PACKAGE)), text, ast.parse(text)))
+    return found
+
+
+def definitions(source: Source) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def banned_names() -> Iterator[Place]:
+    for source in sources():
+        for part in Path(source.file).with_suffix("").parts:
+            if BANNED_NAMES.search(part):
+                yield Place(source.file, 1, f"module {part}")
+        for node in definitions(source):
+            name = snake_case(node.name)
+            if BANNED_NAMES.search(name) and name not in PUBLIC_NAMES:
+                yield Place(source.file, node.lineno, node.name)
+
+
+def banned_words() -> Iterator[Place]:
+    """In comments and docstrings, which hold nothing that a user sees."""
+    for source in sources():
+        for line, text in prose(source):
+            for match in BANNED_WORDS.finditer(" ".join(text.split())):
+                yield Place(source.file, line, match[0])
+
+
+def prose(source: Source) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    yield from docstrings(source)
+
+
+def docstrings(source: Source) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def docstring_verbs() -> Iterator[Place]:
+    for source in sources():
+        for line, text in docstrings(source):
+            if BANNED_VERBS.match(text):
+                yield Place(source.file, line, text.partition("\n")[0])
+
+
+def docstring_lengths() -> Iterator[Place]:
+    for source in sources():
+        for line, text in docstrings(source):
+            first = text.partition("\n")[0]
+            if len(first) > LONGEST_FIRST_LINE:
+                yield Place(source.file, line, f"{len(first)} characters: {first}")
+
+
+def class_names() -> Iterator[Place]:
+    """A leading underscore does not make a name another one."""
+    found = defaultdict(list)
+    for source in sources():
+        for node in definitions(source):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(Place(source.file, node.lineno, f"class {node.name}"))
+    for places in found.values():
+        if not all(place.file.startswith(DRIVERS) for place in places):
+            yield from places[1:]
+
+
+def module_sizes() -> Iterator[Place]:
+    for source in sources():
+        lines = source.text.count("\n")
+        small = lines < SMALLEST and not source.file.endswith("__init__.py") and source.file not in SMALL_MODULES
+        if (small and not source.file.startswith(DRIVERS)) or lines > LARGEST:
+            yield Place(source.file, 1, f"{lines} lines")
+
+
+RULES: Final[dict[str, Callable[[], Iterator[Place]]]] = {
+    "names": banned_names,
+    "words": banned_words,
+    "docstring verbs": docstring_verbs,
+    "docstring lengths": docstring_lengths,
+    "class names": class_names,
+    "module sizes": module_sizes,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_source_keeps_its_language(rule: str) -> None:
+    places = list(RULES[rule]())
+    assert len(places) <= BUDGET[rule], f"{rule}:\n" + "\n".join(map(str, places))
+
+
+def test_what_the_rules_find() -> None:
+    """A rule that finds nothing any more because of its own flaw would hold for ever."""
+    assert all(BANNED_NAMES.search(snake_case(name)) for name in ("_pump", "SyncLane", "hand_back", "takenBack"))
+    assert not any(BANNED_NAMES.search(snake_case(name)) for name in ("Plane", "always", "interface", "mistaken"))
+    assert BANNED_WORDS.search("both faces")
+    assert BANNED_WORDS.search("hands it back")
+    assert BANNED_WORDS.search("pump")
+    assert not BANNED_WORDS.search("an interface, a surface")
+    assert BANNED_VERBS.match("Says which")
+    assert not BANNED_VERBS.match("Saying")
