@@ -1,26 +1,25 @@
-"""Every error that a user of reliable_mq can meet.
+"""All exceptions of the package.
 
-The tree, and what each branch asks of the caller::
+The tree, and the caller's remedy for each branch::
 
     ReliableMQError
-    ├── ConfigurationError      a value given to a constructor is wrong: fix the code or the configuration
-    ├── UsageError              a call made at the wrong time or from the wrong place: fix the code
+    ├── ConfigurationError      an argument is wrong: fix the code or the configuration
+    ├── UsageError              a call at the wrong time or from the wrong place: fix the code
     ├── BrokerUnavailable       no host could be reached in time: try later
-    ├── TopologyMismatch        what is declared differs from what the broker has: fix one of the two
+    ├── TopologyMismatch        a declaration differs from the object on the broker: fix one of the two
     ├── PublishError            one message was not confirmed
-    │   ├── PublishNacked       the broker refused it, as often as the retry policy allowed
+    │   ├── PublishNacked       the broker nacked every attempt that the retry policy allows
     │   ├── PublishReturned     no queue is bound for it (mandatory publish)
-    │   ├── PublishRefused      the broker closed the channel over it, or it was refused before it was sent
+    │   ├── PublishRefused      the broker closed the channel over it, or it cannot be sent at all
     │   ├── PublishUnconfirmed  its deadline passed: it may or may not have arrived
     │   ├── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
     │   └── OutboxError         the outbox could not store the message, or cannot be read
     └── ConsumeError
-        ├── ConsumerCancelled   a consumer that pulls finds its queue deleted
-        ├── StaleDelivery       the delivery belongs to a channel that is gone; it will come again
-        └── IdempotencyStoreError  the store did not answer or refused a stale token
+        ├── ConsumerCancelled   the queue of a pulling consumer was deleted
+        ├── StaleDelivery       the delivery's channel is closed; the broker redelivers the message
+        └── IdempotencyStoreError  the store failed, timed out or refused a stale token
 
-An exception of a driver never reaches a user: it is the ``__cause__`` of one of these. Each can be copied and pickled,
-to cross from one process to another.
+A driver's exception never reaches the user: it is the ``__cause__`` of one of these. All can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ __all__ = [
 
 
 class ReliableMQError(Exception):
-    """The base of every error that this package raises.
+    """Base class of all errors of this package.
 
-    Its text may hold words of the broker's, or names that somebody else chose: what does not print in it is escaped.
+    The text may quote the broker or foreign names: unprintable characters in it are escaped.
     """
 
     def __str__(self) -> str:
@@ -70,22 +69,22 @@ class ReliableMQError(Exception):
 
 
 class ConfigurationError(ReliableMQError, ValueError):
-    """A value is wrong in itself: a URL, an option, a property, a header.
+    """An invalid value: a URL, an option, a property, a header.
 
-    The message names the field, what was given and what is accepted.
+    The message names the field, the value given and the values accepted.
     """
 
 
 class UsageError(ReliableMQError, RuntimeError):
-    """A call that cannot work here and now: after close, in a forked child, where it would deadlock."""
+    """A call that cannot work here: after close, in a forked child, or where it would deadlock."""
 
 
 class BrokerUnavailable(ReliableMQError, ConnectionError):
     """No configured host could be reached, or none accepted the credentials.
 
     Attributes:
-        permanent: True where trying again cannot help (wrong credentials, unknown virtual host,
-            a certificate that does not verify).
+        permanent: whether a retry cannot help: wrong credentials, an unknown virtual host, a certificate that does not
+            verify.
     """
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
@@ -94,7 +93,7 @@ class BrokerUnavailable(ReliableMQError, ConnectionError):
 
 
 class Difference(NamedTuple):
-    """One argument or property in which a declaration differs from what exists.
+    """One argument or property in which a declaration differs from the existing object.
 
     Attributes:
         argument: its name.
@@ -108,7 +107,7 @@ class Difference(NamedTuple):
 
 
 class TopologyMismatch(ReliableMQError):
-    """A declaration differs from what exists on the broker.
+    """A declaration differs from the object of that name on the broker.
 
     Attributes:
         kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
@@ -149,8 +148,8 @@ class PublishError(ReliableMQError):
         message_id: the id of the message (of the first one, where several failed).
         failures: where the error stands for several messages (a ``with`` block that is left), the
             first hundred of their errors; else empty.
-        may_have_arrived: whether an attempt to publish it was never answered, so that the broker may have it all the
-            same. What handles the error by publishing elsewhere makes a duplicate then.
+        may_have_arrived: whether an attempt was never answered, so that the broker may have the message nevertheless.
+            Code that then publishes it elsewhere makes a duplicate.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, failures: Sequence[PublishError] = ()) -> None:
@@ -161,7 +160,7 @@ class PublishError(ReliableMQError):
 
 
 class PublishNacked(PublishError):
-    """The broker answered ``basic.nack``, as often as the retry policy allowed.
+    """The broker nacked every attempt that the retry policy allows.
 
     Attributes:
         attempts: how often it was sent.
@@ -200,9 +199,9 @@ class PublishReturned(PublishError):
 
 
 class PublishRefused(PublishError):
-    """The broker closed the channel because of this message, or it was refused before it was sent.
+    """The broker closed the channel over this message, or it cannot be sent at all.
 
-    The broker does not have it, unless ``may_have_arrived`` says that an earlier attempt was never answered.
+    The broker does not have it, unless ``may_have_arrived`` is true: an earlier attempt was never answered.
 
     Attributes:
         reply_code: the AMQP reply code, e.g. 404 (no such exchange) or 406 (message too large); 0 where the message
@@ -241,14 +240,14 @@ class PublishBlocked(PublishError):
 
 
 class OutboxError(PublishError):
-    """The outbox failed: its disk is full, its file or database cannot be reached, locked for too long, or damaged.
+    """The outbox failed: disk full, file or database unreachable, locked for too long, or damaged.
 
-    Of a message that was to be stored, ``may_have_arrived`` says whether it may be in the outbox all the same, so that
-    it may be published; where False, it is not there. Rows that were stored before are safe.
+    ``may_have_arrived`` is true if the message may be in the outbox nevertheless, and so may be published. Rows stored
+    before are safe.
     """
 
     def of(self, what: str, message_id: str) -> OutboxError:
-        """Make the error of one message out of that of a transaction: raising one adds to its traceback."""
+        """Return a copy for one message. Each message needs its own: raising an error adds to its traceback."""
         own = OutboxError(f"{what} was not stored: {self}", message_id=message_id)
         own.may_have_arrived = self.may_have_arrived
         own.__cause__ = self.__cause__
@@ -256,27 +255,27 @@ class OutboxError(PublishError):
 
 
 class ConsumeError(ReliableMQError):
-    """Something about a delivery or a subscription."""
+    """Base class for errors while consuming."""
 
 
 class ConsumerCancelled(ConsumeError):
-    """The queue was deleted while a consumer was at it. Raised by ``get()``, which may be called again.
+    """The queue was deleted while ``get()`` pulled from it. ``get()`` may be called again.
 
-    A consumer with a handler raises nothing: what the broker cancels, because the queue was deleted or has lost its
-    leader, is logged, and subscribed to again when the queue is back.
+    A consumer with a handler does not raise it: when the broker cancels the subscription, because the queue was deleted
+    or has lost its leader, the consumer logs it and subscribes again once the queue is back.
     """
 
 
 class StaleDelivery(ConsumeError):
-    """The delivery's channel is gone; the broker will deliver the message again. Nothing was sent."""
+    """The delivery's channel is closed; the broker redelivers the message. Nothing was sent."""
 
 
 class IdempotencyStoreError(ConsumeError):
-    """The idempotency store failed, hung past its deadline, or refused a stale token: it fails closed."""
+    """The idempotency store failed, timed out, or refused a stale token. The delivery is not handled."""
 
 
 def _rebuilt(kind: type[ReliableMQError], args: tuple[object, ...], attributes: dict[str, object]) -> ReliableMQError:
-    """Make an error again without asking its constructor, whose keyword-only arguments pickle does not know."""
+    """Unpickle an error without its constructor: pickle cannot pass keyword-only arguments."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(attributes)

@@ -1,11 +1,13 @@
-"""The message that is published: immutable, checked when it is made, light enough to keep a million of them.
+"""Messages: immutable, validated by the constructor, light enough to keep a million of them.
 
-Invariants: a `Message` that exists can be sent, whatever is wrong with a value is said at construction, where its
-cause is; its ``message_id`` stays the same at every re-publish and is empty only where `from_wire` was given none;
-nothing about it can change.
+Invariants:
 
-Only the body, the id and, where there is more to the message than these, its encoded properties are kept; attributes
-show what goes onto the wire, so a timestamp has whole seconds and an expiration whole milliseconds.
+- Every `Message` can be sent: an invalid value raises in the constructor.
+- The ``message_id`` is the same at every re-publish. It is empty only if `from_wire` was given none.
+- Nothing about a message changes.
+
+A message keeps its body, its id and, if it has others, its encoded properties. Attributes return the values as encoded:
+a timestamp has whole seconds and an expiration whole milliseconds.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class MessageProperties(TypedDict, total=False):
 
 
 class Message:
-    """What is published.
+    """A message to publish.
 
     Args:
         body: ``bytes``, or a ``bytearray`` or ``memoryview``, which is copied. Text: ``Message("é".encode())``, or
@@ -67,9 +69,9 @@ class Message:
             ``Decimal``, ``str``, ``bytes``, aware ``datetime``, lists and mappings of these, up to 32 levels deep.
         content_type: e.g. ``"application/json"``.
         content_encoding: e.g. ``"gzip"``.
-        message_id: the id by which consumers tell duplicates; made where none is given (a time-ordered UUID).
+        message_id: the id by which consumers recognise duplicates; the default is a new time-ordered UUID.
         correlation_id: ties a reply to its request.
-        reply_to: the queue that a reply is to be sent to.
+        reply_to: the queue for replies.
         priority: 0 to 255, for queues with priorities.
         expiration: seconds, or a ``timedelta``, after which queues drop the message; rounded to milliseconds.
         timestamp: an aware ``datetime``; AMQP carries whole seconds. A naive one is refused: which time it means
@@ -157,10 +159,10 @@ class Message:
 
     @classmethod
     def json(cls, obj: object, **properties: Unpack[MessageProperties]) -> Self:
-        """Make a message whose body is `obj` as JSON in UTF-8, with the content type that says so.
+        """Return a message with `obj` as JSON in UTF-8 and the content type ``application/json``.
 
         Args:
-            obj: what ``json.dumps`` takes, without NaN and infinities, which JSON does not have.
+            obj: anything that ``json.dumps`` accepts, but no NaN and no infinities, which JSON does not have.
             properties: as for `Message`; a ``content_type`` replaces ours.
 
         Raises:
@@ -175,18 +177,18 @@ class Message:
 
     @classmethod
     def from_wire(cls, body: bytes, properties: bytes) -> Self:
-        """Make a message that is byte for byte what was delivered: ``from_wire(delivery.body, delivery.properties)``.
+        """Return a message equal to a delivered one byte for byte: ``from_wire(delivery.body, delivery.properties)``.
 
-        What RabbitMQ makes of a property that is published again is the caller's to know: a ``user_id`` has to be the
-        connection's own, ``CC`` and ``BCC`` route it to those queues again.
+        Mind RabbitMQ's rules for published properties: ``user_id`` must be the connection's own, and ``CC`` and ``BCC``
+        route the message to those queues again.
 
         Args:
             body: the bytes of the message.
-            properties: as on the wire. Where they have no ``message_id``, none is sent, the message's own is empty, and
-                a publisher has one such message outstanding at a time: a return could not be told from another's.
+            properties: as on the wire. Without a ``message_id`` none is sent, the message's own is empty, and a
+                publisher has one such message outstanding at a time: it could not tell their returns apart.
 
         Raises:
-            ConfigurationError: they are no properties.
+            ConfigurationError: ``properties`` cannot be decoded.
         """
         try:
             split_properties(properties)
@@ -196,12 +198,12 @@ class Message:
 
     @classmethod
     def _from_wire(cls, body: bytes, properties: bytes | None, message_id: str) -> Self:
-        """Make a message that goes onto the wire with exactly these properties.
+        """Return a message that is sent with exactly these properties.
 
         Args:
             body: the bytes of the message.
-            properties: from a delivery, or rewritten from one's.
-            message_id: what the message is tracked by; the properties need not have one.
+            properties: encoded.
+            message_id: identifies the message to the publisher; the properties need not have one.
         """
         message = cls.__new__(cls)
         _set_body(message, body)
@@ -212,10 +214,10 @@ class Message:
     def replace(
         self, *, body: bytes | bytearray | memoryview | None = None, **changes: Unpack[MessageProperties]
     ) -> Self:
-        """Make a copy with some things changed; None removes a property, but for ``persistent``.
+        """Return a copy with some properties changed; None removes one, except ``persistent``.
 
-        The copy has the same ``message_id`` unless another is given, or None for a new one. What is not changed stays
-        byte for byte what it is.
+        The copy has the same ``message_id`` unless another is given, or None for a new one. Properties that are not
+        changed stay the same byte for byte.
 
         Raises:
             ConfigurationError: as for `Message`.
@@ -242,7 +244,7 @@ class Message:
 
     @property
     def headers(self) -> Mapping[str, FieldValue]:
-        """The headers, read-only; empty where there are none."""
+        """The headers, read-only; empty if there are none."""
         return self._properties.headers
 
     @property

@@ -1,9 +1,12 @@
-"""How often and after how long something is tried again, and what a handler may say about its delivery.
+"""Retry policies, the verdicts of handlers, and the kill switch.
 
-Invariants of a policy: its schedule is made when the policy is, and never changes: the user's ``backoff`` is asked then
-and not again, so nothing of the user's runs when a message fails; the schedule ends (``max_attempts`` counts the first
-attempt too); every delay it answers is a finite number of seconds, at least 0 and never less than what was asked for,
-since jitter only adds. Nonsense is refused when the policy is made, not when a message first fails.
+Invariants of a policy:
+
+- Its schedule is computed by the constructor and never changes. The user's ``backoff`` is called there only, so no user
+  code runs when a message fails.
+- The schedule ends: ``max_attempts`` includes the first attempt.
+- Every delay is a finite number of seconds, at least 0 and never below the configured one: jitter only adds.
+- Invalid values raise in the constructor, not when a message first fails.
 """
 
 from __future__ import annotations
@@ -29,15 +32,14 @@ Exceptions: TypeAlias = type[BaseException] | Sequence[type[BaseException]]
 DEFAULT_MAX_ATTEMPTS: Final = 5
 DEFAULT_DELAYS: Final = (1.0, 10.0, 60.0)
 
-#: An attempt count above this is no count of ours: `RetryPolicy` refuses it, and a header that claims it is not
-#: trusted.
+#: The highest attempt count: `RetryPolicy` refuses more, and a header that claims more is not trusted.
 MOST_ATTEMPTS: Final = 1000
 
-_SHOWN = 8  # delays that a repr spells out
+_SHOWN = 8  # delays that a repr lists
 
 
 class Ack:
-    """The verdict of a batch handler on an item that is done: ``Ack`` or ``Ack()``."""
+    """A batch handler's verdict on an item that succeeded: ``Ack`` or ``Ack()``."""
 
     __slots__ = ()
 
@@ -46,12 +48,12 @@ class Ack:
 
 
 class RetryLater(Exception):
-    """Raised or returned by a handler, or returned for an item of a batch: try this delivery again later.
+    """Raise or return it from a handler, or return it for an item of a batch: retry this delivery later.
 
-    It counts as an attempt: after the policy's last one the delivery is dead-lettered all the same.
+    It counts as an attempt: after the policy's last attempt the delivery is dead-lettered nevertheless.
 
     Args:
-        delay: seconds until the next attempt; None for the delay of the policy.
+        delay: seconds until the next attempt; None for the policy's delay.
     """
 
     delay: float | None = None  # of a subclass that does not call this constructor
@@ -65,10 +67,10 @@ class RetryLater(Exception):
 
 
 class DeadLetter(Exception):
-    """Raised or returned by a handler, or returned for an item of a batch: dead-letter this delivery now.
+    """Raise or return it from a handler, or return it for an item of a batch: dead-letter this delivery now.
 
     Args:
-        reason: a sentence for whoever looks at the dead letter; it travels in a header.
+        reason: a sentence for the operator; it is stored in a header of the dead letter.
     """
 
     reason: str = ""  # of a subclass that does not call this constructor
@@ -85,25 +87,24 @@ Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
 
 
 class RetryPolicy:
-    """When something that failed is tried again, and when it is given up. Immutable.
+    """How often to retry a failed message, and after which delays. Immutable.
 
-    A consumer dead-letters what it gives up; a publisher reports it. ``retry_on``, ``give_up_on`` and another
-    ``backend`` than the default are for consumers: a publisher, to which nothing but a nack happens, refuses a policy
-    with them.
+    After the last attempt a consumer dead-letters the message and a publisher reports it. ``retry_on``, ``give_up_on``
+    and ``backend`` are for consumers only: a publisher retries nacks alone, and refuses a policy that sets them.
 
     Args:
         max_attempts: attempts in all, the first one included; from 1 (never again) to 1000.
         delays: seconds before the second attempt, the third one and so on; the last one repeats. Default: 1, 10, 60.
         backoff: instead of ``delays``, one of tenacity's waits, such as ``wait_exponential(max=60)``, or a function of
-            the same kind. It is asked once per attempt, now; for chance, give ``jitter``.
-        jitter: part of each delay that is added to it at random, from 0 (none) to 1 (up to twice the delay).
+            the same kind. The constructor calls it once per attempt; for random delays use ``jitter``.
+        jitter: the largest random addition to a delay, as a part of it, from 0 (none) to 1 (up to twice the delay).
         retry_on: the exceptions after which a handler is called again; others dead-letter at once. Default: all. Both
-            are matched by inheritance, as ``except`` matches, in an ``ExceptionGroup`` as `retries` says.
-        give_up_on: exceptions that dead-letter at once, also where ``retry_on`` names a base class of theirs.
-        backend: where a delivery waits. ``"queues"``: in a delay queue per delay, declared beside the queue; where that
-            cannot be (a plain name, a stream, a queue that goes away by itself), in memory. ``"memory"``: unacked, in
-            the consumer's process, so that the delays of one message together must stay below the broker's consumer
-            timeout. ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
+            match subclasses, as ``except`` does; for an ``ExceptionGroup`` see `retries`.
+        give_up_on: exceptions that dead-letter at once, even if ``retry_on`` names a base class of theirs.
+        backend: where a delivery waits. ``"queues"``: in one delay queue per delay, declared beside the queue; if that
+            is impossible (a plain name, a stream, an auto-delete queue), in memory. ``"memory"``: unacked, in the
+            consumer's process; all delays of a message together must stay below the broker's consumer timeout.
+            ``"broker"``: in the queue itself, with ``Queue(..., delayed_retry=...)``, which sets the delays.
 
     Raises:
         ConfigurationError: a value is out of its range; the message names it.
@@ -161,12 +162,12 @@ class RetryPolicy:
 
     @property
     def backend(self) -> RetryBackend:
-        """Where a delivery waits, as asked for."""
+        """Where a delivery waits, as configured."""
         return self._backend
 
     @property
     def for_consumers(self) -> tuple[str, ...]:
-        """The names of what was given that a publisher can do nothing with."""
+        """The names of the arguments that a publisher cannot use."""
         given = {
             "retry_on": self._retry_on is not None,
             "give_up_on": bool(self._give_up_on),
@@ -175,12 +176,12 @@ class RetryPolicy:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def retries(self, kind: type[BaseException], *groups: type[BaseException]) -> bool:
-        """Whether an exception of this class is followed by another attempt, where one is left.
+        """Return whether an exception of this class is retried, if an attempt is left.
 
         Args:
-            kind: its class.
-            groups: the classes of the exception groups that it was in: ``retry_on`` or ``give_up_on`` may name one. A
-                group is followed by another attempt where each exception in it would be.
+            kind: the exception's class.
+            groups: the classes of the exception groups around it; ``retry_on`` and ``give_up_on`` may name one. A group
+                is retried if each exception in it is.
         """
         kinds = (kind, *groups)
         if any(_is_any(one, self._give_up_on) for one in kinds):
@@ -188,14 +189,14 @@ class RetryPolicy:
         return self._retry_on is None or any(_is_any(one, self._retry_on) for one in kinds)
 
     def delay(self, attempt: int, random: Random) -> float | None:
-        """Answer how long to wait after a failed attempt.
+        """Return the delay after a failed attempt.
 
         Args:
             attempt: the number of the attempt that failed, from 1.
             random: the source of the jitter.
 
         Returns:
-            Seconds until the next attempt; None to give up.
+            Seconds until the next attempt; None after the last one.
         """
         if attempt >= self._max_attempts:
             return None
@@ -219,17 +220,17 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillSwitch:
-    """When a consumer stops handing out deliveries because too many handlings fail, and tries again.
+    """When a consumer pauses because too many handlers fail, and for how long.
 
-    A service that is down would otherwise cost every message in the queue its attempts. What has been delivered stays
-    unacked meanwhile; after the pause one delivery is handed out, and its success ends it.
+    Otherwise a service that is down would cost every message in the queue its attempts. Deliveries stay unacked during
+    the pause. After it one delivery is handled as a probe; its success ends the pause.
 
     Args:
-        share: of the handlings within the window, from above 0 to 1, that have failed.
+        share: of failed handler calls within the window, above 0 and up to 1.
         window: seconds, or a timedelta, as the two below.
-        minimum: handlings within the window below which nothing follows from them.
-        pause: seconds until the first probe; twice as long after each that fails.
-        longest_pause: up to so many seconds.
+        minimum: handler calls within the window below which the consumer does not pause.
+        pause: seconds until the first probe; doubled after each failed probe.
+        longest_pause: seconds; the limit of that.
 
     Raises:
         ConfigurationError: a value is out of its range; the message names it.
@@ -253,7 +254,7 @@ class KillSwitch:
 
 
 def _restored(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]) -> BaseException:
-    """Make a pickled verdict again, without its constructor, whose arguments a subclass may have changed."""
+    """Unpickle a verdict without its constructor, whose arguments a subclass may have changed."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -288,7 +289,7 @@ def _part(field: str, value: object) -> float:
 
 
 def _is_any(kind: type[BaseException], bases: tuple[type[BaseException], ...]) -> bool:
-    """Whether a class inherits from one of these. Nobody's ``__subclasscheck__`` is asked: it may raise."""
+    """Return whether a class inherits from one of these, without a user's ``__subclasscheck__``: it may raise."""
     return any(type.__subclasscheck__(base, kind) for base in bases)
 
 

@@ -1,10 +1,10 @@
-"""What a connection needs to know: hosts, credentials, TLS and tuning, validated, and without a secret in any text.
+"""Settings of a connection: hosts, credentials, TLS and tuning, validated, and without a secret in any text.
 
 Invariants:
 
 - Neither ``repr`` nor ``str`` nor an error message of these classes holds a password or a token.
-- Credentials are asked for at every connect, so that a rotated password is used by the next one.
-- Every value is in the range that RabbitMQ and both drivers accept; a driver is never handed a value to reject.
+- Credentials are resolved at every connect, so that a rotated password is used by the next one.
+- Every value is in the range that RabbitMQ and both drivers accept; no driver is given a value that it rejects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT_STRING_BYTES = 255
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One host and port. ``str()`` gives ``host:port``, with an IPv6 address in brackets."""
+    """One host and port. ``str()`` returns ``host:port``, with an IPv6 address in brackets."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is this machine by its address or by the name ``localhost``; asks no resolver."""
+        """Whether the host is a loopback address or the name ``localhost``; resolves no names."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -57,7 +57,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user name and a password (or a token in its place), which ``repr`` hides.
+    """A user name and a password or token, which ``repr`` hides.
 
     Raises:
         ConfigurationError: not text, an empty password (RabbitMQ refuses it), or a NUL character, which SASL PLAIN
@@ -83,27 +83,27 @@ CredentialsCallback = Callable[[], "Credentials | tuple[str, str]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """Everything that a driver is told about a connection. `reliable_mq.url.parse_url` makes one.
+    """The settings of a connection. `reliable_mq.url.parse_url` makes one.
 
-    ``repr`` leaves the credentials out, a callback as well; ``str`` is a URL without user and options.
+    ``repr`` omits credentials and callbacks; ``str`` is a URL without user and options.
 
     Args:
         endpoints: the hosts, in the order given; at least one, none twice.
         virtual_host: decoded.
         tls: None for plaintext.
-        credentials: static, or a callback that is asked at every connect and returns a user name and a password;
-            None with ``EXTERNAL``, and only there.
-        mechanism: ``"PLAIN"``, or ``"EXTERNAL"``, where the client's certificate says who it is.
-        heartbeat: seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms. There is no "off":
-            a peer that vanished would never be noticed. The default of 20 is the upper end of what it calls optimal;
-            an idle connection that vanished is noticed within some 45 s.
-        connect_timeout: seconds, for TCP, TLS and AMQP handshake of one endpoint together.
+        credentials: static, or a callback that returns a user name and a password and is called at every connect; None
+            with ``EXTERNAL``, and only there.
+        mechanism: ``"PLAIN"``, or ``"EXTERNAL"``: the client's certificate names the user.
+        heartbeat: seconds, 1 to 65535. Below 5, RabbitMQ's documentation warns of false alarms. They cannot be
+            switched off: a vanished peer would never be noticed. The default of 20 is the upper end of the recommended
+            range; a vanished peer of an idle connection is noticed within 45 s.
+        connect_timeout: seconds, for the TCP, TLS and AMQP handshakes of one endpoint together.
         connection_name: shown by the management UI; None for the caller's choice.
         frame_max: bytes, 8192 (RabbitMQ 4.1 refuses less) to 131072 (pika refuses more).
         channel_max: the highest channel number to ask for, 1 to 65535 (RabbitMQ refuses 0, "no limit").
 
     Raises:
-        ConfigurationError: names the field, what was given and what is accepted.
+        ConfigurationError: names the field, the value given and the values accepted.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -139,18 +139,18 @@ class ConnectionSettings:
         return f"{'amqp' if self.tls is None else 'amqps'}://{hosts}/{quote(self.virtual_host, safe='')}"
 
     def resolve_credentials(self) -> Credentials | None:
-        """Return the credentials for one connect; None with ``EXTERNAL``. Blocks as long as the user's callback does.
+        """Return the credentials for one connect; None with ``EXTERNAL``. Blocks while the user's callback runs.
 
         Raises:
-            BrokerUnavailable: the callback raised; trying again may help.
-            ConfigurationError: the callback returned something that is no user name and password.
+            BrokerUnavailable: the callback raised; a retry may help.
+            ConfigurationError: the callback returned no user name and password.
         """
         if self.credentials is None or isinstance(self.credentials, Credentials):
             return self.credentials
         try:
             answer: object = self.credentials()
         except Exception as error:
-            # Its text may hold anything, so it stays in the cause.
+            # Its text may hold a secret, so it stays in the cause.
             raise BrokerUnavailable(f"the credentials callback raised {type(error).__name__}") from error
         if isinstance(answer, Credentials):
             return answer

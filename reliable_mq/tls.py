@@ -1,12 +1,11 @@
-"""TLS towards the broker: what the user may choose, and the one place that builds an ``ssl.SSLContext``.
+"""TLS options, and the one place that builds an ``ssl.SSLContext``.
 
 Invariants:
 
 - The broker's certificate and its host name are verified, unless ``verify=False`` was written in code;
   that choice is logged as a warning at every connect. No URL can switch verification off.
-- A driver is given a finished context, never options of its own: pika's URL options can switch
-  verification off without saying so.
-- Files are read anew at every connect, so that a renewed certificate is used by the next one.
+- A driver is given a finished context, never TLS options: pika's URL options can switch verification off silently.
+- Files are read at every connect, so that a renewed certificate is used by the next one.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ logger = logging.getLogger(__name__)
 
 FilePath = str | os.PathLike[str]
 
-# What a context of the user's leaves to say: everything else is in the context already.
+# The options that a user's context allows beside it: it has all the others itself.
 _BESIDE_CONTEXT = frozenset({"context", "server_name", "verify"})
 _MINIMUM_VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TLSOptions:
-    """How to speak TLS with the broker.
+    """TLS options of a connection.
 
     Args:
         ca_file: PEM file with the certificate authorities to trust. Without any of the three ``ca_`` options the
             system's are trusted; with one of them, only those given.
-        ca_path: directory of such files, named by hash in OpenSSL's manner.
+        ca_path: directory of such files, named by hash as OpenSSL requires.
         ca_data: the authorities themselves, as PEM text or DER bytes.
         cert_file: PEM file with the client's certificate (mutual TLS), and with its key where `key_file` is not given.
         key_file: PEM file with the client's private key.
-        key_password: the password of that key, or a callable that returns it, asked at every connect.
-        server_name: the name to send (SNI) and to verify, where it is not the host of the URL.
-        verify: False accepts any certificate: whoever is on the path can then read and change everything.
+        key_password: the password of that key, or a callable that returns it, called at every connect.
+        server_name: the name to send (SNI) and to verify, if it is not the host of the URL.
+        verify: False accepts any certificate: anyone on the path can then read and change everything.
         minimum_version: ``ssl.TLSVersion.TLSv1_2`` or ``ssl.TLSVersion.TLSv1_3``.
         context: a context made by the user, in place of every option above but `server_name` and `verify`. It has to
             verify certificate and host name, unless ``verify=False`` is given as well.
 
     Raises:
-        ConfigurationError: options that are wrong or contradict each other; names the field. Files are not read
-            before `build_context`.
+        ConfigurationError: an option is invalid or contradicts another; names the field. Files are not read before
+            `build_context`.
     """
 
     ca_file: FilePath | None = None
@@ -84,7 +83,7 @@ class TLSOptions:
 
     @property
     def has_client_certificate(self) -> bool:
-        """Whether the broker can be shown a certificate; a context of the user's is taken to have one."""
+        """Whether there is a client certificate; a user's context is assumed to have one."""
         return self.cert_file is not None or self.context is not None
 
     def build_context(self) -> ssl.SSLContext:
@@ -137,7 +136,7 @@ class TLSOptions:
             except ssl.SSLError as error:
                 raise ConfigurationError(f"ca_file {_shown(self.ca_file)} holds no PEM certificate: {error}") from error
         if self.ca_path is not None:
-            # OpenSSL takes a directory that is missing without a word, and then trusts nobody.
+            # OpenSSL accepts a missing directory silently, and then trusts no authority.
             if not Path(self.ca_path).is_dir():
                 raise ConfigurationError(f"ca_path {_shown(self.ca_path)} is not a directory that can be read")
             context.load_verify_locations(capath=self.ca_path)

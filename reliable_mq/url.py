@@ -1,4 +1,4 @@
-"""AMQP URLs, parsed by us, strictly: what is not understood is an error, never a default.
+"""A strict parser of AMQP URLs: an unknown or malformed part is an error, never a default.
 
 The drivers' own parsers turn ``heartbeat=30s`` into 0, ``no_verify_ssl=false`` into no verification, and a user
 without a password into a bare ``TypeError``.
@@ -48,10 +48,10 @@ _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 _AUTHORITY_END: Final = re.compile(r"[/?]")
 _BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _USER: Final = re.compile(r"[^/?#=&\s]*")
-# Of a URL's query, what may be shown, and how its values look; any other value may be a secret.
+# Options of a URL that may be shown, and their characters; any other value may be a secret.
 _HARMLESS_KEYS: Final = frozenset({"application_name", "charset", "host", "port", "sslmode", "unix_socket"})
 _HARMLESS: Final = re.compile(r"(?:[A-Za-z0-9._:/,+-]|%2F|%3A)*")
-# Below this, a timeout in milliseconds is one that was meant in seconds.
+# A timeout in milliseconds below this was probably meant in seconds.
 _LEAST_MILLISECONDS: Final = 100
 _FALSE_ALARMS_BELOW: Final = 5
 
@@ -68,18 +68,18 @@ def parse_url(
     frame_max: int | None = None,
     channel_max: int | None = None,
 ) -> ConnectionSettings:
-    """Return the settings that a URL and the options beside it stand for. Does no I/O: TLS files are read at connect.
+    """Return the settings of a URL and of the options beside it. Does no I/O: TLS files are read at connect.
 
     The keys of a URL's query are RabbitMQ's: ``heartbeat`` (seconds), ``connection_timeout`` (**milliseconds**, as
     RabbitMQ specifies; `connect_timeout` beside the URL is in seconds), ``channel_max``, ``frame_max`` (bytes),
     ``auth_mechanism`` (``plain`` or ``external``), ``name`` (of the connection), and with ``amqps`` ``cacertfile``,
-    ``certfile``, ``keyfile``, ``server_name_indication`` and ``verify=verify_peer``, which is always so. No key
-    switches verification off: only `TLSOptions(verify=False)` does.
+    ``certfile``, ``keyfile``, ``server_name_indication`` and ``verify=verify_peer``, the only value. Verification is
+    switched off by `TLSOptions(verify=False)` alone.
 
     Args:
         url: one URL, which may name several hosts, or several URLs that differ in their hosts only.
         tls: for ``amqps``, in place of the URL's TLS keys.
-        credentials: in place of the URL's user and password; a callable is asked at every connect.
+        credentials: in place of the URL's user and password; a callable is called at every connect.
         mechanism: ``"PLAIN"`` or ``"EXTERNAL"``.
         heartbeat: seconds.
         connect_timeout: seconds or a timedelta, for one host.
@@ -88,8 +88,8 @@ def parse_url(
         channel_max: the highest channel number.
 
     Raises:
-        ConfigurationError: names what is wrong, and never shows a password. An option given both in the URL and as an
-            argument is one too. `ConnectionSettings` says which values are accepted.
+        ConfigurationError: the URL or an option is invalid, or an option is given twice, in the URL and as an argument.
+            The message never shows a password. `ConnectionSettings` lists the values accepted.
     """
     parsed = _parse_all(url)
     options = _options_of(parsed.query)
@@ -118,10 +118,10 @@ def parse_url(
 
 
 def redacted(url: str) -> str:
-    """Return a URL of any scheme as a repr, a log line or an error may show it: without its secrets.
+    """Return a URL of any scheme without its secrets, for a repr, a log line or an error.
 
-    A password becomes ``***``, and so does each value of the query but those known to be harmless. Of a URL that is not
-    well-formed, no part is shown that may be one of a password.
+    A password becomes ``***``, and so does each option that is not known to be harmless. No part of a malformed URL is
+    shown that may belong to a password.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -133,7 +133,7 @@ def redacted(url: str) -> str:
     for host in hosts.split(","):
         _, colon, port = host.rpartition("]")[2].partition(":")
         if colon and not _DIGITS.fullmatch(port):
-            # As in user:password without a host; what follows may belong to the password.
+            # As in user:password without a host; the rest may belong to the password.
             return shown + hosts[: hosts.index(host)] + host.removesuffix(port) + "***"
     shown += hosts + slash + path + question
     return shown + "&".join(map(_redacted_option, query.split("&"))) if question else shown
@@ -153,7 +153,7 @@ def _redacted_option(piece: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """The parts of one URL, decoded, and not yet judged together."""
+    """The parts of one URL, decoded, not yet validated together."""
 
     scheme: str
     credentials: Credentials | None = field(repr=False)
@@ -191,7 +191,7 @@ def _parse_one(url: object) -> _Parsed:
     end = _AUTHORITY_END.search(rest)
     authority, rest = (rest, "") if end is None else (rest[: end.start()], rest[end.start() :])
     if "@" in rest or authority.count("@") > 1:
-        # So that what follows never takes a part of a password for a port, a virtual host or an option.
+        # So that no part of a password is read as a port, a virtual host or an option.
         raise ConfigurationError(
             "the URL holds an '@' after the one that ends the password, or a password with '/', '?' or '@' in it: "
             "percent-encode them (%40, %2F, %3F)"
@@ -285,7 +285,7 @@ def _decoded(part: str, text: str) -> str:
 
 
 def _options_of(query: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `ConnectionSettings` that the query gives, in their types."""
+    """Return the fields of `ConnectionSettings` in the query, converted to their types."""
     options: dict[str, Any] = {key: _number(key, query[key]) for key in _NUMBERS if key in query}
     if "connection_timeout" in query:
         milliseconds = _number("connection_timeout", query["connection_timeout"])
@@ -317,9 +317,9 @@ def _tls_of(parsed: _Parsed, tls: TLSOptions | None) -> TLSOptions | None:
     keys = [key for key in _TLS_KEYS if key in parsed.query]
     if parsed.scheme == "amqp":
         if keys or tls is not None:
-            what = keys[0] if keys else "tls"
+            option = keys[0] if keys else "tls"
             raise ConfigurationError(
-                f"{what} is given, but the URL begins with amqp://, which is plaintext: use amqps://"
+                f"{option} is given, but the URL begins with amqp://, which is plaintext: use amqps://"
             )
         return None
     if parsed.query.get("verify", "verify_peer") != "verify_peer":
