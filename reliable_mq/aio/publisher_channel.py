@@ -174,10 +174,14 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             PublishBlocked: the broker blocks publishing, and that is to be raised.
             UsageError: closed, on another loop, or in a forked child.
         """
-        if self.forked or asyncio.get_running_loop() is not self.loop:
+        if self.forked:
             self.check_usable()
         if self._takes_none:
+            if not self._closed:
+                self.check_usable()  # the end of its event loop ends a connection, too
             raise self._refusal(confirmation)
+        if asyncio.get_running_loop() is not self.loop:
+            self.check_usable()
         if self._room or not self.window.fits(confirmation.size):
             return False
         self._admit(confirmation)
