@@ -16,15 +16,16 @@ Invariants:
   a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The budget for
   channels is large, since finding the one message that the broker closes channels over takes several closes in a row.
 - No wait is negative; none is computed from a wall clock.
-- Wait and stop objects are the user's. Where one raises, or answers what is no number, the default decides in its
-  place: a mistake in them costs no message.
+- Wait and stop are the user's: functions of the number of passes, or tenacity's objects. If one raises, or returns no
+  number, the default decides in its place: a mistake in them costs no message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import tenacity
 from tenacity.stop import stop_base
@@ -35,7 +36,12 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["Asking", "ConnectionLoss", "ReconnectPolicy", "is_permanent"]
+__all__ = ["Asking", "ConnectionLoss", "ReconnectPolicy", "ReconnectStop", "ReconnectWait", "is_permanent"]
+
+#: Seconds to wait after a pass: a function of the number of passes since the connection was lost, or a tenacity wait.
+ReconnectWait: TypeAlias = Callable[[int], float] | wait_base
+#: Whether to give up after a pass: a function of the number of passes, or a tenacity stop.
+ReconnectStop: TypeAlias = Callable[[int], bool] | stop_base
 
 CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
 CHANNEL_REFILL: Final = 1.0  # and per second in the long run
@@ -70,10 +76,11 @@ class ReconnectPolicy:
 
     Args:
         hosts: how many hosts there are; at least one.
-        wait: a tenacity wait object, asked after every pass with ``attempt_number`` = number of passes since the outage
-            began. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a half and all.
-        stop: a tenacity stop object, asked after every pass; ``seconds_since_start`` counts from the beginning of the
-            outage. Default: never.
+        wait: called after every pass with the number of passes since the outage began, which is the ``attempt_number``
+            of a tenacity wait. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a
+            half and all.
+        stop: called after every pass, likewise; for a tenacity stop ``seconds_since_start`` counts from the beginning
+            of the outage. Default: never.
         random: the randomness of the default wait; a seeded one makes it repeatable.
 
     Attributes:
@@ -87,20 +94,20 @@ class ReconnectPolicy:
         self,
         *,
         hosts: int = 1,
-        wait: wait_base | None = None,
-        stop: stop_base | None = None,
+        wait: ReconnectWait | None = None,
+        stop: ReconnectStop | None = None,
         random: Random | None = None,
     ) -> None:
         if hosts < 1:
             raise ConfigurationError(f"hosts: at least one is needed, not {hosts}")
-        if wait is not None and not isinstance(wait, wait_base):
-            raise ConfigurationError(f"reconnect_wait must be one of tenacity's waits, not {type(wait).__name__}")
-        if stop is not None and not isinstance(stop, stop_base):
-            raise ConfigurationError(f"reconnect_stop must be one of tenacity's stops, not {type(stop).__name__}")
+        if wait is not None:
+            _check_callable("wait", wait, wait_base)
+        if stop is not None:
+            _check_callable("stop", stop, stop_base)
         self._hosts = hosts
         self._default_wait = _HalfJitter(random or SystemRandom())
-        self._wait = self._default_wait if wait is None else wait
-        self._stop: stop_base = tenacity.stop_never if stop is None else stop
+        self._wait: ReconnectWait = self._default_wait if wait is None else wait
+        self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
         self.broken: Exception | None = None
         self._host = 0
         self._ever_ready = False
@@ -176,18 +183,20 @@ class ReconnectPolicy:
         self._host = (self._host + 1) % self._hosts
 
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
-        """Ask tenacity's objects as its own loop does: the wait first, since a stop object may look at it."""
+        """Call wait and stop as tenacity's own loop does: the wait first, since a stop object may look at it."""
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
         state.attempt_number = self._passes
         state.start_time = self._outage_began
         state.outcome = tenacity.Future.construct(self._passes, error, has_exception=True)
         state.outcome_timestamp = now
         try:
-            state.upcoming_sleep = max(0.0, float(self._wait(state)))
-            return None if self._stop(state) else state.upcoming_sleep
+            wait, stop = self._wait, self._stop
+            state.upcoming_sleep = max(0.0, float(wait(state) if isinstance(wait, wait_base) else wait(self._passes)))
+            gives_up = stop(state) if isinstance(stop, stop_base) else stop(self._passes)
         except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
             self.broken = broken
             return self._default_wait(state)
+        return None if gives_up else state.upcoming_sleep
 
 
 class Asking:
@@ -224,6 +233,16 @@ class Asking:
         """A call has returned, or raised."""
         self.unanswered -= 1
         self._begun = 0
+
+
+def _check_callable(option: str, given: object, kind: type[wait_base | stop_base]) -> None:
+    """Refuse an option that cannot be called with a number, or is one of tenacity's objects of another kind."""
+    foreign = isinstance(given, (wait_base, stop_base)) and not isinstance(given, kind)
+    if foreign or isinstance(given, type) or not callable(given):
+        raise ConfigurationError(
+            f"reconnect_{option} must be a function of the number of attempts, or one of tenacity's {option}s, not "
+            f"{given!r:.100}"
+        )
 
 
 def is_permanent(error: ReliableMQError) -> bool:

@@ -101,6 +101,10 @@ class TestGivingUp:
         subject = recovery(hosts=2, stop=tenacity.stop_after_attempt(2))
         assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 7.0, 0.0, None]
 
+    def test_a_function_of_the_number_of_passes_is_a_stop(self) -> None:
+        subject = recovery(hosts=2, stop=lambda passes: passes >= 2)
+        assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 7.0, 0.0, None]
+
     def test_a_stop_object_counts_seconds_since_the_outage_began(self) -> None:
         subject = recovery(stop=tenacity.stop_after_delay(10))
         subject.ready()
@@ -122,6 +126,12 @@ class TestWaits:
         assert subject.failed(DOWN, 1.0) == 1.0
         subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.failed(DOWN, 1.0) == 1.0
+
+    def test_a_function_of_the_number_of_passes_is_a_wait(self) -> None:
+        subject = recovery(hosts=2, wait=lambda passes: passes * 1.5)
+        assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 1.5, 0.0, 3.0]
+        subject.lost(CONNECTION_LOSS, 1.0)
+        assert [subject.failed(DOWN, 1.0) for _ in range(2)] == [0.0, 1.5]
 
     def test_a_wait_object_sees_the_error(self) -> None:
         subject = recovery(wait=tenacity.wait_exception(lambda error: 3.0 if error is DOWN else 5.0))
@@ -230,7 +240,14 @@ def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"hosts": 0}, "hosts"), ({"wait": 5}, "reconnect_wait must be"), ({"stop": 5}, "reconnect_stop must be")],
+    [
+        ({"hosts": 0}, "hosts"),
+        ({"wait": 5}, "reconnect_wait must be"),
+        ({"wait": tenacity.stop_never}, "reconnect_wait must be"),
+        ({"wait": tenacity.wait_none}, "reconnect_wait must be"),
+        ({"stop": 5}, "reconnect_stop must be"),
+        ({"stop": tenacity.wait_fixed(1)}, "reconnect_stop must be"),
+    ],
 )
 def test_values_that_are_none_are_refused_by_the_name_that_users_know(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
