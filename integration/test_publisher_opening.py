@@ -26,6 +26,7 @@ from reliable_mq import (
     TopologyMismatch,
     UsageError,
 )
+from reliable_mq.engine.publisher import PublisherState
 
 if TYPE_CHECKING:
     from integration.support.management import VirtualHost
@@ -243,9 +244,9 @@ def test_a_signal_handler_may_not_use_a_publisher_that_it_interrupts_while_that_
     """There is nothing yet that it could use, and waiting would be for ever: it is told so."""
     publisher = Publisher(vhost.url, topology=[ORDERS])
     with publisher._lock:  # as in a handler, which runs on the thread that holds it
-        publisher._starting = True
+        publisher._state = PublisherState.STARTING
         with pytest.raises(UsageError, match="signal handler"):
             publisher.publish(Message(b"x"), routing_key="orders")
-        publisher._starting = False
+        publisher._state = PublisherState.OPEN
     with publisher:
         publisher.publish(Message(b"x"), routing_key="orders")

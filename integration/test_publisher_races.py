@@ -28,6 +28,7 @@ from reliable_mq import (
     Queue,
     UsageError,
 )
+from reliable_mq.engine.publisher import PublisherState
 
 if TYPE_CHECKING:
     from random import Random
@@ -82,7 +83,7 @@ def test_a_large_message_is_not_kept_out_by_small_ones(
         for number in range(10):
             confirmations.append(submit(checker, publisher, "orders", b"s" * 100))
             proxy.wait_for(lambda number=number: proxy.held_confirms > number)
-        lane = publisher._lane
+        lane = publisher._channel
         assert lane is not None
         with ThreadPoolExecutor(2) as pool:
             large = pool.submit(submit, checker, publisher, "orders", b"l" * 900)
@@ -226,7 +227,7 @@ def test_an_interrupted_close_can_be_taken_up_again(vhost: VirtualHost, fault_pr
     vhost.wait_for_messages("orders", 10)
 
     def interrupt() -> None:
-        wait_until(lambda: publisher._closed, timeout=20, what="close() begun")
+        wait_until(lambda: publisher._state is PublisherState.CLOSING, timeout=20, what="close() begun")
         threading.Event().wait(0.3)  # by now it waits for the messages
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -480,7 +481,7 @@ def test_a_closed_publisher_is_collected(vhost: VirtualHost) -> None:
     used = Publisher(vhost.url, topology=[ORDERS])
     used.publish(Message(b"x"), routing_key="orders")
     used.submit(Message(b"x"), routing_key="orders").add_done_callback(lambda _: None)
-    lane = used._lane
+    lane = used._channel
     assert lane is not None
     gone = [weakref.ref(one) for one in (unused, used, lane)]
     used.close()

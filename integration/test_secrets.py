@@ -172,7 +172,7 @@ def test_no_password_shows_through_a_publishers_life(
         )
         collector.expect(BrokerUnavailable, good.connect)
         collector.expect(PublishUnconfirmed, lambda: good.publish(Message(b"x"), routing_key="orders", timeout=0.2))
-        collector.show(good, vars(good), vars(good._lane))
+        collector.show(good, vars(good), vars(good._channel))
         user.api.call("PUT", "users", user.name, body={"password": user.password, "tags": ""})
         good.publish(Message(b"x"), routing_key="orders")
     collector.show(good)

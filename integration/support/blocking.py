@@ -15,6 +15,7 @@ import uvloop
 
 from reliable_mq import PublishError
 from reliable_mq.aio.publisher import AsyncPublisher
+from reliable_mq.engine.publisher import PublisherState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -173,7 +174,10 @@ class BlockingPublisher:
             return self._loop.call(call())
         finally:
             publisher = self.publisher
-            if publisher._opening is publisher._storing is None or publisher._over:  # there is nothing that runs
+            if (
+                publisher._started_channel is publisher._outbox_channel is None
+                or publisher._state is PublisherState.CLOSED
+            ):  # there is nothing that runs
                 self._stop()
 
     def _stop(self) -> None:

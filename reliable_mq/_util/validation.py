@@ -1,18 +1,22 @@
-"""Durations as users give them: seconds, or a ``timedelta``.
+"""Check arguments of users: durations (seconds, or a ``timedelta``), and paths of files for SQLite.
 
-Paths as users give them, of files that SQLite is to have.
+A constructor that passes its arguments on takes its signature from the class that declares them (`declared_by`).
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Concatenate, Final, ParamSpec
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Duration", "file_path", "seconds"]
+__all__ = ["Duration", "declared_by", "file_path", "seconds"]
+
+P = ParamSpec("P")
 
 Duration = float | timedelta
 
@@ -50,3 +54,13 @@ def file_path(path: str | os.PathLike[str]) -> Path:
         if not found.is_dir():
             return found
     raise ConfigurationError(f"path must be that of a file, not {given!r}")
+
+
+def declared_by(
+    declaration: Callable[Concatenate[Any, P], None],
+) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate a method that passes its arguments on to ``declaration``: it has the signature and docstring of that.
+
+    For type checkers, for ``help()`` and for `inspect.signature`.
+    """
+    return functools.wraps(declaration, assigned=("__doc__",), updated=())

@@ -188,6 +188,16 @@ class BasePublisherChannel(Generic[P]):
         self.forked = True
 
     @property
+    def outstanding(self) -> int:
+        """Publishes submitted and not settled."""
+        raise NotImplementedError
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """For how long the event loop has stood still; None without one."""
+        return None
+
+    @property
     def tried(self) -> bool:
         """Whether an attempt to connect has ended, well or not."""
         return self.connected or self._attempts_failed > 0

@@ -1,7 +1,7 @@
-"""What a publisher is asked to do: checked as a whole, and made into the parts that do it, for either face.
+"""The options of a publisher: each is declared, described and checked here, for both APIs.
 
-Invariants: a wrong argument is refused here, before anything is connected, with a text that names it; what cannot be
-sent is refused before anything is sent.
+Invariants: a wrong option is refused here, before anything is connected, with a text that names it; a message that
+cannot be sent is refused before anything of it is sent.
 """
 
 from __future__ import annotations
@@ -17,50 +17,51 @@ from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
+from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.topology import declarations
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from random import Random
 
-    from tenacity.stop import stop_base
-    from tenacity.wait import wait_base
+    from prometheus_client import CollectorRegistry
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.new_queues import NewQueueListener
-    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.core.reconnect import ReconnectStop, ReconnectWait
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.tls import TLSOptions
     from reliable_mq.topology import Declaration
 
 __all__ = ["DEFAULT_RETRY", "PublisherOptions"]
 
 DEFAULT_RETRY: Final = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5.0), jitter=0.5)
-"""How a nacked publish is tried again: six attempts over about ten seconds, since a full queue empties or does not."""
+"""The retries of a nacked publish: six attempts in about ten seconds, after which a full queue has room or stays full.
+"""
 
 _CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a body that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
-_DUPLICATE_HEADER_BYTES: Final = 64  # what the header of a possible duplicate adds, at most
+_DUPLICATE_HEADER_BYTES: Final = 64  # of the header that marks a possible duplicate, at most
 
 
 class PublisherOptions:
-    """The arguments of a publisher, as its class describes them.
+    """The options of one publisher, checked, and the objects that they describe.
 
     Attributes:
-        max_outstanding, mandatory, delivery_timeout: as given, the latter in seconds.
-        raise_when_blocked: whether a publish is refused while the broker blocks.
-        new_queue_grace: seconds for which confirms of a quorum queue that this process made are not final; 0 for none.
-        settings: what a connection needs to know.
+        name, mandatory, max_outstanding, outbox, registry: as given.
+        delivery_timeout, new_queue_grace: as given, in seconds.
+        raise_when_blocked: whether a publish is refused while the broker blocks publishing.
+        settings: of the connection.
+        window: of messages that are not confirmed yet.
         first_verdict: seconds after which every host has had its first attempt.
-
-    Raises:
-        ConfigurationError: one is wrong.
     """
 
     def __init__(
         self,
-        settings: ConnectionSettings,
+        url: str | Sequence[str],
         *,
-        name: str,
         topology: Iterable[Declaration] = (),
         max_outstanding: int = 2000,
         max_outstanding_bytes: int = 64 * 1024 * 1024,
@@ -71,9 +72,62 @@ class PublisherOptions:
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
         new_queue_grace: Duration = NEW_QUEUE_GRACE,
-        reconnect_wait: wait_base | None = None,
-        reconnect_stop: stop_base | None = None,
+        outbox: Outbox | None = None,
+        reconnect_wait: ReconnectWait | None = None,
+        reconnect_stop: ReconnectStop | None = None,
+        credentials: Credentials | CredentialsCallback | None = None,
+        tls: TLSOptions | None = None,
+        heartbeat: int | None = None,
+        connect_timeout: Duration | None = None,
+        name: str = "publisher",
+        registry: CollectorRegistry | None = None,
     ) -> None:
+        """Check the options; nothing is connected yet.
+
+        Args:
+            url: ``amqp://`` or ``amqps://``, with several hosts separated by commas, or a sequence of URLs that differ
+                in their hosts only.
+            topology: queues, exchanges and bindings to declare at every connect.
+            max_outstanding: messages that may be unconfirmed at a time. At the limit ``submit`` waits.
+            max_outstanding_bytes: the sum of their bodies, likewise. A larger message is published alone.
+            max_message_bytes: a larger body is refused before anything is sent. RabbitMQ's own default is 16 MiB.
+            mandatory: whether a message that no queue is bound for fails (``PublishReturned``), or is dropped by the
+                broker.
+            confirm_timeout: seconds without any confirm, while some are outstanding, after which the connection is
+                replaced and all unconfirmed messages are published again.
+            delivery_timeout: seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
+            retry: retries of a nacked message before it is reported (``PublishNacked``); without ``retry_on``,
+                ``give_up_on`` and ``backend``, which are for consumers.
+            on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
+                ``"raise"`` ``PublishBlocked`` at once for new messages.
+            new_queue_grace: seconds for which confirms of a quorum queue that this process has made are provisional:
+                RabbitMQ loses the messages of a queue younger than a second if it is killed. Until then, and until the
+                broker has answered a request sent after that, the message counts as outstanding, and is published
+                again if the connection is lost. 0 for confirms that are final at once.
+            outbox: stores messages durably before they are published (`reliable_mq.outbox`). ``publish`` then returns
+                once a message is stored, whether or not the broker is there; a relay in this process publishes it until
+                it is confirmed, and at the next start the messages that this process has left.
+            reconnect_wait: seconds to wait after each round over the hosts: a function of the number of rounds since
+                the connection was lost, or a tenacity wait; default exponential from 0.2 s to 30 s with jitter.
+            reconnect_stop: whether to give up after a round over the hosts: a function of the number of rounds, or a
+                tenacity stop; default never. Then all unconfirmed messages fail, and the publisher has ended.
+            credentials: a plain callable that returns ``(username, password)``, called at every connect, for rotated
+                passwords and tokens. With asyncio, on a thread.
+            tls: a ``TLSOptions``, for certificates and authorities; ``amqps`` always verifies unless it says otherwise.
+            heartbeat: seconds. An event loop that stands still for half of them is reported in the log; after about
+                twice as many, the broker closes the connection.
+            connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included.
+            name: of threads and in metrics, and of the connection in RabbitMQ's management UI unless the URL names it.
+            registry: where to register Prometheus metrics; None for none.
+
+        Raises:
+            ConfigurationError: an option is wrong; the message names it.
+        """
+        if outbox is not None and not isinstance(outbox, Outbox):
+            raise ConfigurationError(f"outbox must be an outbox of reliable_mq.outbox, not {outbox!r}")
+        self.settings = parse_url(
+            url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
+        )
         if on_blocked not in ("wait", "raise"):
             raise ConfigurationError(f"on_blocked must be 'wait' or 'raise', not {on_blocked!r}")
         if not isinstance(retry, RetryPolicy):
@@ -90,20 +144,21 @@ class PublisherOptions:
         if not isinstance(max_message_bytes, int) or isinstance(max_message_bytes, bool) or max_message_bytes < 0:
             raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
         self.name = name
-        self.settings = settings
         self.mandatory = mandatory
         self.max_outstanding = max_outstanding
         self.raise_when_blocked = on_blocked == "raise"
         self.delivery_timeout = seconds("delivery_timeout", delivery_timeout, positive=True)
         self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
-        self.first_verdict = settings.connect_timeout * len(settings.endpoints) + 1.0
+        self.first_verdict = self.settings.connect_timeout * len(self.settings.endpoints) + 1.0
+        self.outbox = outbox
+        self.registry = registry
         self._topology = declarations(topology)
         self._max_message_bytes = max_message_bytes
         self._retry = retry
         self._confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self._reconnect = reconnect_wait, reconnect_stop
-        self.new_recovery()  # so that a wrong reconnect_wait or reconnect_stop is refused here
+        self.new_recovery()  # refuses a wrong reconnect_wait or reconnect_stop
         self._targets: set[tuple[str, str]] = set()
 
     def new_session(self, random: Random) -> PublishingSession[Any]:
@@ -115,25 +170,25 @@ class PublisherOptions:
             random=random,
             new_queue_grace=self.new_queue_grace,
         )
-        session.frame_max = self.settings.frame_max  # until a broker has had its say
+        session.frame_max = self.settings.frame_max  # until it is negotiated
         return session
 
     def new_recovery(self) -> ReconnectPolicy:
-        """Make what decides about connecting again."""
+        """Make the policy for the attempts of one connection."""
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
     def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the steps that make a channel ready to publish on; `maker` is told of the quorum queues they make."""
+        """Return the set-up of a channel to publish on; `maker` is told of the quorum queues that it makes."""
         return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
 
     def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:
-        """Refuse what cannot be sent; return the size of the body, bytes.
+        """Refuse a message that cannot be sent; return the size of its body in bytes.
 
         Args:
             message: to publish.
-            exchange: where to.
-            routing_key: with which key.
+            exchange: its exchange.
+            routing_key: its routing key.
             frame_max: of the latest connection, bytes.
 
         Raises:
@@ -143,7 +198,7 @@ class PublisherOptions:
         if not isinstance(message, Message):
             raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
         if (exchange, routing_key) not in self._targets:
-            publish_head(1, exchange, routing_key, self.mandatory)  # refuses what cannot be encoded, naming it
+            publish_head(1, exchange, routing_key, self.mandatory)  # refuses a name that cannot be encoded
             if len(self._targets) >= _TARGETS_KEPT:
                 self._targets.clear()
             self._targets.add((exchange, routing_key))

@@ -1,19 +1,14 @@
-"""The outcome to come of one publish.
-
-Light, since there is one per message: waiting and callbacks cost memory only where they are used, and a settled
-confirmation that nobody watched was settled without a lock of its own.
+"""The outcome to come of one publish, for callers that wait on their own threads.
 
 Invariants:
 
-- ``outcome`` is written by the I/O thread, once; every watcher added before is told, every one added later finds it;
-- watchers are only added and taken under the lock that all confirmations of a publisher share;
-- waiting lets go of that lock however often the caller holds it: a signal handler that has interrupted a call of the
+- those of `reliable_mq.engine.confirmation`; the outcome is written by the I/O thread;
+- waiting releases the lock however often the caller holds it: a signal handler that has interrupted a call of the
   publisher may wait, too.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,27 +17,20 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from reliable_mq._util.threads import Condition
 from reliable_mq._util.validation import Duration, seconds
-from reliable_mq.core.publisher.publication import Outcome
-from reliable_mq.engine.publisher_channel import ObservedPublication
+from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
 
 if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
-    from reliable_mq.errors import PublishError, ReliableMQError
+    from reliable_mq.errors import PublishError
 
 __all__ = ["PATIENCE", "Confirmation", "time_to_wait"]
 
-logger = logging.getLogger(__name__)
-
 PATIENCE = 0.2
-"""Seconds after which a caller that waits asks the I/O thread whether it has heard of everything."""
-
-_WELL = (Outcome.CONFIRMED, Outcome.STORED)
-
-_TOLD: list[Callable[[], object]] = []  # stands for the watchers of a confirmation whose watchers have been told
+"""Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
 
 
 def time_to_wait(timeout: Duration | None) -> float | None:
-    """Return ``timeout`` in seconds: 0 where it is over already, as the rest of a deadline may be; any length.
+    """Return ``timeout`` in seconds: 0 if it is negative, as the rest of a deadline may be; of any length.
 
     Raises:
         ConfigurationError: it is no duration.
@@ -55,14 +43,13 @@ def time_to_wait(timeout: Duration | None) -> float | None:
     return seconds("timeout", number)
 
 
-class ConfirmationOwner(Protocol):
-    """What a confirmation needs of the publisher that it belongs to."""
+class ConfirmationOwner(BaseConfirmationOwner, Protocol):
+    """The channel that settles a confirmation, and calls back."""
 
     lock: threading.RLock
-    fatal: ReliableMQError | None
 
     def expect_callbacks(self) -> None:
-        """There will be calls to ``call_back``."""
+        """Start the thread for callbacks: there will be calls to ``call_back``."""
 
     def call_back(self, call: Callable[[], object]) -> None:
         """Run ``call`` on the thread for the user's callbacks."""
@@ -71,14 +58,11 @@ class ConfirmationOwner(Protocol):
         """Raise UsageError where waiting can never end."""
 
     def nudge(self) -> None:
-        """See to it that the I/O thread knows of every publish: the call that was to tell it may be interrupted."""
-
-    def failure_seen(self) -> None:
-        """A failure that was counted as unseen has been looked at; the caller holds the lock."""
+        """Have the I/O thread look for publishes: the call that was to tell it may be interrupted."""
 
 
-class Confirmation(ObservedPublication):
-    """What ``submit`` returns: the outcome of a publish, once it is known. Thread-safe.
+class Confirmation(BaseConfirmation):
+    """The outcome of a publish, once it is known: what ``submit`` returns. Thread-safe.
 
     It has the methods of :class:`concurrent.futures.Future` that make sense here; it cannot be cancelled.
     """
@@ -87,17 +71,8 @@ class Confirmation(ObservedPublication):
 
     home: ConfirmationOwner
 
-    @property
-    def message_id(self) -> str:
-        """The id of the message."""
-        return self.message.message_id
-
-    def done(self) -> bool:
-        """Whether the outcome is known. Does not block."""
-        return self.outcome is not None
-
     def result(self, timeout: Duration | None = None) -> Receipt:
-        """Wait for the outcome.
+        """Wait for the outcome, and return the receipt.
 
         Args:
             timeout: seconds to wait, or a timedelta; None for as long as it takes, which the publish's own deadline
@@ -115,20 +90,16 @@ class Confirmation(ObservedPublication):
         return self.receipt()
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
-        """Wait for the outcome as :meth:`result` does; returns the error, or None where the message was confirmed."""
+        """Wait for the outcome as :meth:`result` does; return the error, or None if the message was confirmed."""
         if self.outcome is None:
             self._wait(time_to_wait(timeout))
-        error = self.failure()
-        if error is not None:
-            self._see()
-            error.__cause__ = self.home.fatal
-        return error
+        return self._observe()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(confirmation)`` when the outcome is known, on a thread of the publisher's for this purpose.
 
-        Called at once, by the calling thread, where it is known already. A callback may publish; an exception in it is
-        logged. Where callbacks are slower than publishing, ``submit`` waits for them as for room in the window.
+        Called at once, by the calling thread, if it is known already. A callback may publish; an exception in it is
+        logged. While callbacks are slower than publishing, ``submit`` waits for them as for room in the window.
         """
         call = partial(self._call, callback)
         self._see()
@@ -138,27 +109,13 @@ class Confirmation(ObservedPublication):
         if not self._watch(partial(self.home.call_back, call)):
             call()
 
-    def settled(self) -> None:
-        """The I/O thread has written the outcome: tell the watchers. The caller holds the lock."""
-        watchers, self.watchers = self.watchers, _TOLD
-        for watcher in watchers or ():
-            watcher()
-
     def _see(self) -> None:
         with self.home.lock:
-            if not self.seen:
-                self.seen = True
-                if self.watchers is _TOLD and self.outcome not in _WELL:
-                    self.home.failure_seen()
+            super()._see()
 
     def _watch(self, watcher: Callable[[], object]) -> bool:
         with self.home.lock:
-            if self.outcome is not None:
-                return False
-            if self.watchers is None:
-                self.watchers = []
-            self.watchers.append(watcher)
-            return True
+            return super()._watch(watcher)
 
     def _wait(self, timeout: float | None) -> None:
         home = self.home
@@ -177,19 +134,3 @@ class Confirmation(ObservedPublication):
                     raise TimeoutError(f"{self} is not settled after {timeout} s; it is still being published")
             finally:
                 self._unwatch(tell)
-
-    def _unwatch(self, watcher: Callable[[], object]) -> None:
-        """Under the lock. Forget it, where it was not told: a caller may wait again and again."""
-        if self.watchers and self.outcome is None:
-            self.watchers.remove(watcher)
-            self.watchers = self.watchers or None
-
-    def _call(self, callback: Callable[[Self], object]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            logger.exception("a callback of %s raised; the publish itself is not affected", self)
-
-    def __repr__(self) -> str:
-        state = "outstanding" if self.outcome is None else self.outcome.value
-        return f"<Confirmation of {self}: {state}>"

@@ -67,10 +67,7 @@ class StoredConfirmation(StoredPublication, Confirmation):
                 if wait is not None and wait < limit:
                     raise
                 self.home.give_up(self)
-        error = self.failure()
-        if error is not None:
-            self._see()
-        return error
+        return self._observe()
 
 
 class _Opening:
@@ -377,7 +374,7 @@ class RelayPublisher:
         send: submits a row to the publisher's lane.
     """
 
-    def __init__(self, connect: Callable[[], None], send: Callable[[OutboxRow], Confirmation]) -> None:
+    def __init__(self, connect: Callable[[], object], send: Callable[[OutboxRow], Confirmation]) -> None:
         self._connect = connect
         self._send = send
         self._outstanding: deque[tuple[OutboxRow, Confirmation]] = deque()

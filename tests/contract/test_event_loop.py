@@ -629,10 +629,10 @@ def test_a_publisher_on_a_second_event_loop_is_a_usage_error(
     asyncio.run(use())
     with pytest.raises(UsageError, match="another event loop"):
         asyncio.run(use_again())
-    if publisher._storing is not None:
-        publisher._storing.relay.stop(0.0)
-        publisher._storing._writer.stop()
-        publisher._storing._close_outbox()
+    if publisher._outbox_channel is not None:
+        publisher._outbox_channel.relay.stop(0.0)
+        publisher._outbox_channel._writer.stop()
+        publisher._outbox_channel._close_outbox()
     gc.collect()
 
 

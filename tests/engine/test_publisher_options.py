@@ -14,16 +14,12 @@ from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
-from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
-SETTINGS = ConnectionSettings(
-    endpoints=(Endpoint("one", 5672), Endpoint("two", 5672)), credentials=Credentials("guest", "guest")
-)
 FRAME_MAX = 131072
 
 
 def options(**arguments: Any) -> PublisherOptions:
-    return PublisherOptions(SETTINGS, **{"name": "publisher", **arguments})
+    return PublisherOptions("amqp://guest:guest@one,two/", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_the_parts_fit_each_other() -> None:
     made = options(max_outstanding=5)
     assert (made.max_outstanding, made.window.max_count, made.raise_when_blocked) == (5, 5, False)
     assert options(on_blocked="raise").raise_when_blocked
-    assert made.first_verdict == 2 * SETTINGS.connect_timeout + 1
+    assert made.first_verdict == 2 * made.settings.connect_timeout + 1
     assert made.new_recovery() is not made.new_recovery()
     assert made.new_session(random.Random(1)).outstanding == 0
     assert list(made.setup(ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)))) == [ConfirmSelect()]

@@ -167,7 +167,7 @@ def test_a_large_message_is_not_kept_out_of_the_outbox_by_small_ones(tmp_path: P
 
     with ThreadPoolExecutor() as pool:
         publisher.submit(Message(b"s" * 100), routing_key="orders")
-        lane = publisher._storing
+        lane = publisher._outbox_channel
         assert lane is not None
         wait_until(lane._writer._queue.empty, timeout=10, what="the first transaction")
         for _ in range(9):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import assert_type
 
+import tenacity
+
 from reliable_mq import (
     Ack,
     AsyncConfirmation,
@@ -40,6 +42,15 @@ def publishing() -> None:
         assert_type(publisher.publish_many([Message(b"x")], routing_key="orders"), PublishReport)
         assert_type(publisher.outstanding, int)
         assert_type(publisher.blocked, str | None)
+
+
+def with_options() -> None:
+    """Options have their types on every public class, and an option that does not exist is an error."""
+    Publisher([URL], max_outstanding=10, reconnect_wait=lambda attempt: min(attempt, 30.0))
+    AsyncPublisher(URL, reconnect_stop=lambda attempt: attempt > 5, reconnect_wait=tenacity.wait_fixed(1))
+    Publisher(URL, max_outstanding="10")  # type: ignore[arg-type]
+    AsyncPublisher(URL, max_outstandin=10)  # type: ignore[call-arg]
+    Publisher()  # type: ignore[call-arg]
 
 
 async def publishing_on_asyncio() -> None:

@@ -1,0 +1,108 @@
+"""The outcome to come of one publish: what the confirmations of both APIs share.
+
+There is one per message, so it is light: watchers cost memory only where there are some.
+
+Invariants:
+
+- ``outcome`` is written once, by the publisher; every watcher added before is called, every one added later finds it;
+- watchers are added and removed by who holds the lock that all confirmations of a publisher share. On asyncio
+  everything is on one event loop, and there is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, Self
+
+from reliable_mq.core.publisher.publication import Outcome
+from reliable_mq.engine.publisher_channel import ObservedPublication
+
+if TYPE_CHECKING:
+    from reliable_mq.errors import PublishError, ReliableMQError
+
+__all__ = ["BaseConfirmation", "BaseConfirmationOwner"]
+
+logger = logging.getLogger(__name__)
+
+_SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
+
+_CALLED: list[Callable[[], object]] = []  # in place of the watchers of a confirmation, once they were called
+
+
+class BaseConfirmationOwner(Protocol):
+    """The channel that settles a confirmation."""
+
+    fatal: ReliableMQError | None
+
+    def failure_seen(self) -> None:
+        """Count a failure as seen that was counted as unseen. The caller holds the lock."""
+
+
+class BaseConfirmation(ObservedPublication):
+    """A publication that its user can ask for its outcome; an API adds how that is waited for."""
+
+    __slots__ = ()
+
+    home: BaseConfirmationOwner
+
+    @property
+    def message_id(self) -> str:
+        """The id of the message."""
+        return self.message.message_id
+
+    def done(self) -> bool:
+        """Return whether the outcome is known. Does not block."""
+        return self.outcome is not None
+
+    def exception(self) -> PublishError | None:
+        """Return the error of a settled publish, or None if it was confirmed."""
+        raise NotImplementedError
+
+    def settled(self) -> None:
+        """Call the watchers: the outcome is written. The caller holds the lock."""
+        watchers, self.watchers = self.watchers, _CALLED
+        for watcher in watchers or ():
+            watcher()
+
+    def _observe(self) -> PublishError | None:
+        """Return the error of a settled publish, which counts as seen now; None if it succeeded."""
+        error = self.failure()
+        if error is not None:
+            self._see()
+            if self.home.fatal is not None:
+                error.__cause__ = self.home.fatal
+        return error
+
+    def _see(self) -> None:
+        """Mark the outcome as seen, known or not. Under the lock."""
+        if not self.seen:
+            self.seen = True
+            if self.watchers is _CALLED and self.outcome not in _SUCCESSES:
+                self.home.failure_seen()
+
+    def _watch(self, watcher: Callable[[], object]) -> bool:
+        """Have ``watcher`` called with the outcome; return False if that is known already. Under the lock."""
+        if self.outcome is not None:
+            return False
+        if self.watchers is None:
+            self.watchers = []
+        self.watchers.append(watcher)
+        return True
+
+    def _unwatch(self, watcher: Callable[[], object]) -> None:
+        """Remove a watcher that was not called: a caller may wait again and again. Under the lock."""
+        if self.watchers and self.outcome is None:
+            self.watchers.remove(watcher)
+            self.watchers = self.watchers or None
+
+    def _call(self, callback: Callable[[Self], object]) -> None:
+        """Call a callback of the user's."""
+        try:
+            callback(self)
+        except Exception:
+            logger.exception("a callback of %s raised; the publish itself is not affected", self)
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__.replace("Stored", "")
+        return f"<{kind} of {self}: {'outstanding' if self.outcome is None else self.outcome.value}>"

@@ -1,0 +1,265 @@
+"""What the publishers of both APIs share: their options, their states, what can be seen of them.
+
+An API adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the
+broker, and one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have
+threads, tasks or sockets to be ended, and as open once a caller may use it.
+
+Invariants: nothing is published, and nothing is stored, after a publisher has left `PublisherState.OPEN`; a failure
+that nobody has seen is raised once.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+
+from reliable_mq._util.validation import declared_by
+from reliable_mq.core.outbox import NewRow
+from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
+from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
+from reliable_mq.engine.confirmation import BaseConfirmation
+from reliable_mq.engine.outbox_channel import BaseOutboxChannel
+from reliable_mq.engine.publisher_channel import BasePublisherChannel
+from reliable_mq.engine.publisher_options import PublisherOptions
+from reliable_mq.errors import PublishError, UsageError
+from reliable_mq.metrics.families import outbox_readings, publisher_readings
+from reliable_mq.metrics.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reliable_mq._util.validation import Duration
+    from reliable_mq.core.outbox import OutboxRow
+    from reliable_mq.message import Message
+    from reliable_mq.metrics.registry import Reading
+
+__all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "ReportBuilder"]
+
+CLOSE_TIMEOUT: Final = 30.0  # seconds
+FOR_EVER: Final = float("inf")
+
+
+class PublisherState(enum.Enum):
+    """The life of a publisher, which runs once."""
+
+    OPEN = "takes messages, and connects with the first one"
+    STARTING = "a channel is being started by this thread, which a signal handler may have interrupted"
+    CLOSING = "takes no more messages; settles what is outstanding, or was interrupted in doing so"
+    CLOSED = "everything is settled, and what failed was raised"
+
+
+TRANSITIONS: Final = {
+    PublisherState.OPEN: {PublisherState.STARTING, PublisherState.CLOSING},
+    PublisherState.STARTING: {PublisherState.OPEN, PublisherState.CLOSING},
+    PublisherState.CLOSING: {PublisherState.CLOSED},
+    PublisherState.CLOSED: set[PublisherState](),
+}
+
+ConfirmationT = TypeVar("ConfirmationT", bound=BaseConfirmation)
+StoredT = TypeVar("StoredT", bound=StoredPublication)
+ChannelT = TypeVar("ChannelT", bound=BasePublisherChannel[Any])
+OutboxChannelT = TypeVar("OutboxChannelT", bound=BaseOutboxChannel[Any])
+
+
+class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
+    """A publisher; see `PublisherOptions` for its arguments."""
+
+    _confirmation: ClassVar[type[Any]]  # ConfirmationT
+    _stored_confirmation: ClassVar[type[Any]]  # StoredT
+    _state = PublisherState.CLOSED  # until it is made
+    _channel: ChannelT | None = None  # to the broker, open: every host has had its first attempt
+    _started_channel: ChannelT | None = None  # which becomes _channel, too
+    _openers = 0  # callers that wait for that
+    _outbox_channel: OutboxChannelT | None = None  # open
+    _started_outbox_channel: OutboxChannelT | None = None  # which becomes _outbox_channel, too
+
+    @declared_by(PublisherOptions.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._made_in = os.getpid()
+        self._lock = threading.RLock()  # for state and channels if callers are on several threads; held for moments
+        self._options = PublisherOptions(*args, **kwargs)
+        self._outbox = self._options.outbox
+        registry = self._options.registry
+        self._registration = None if registry is None else register(registry, self._readings)
+        self._state = PublisherState.OPEN
+
+    @property
+    def outstanding(self) -> int:
+        """Messages submitted and not settled; with an outbox, not stored."""
+        channel = self._outbox_channel or self._channel
+        return 0 if channel is None else channel.outstanding
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker takes messages now, as far as is known."""
+        return self._channel is not None and self._channel.connected
+
+    @property
+    def blocked(self) -> str | None:
+        """The broker's reason while it blocks publishing on this connection (memory or disk alarm); else None."""
+        return None if self._channel is None else self._channel.session.blocked_reason
+
+    @property
+    def statistics(self) -> PublisherStatistics:
+        """Counts since the publisher was opened."""
+        return PublisherStatistics() if self._channel is None else self._channel.session.statistics
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "connected" if self.connected else "not connected"
+        hosts = ", ".join(map(str, self._options.settings.endpoints))
+        return f"<{type(self).__name__} {self._options.name!r} to {hosts}: {state}>"
+
+    # Checks
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._made_in:
+            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._state in (PublisherState.CLOSING, PublisherState.CLOSED)
+
+    def _check_open(self, consequence: str = ": make another") -> None:
+        if self._is_closed:
+            raise UsageError(f"this publisher is closed{consequence}")
+
+    # Messages on their way
+
+    def _new_stored(
+        self,
+        channel: OutboxChannelT,
+        message: Message,
+        exchange: str,
+        key: str,
+        accepted_at: float,
+        limit: float | None,
+    ) -> tuple[StoredT, NewRow]:
+        """Make the confirmation of a message that is to be stored, and its row."""
+        options, broker = self._options, self._channel
+        frame_max = options.settings.frame_max if broker is None else broker.frame_max
+        size = options.check(message, exchange, key, frame_max)
+        ordering_key = channel.outbox.ordering_key(message, exchange, key)
+        confirmation: StoredT = self._stored_confirmation(
+            message, exchange, key, options.mandatory, size, accepted_at, limit, channel
+        )
+        return confirmation, NewRow(message, exchange, key, options.mandatory, ordering_key)
+
+    def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
+        """Make the confirmation of a row of the outbox, in which the relay looks for the outcome."""
+        size = self._options.check(row.message, row.exchange, row.routing_key, channel.frame_max)
+        confirmation: ConfirmationT = self._confirmation(
+            row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
+        )
+        confirmation.in_doubt = row.possible_duplicate
+        confirmation.seen = True
+        return confirmation
+
+    def _new_report(self) -> ReportBuilder[ConfirmationT]:
+        """Begin the report of one ``publish_many``."""
+        return ReportBuilder(self._options.max_outstanding, stored=self._outbox is not None)
+
+    def _abandon_report(self, report: ReportBuilder[ConfirmationT]) -> None:
+        """Count the failures of messages as unseen again, whose report will not be made."""
+        if self._channel is not None and self._outbox is None:
+            self._channel.not_reported(report.outstanding)
+
+    # Flushing and closing
+
+    def _check_relayed(self, channel: OutboxChannelT, left: int, timeout: Duration | None) -> None:
+        if left:
+            text = f"{left} messages are still in {self._outbox!r} after {timeout} s"
+            raise TimeoutError(text) from channel.relay.error
+
+    def _check_flushed(self, channel: ChannelT, flushed: bool, timeout: Duration | None) -> None:
+        if not flushed:
+            raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {timeout} s")
+
+    def _broker_may_answer(self) -> bool:
+        """Return whether the broker is there, or has had no chance to answer yet."""
+        return self.connected or (self._started_channel is not None and not self._started_channel.tried)
+
+    def _raise_unseen(self) -> None:
+        """End a close: raise what failed with nobody to see it."""
+        self._state = PublisherState.CLOSED
+        channel = self._outbox_channel or self._started_channel
+        failed, count = ([], 0) if channel is None else channel.take_failures()
+        if count:
+            raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
+
+    def _readings(self) -> Iterator[Reading]:
+        name, channel = self._options.name, self._channel
+        if channel is not None:
+            yield from publisher_readings(
+                name,
+                PublisherStatus(
+                    outstanding=channel.outstanding,
+                    oldest_age=channel.oldest_age,
+                    connected=channel.connected,
+                    blocked=channel.session.blocked_reason is not None,
+                    blocked_seconds=channel.blocked_seconds,
+                    reconnects=channel.reconnects,
+                    stale_confirms=channel.session.stale_confirms,
+                    event_loop_stalled_seconds=channel.stalled_seconds,
+                ),
+                channel.session.statistics,
+            )
+        if self._outbox_channel is not None:
+            relay = self._outbox_channel.relay
+            yield from outbox_readings(name, relay.status, relay.statistics)
+
+
+class ReportBuilder(Generic[ConfirmationT]):
+    """Collects the outcomes of one ``publish_many``, whatever its length: it keeps what is outstanding, and failures.
+
+    Args:
+        max_outstanding: of the publisher.
+        stored: whether the outcome of a message is that of storing it.
+
+    Attributes:
+        outstanding: confirmations that are not collected yet, in order.
+    """
+
+    def __init__(self, max_outstanding: int, *, stored: bool) -> None:
+        self.outstanding: deque[ConfirmationT] = deque()
+        self._sweep_at = 2 * max_outstanding
+        self._stored = stored
+        self._successes = 0
+        self._failures: list[tuple[Message, PublishError]] = []
+
+    def submitted(self, confirmation: ConfirmationT) -> None:
+        """Add a message that was submitted."""
+        outstanding = self.outstanding
+        outstanding.append(confirmation)
+        while outstanding and outstanding[0].outcome is not None:
+            self._collect(outstanding.popleft())
+        if len(outstanding) > self._sweep_at:  # a slow one is in front: keep what is not settled
+            self.outstanding = deque()
+            for one in outstanding:
+                if one.outcome is None:
+                    self.outstanding.append(one)
+                else:
+                    self._collect(one)
+
+    def failed(self, message: Message, error: PublishError) -> None:
+        """Add a message that could not be submitted."""
+        self._failures.append((message, error))
+
+    def report(self) -> PublishReport:
+        """Return the report of everything, which waits for confirmations that wait."""
+        for confirmation in self.outstanding:
+            self._collect(confirmation)
+        failures = tuple(self._failures)
+        if self._stored:
+            return PublishReport(0, failures, stored=self._successes)
+        return PublishReport(self._successes, failures)
+
+    def _collect(self, confirmation: ConfirmationT) -> None:
+        error = confirmation.exception()
+        if error is None:
+            self._successes += 1
+        else:
+            self._failures.append((confirmation.message, error))
