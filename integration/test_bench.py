@@ -23,10 +23,18 @@ from reliable_mq import RetryPolicy
 def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> None:
     """All that is published is in the queue, all that is consumed is gone: the runner looks.
 
-    Those with Spark, a start of Spark each, and most of the others beside ours take their turn in `make soak`.
+    One of each program has its turn here. The others, and those with Spark, a start of Spark each, have theirs in
+    `make soak`.
     """
+    ours: tuple[str, ...] = ("submit", "consumer", "async-submit", "async-consumer", "outbox-relay", "consumer-sqlite")
+    others: tuple[str, ...] = ("pika-consumer", "aio-pika-tasks")
+    if soaking():
+        ours += ("many", "publish", "async-callers", "outbox-accept", "outbox-threads")
+        ours += tuple(f"consumer-{kind}" for kind in KINDS)
+        others += ("pika-select", "aio-pika-consumer", "faststream-tasks", "faststream-consumer")
+    named = [*(f"ours-{name}" for name in ours), *others]
     types = ["classic", "quorum"] if soaking() else ["quorum"]
-    only = "*" if soaking() else "ours-*,pika-consumer,aio-pika-tasks"
+    only = "*" if soaking() else ",".join([*named, "ours-memory"])
     sizes = ["--messages", "500", "--consumed", "1000", "--deadline", "60", "--queue-types", ",".join(types)]
     command = [sys.executable, "-m", "integration.bench", "--quick", "--no-curves", "--only", only, *sizes]
     command += ["--url", vhost.url, "--output", str(tmp_path)]
@@ -36,13 +44,7 @@ def test_every_contender_does_its_job(vhost: VirtualHost, tmp_path: Path) -> Non
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["failures"] == []
     measured = {(entry["queue_type"], entry["contender"]) for entry in document["samples"]}
-    ours = ("submit", "many", "publish", "consumer", "async-submit", "async-callers", "async-consumer")
-    ours += ("outbox-accept", "outbox-threads", "outbox-relay")
-    others: tuple[str, ...] = ("pika-consumer", "aio-pika-tasks")
-    if soaking():
-        others += ("pika-select", "aio-pika-consumer", "faststream-tasks", "faststream-consumer")
-    stores = [f"ours-consumer-{kind}" for kind in KINDS]
-    for name in (*(f"ours-{name}" for name in ours), *stores, *others):
+    for name in named:
         assert {(queue_type, name) for queue_type in types} <= measured
     assert ("memory", "ours-memory") in measured
     assert "Publishers, quorum queue" in (tmp_path / "report.md").read_text()

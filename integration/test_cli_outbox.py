@@ -174,7 +174,7 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
     assert relay.returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.soak)])
 def test_a_database_that_hangs_is_told_in_time_and_a_relay_can_be_stopped(
     database: Callable[[str], Database], kind: str
 ) -> None:
