@@ -52,6 +52,7 @@ from integration.support.containers import remove_leftovers, set_up
 from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.management import VirtualHost
+from integration.support.processes import start_server
 from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
 from reliable_mq.testing.fixtures import fault_proxy
@@ -373,6 +374,7 @@ def connection_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def baseline(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """After the test, its threads and descriptors are gone, within 10 s."""
+    start_server()  # whose socket stays
     with back_to_baseline():
         yield
         # An exception that was logged, as pika's are at DEBUG, has frames that refer to a loop and its descriptors.

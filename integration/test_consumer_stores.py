@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import signal
 import subprocess
@@ -20,8 +19,8 @@ from sqlalchemy.pool import NullPool
 from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import Gate, Handler, numbered, publish, send
 from integration.support.databases import ASYNC_DRIVERS, FACES, with_driver
-from integration.support.forks import Forks
 from integration.support.lossy import LossyProxy
+from integration.support.processes import Process, run
 from integration.support.programs import ROOT, environment, faketime
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
@@ -32,7 +31,7 @@ from reliable_mq.stores.redis import CLAIM, COMPLETE, RELEASE
 from tests.stores.subjects import LEASE, RETENTION, Bridged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from integration.support.checker import Checker
@@ -326,18 +325,25 @@ def effects_in(url: str) -> Counter[str]:
 STEPS = ("claim", "claimed", "effect", "completed", "acking")
 
 
-def let_die(forks: Forks, *arguments: str, steps: Iterable[str]) -> None:
+PROGRAM = "integration.programs.storing"
+
+
+def let_die(*arguments: str, steps: Iterable[str], batch: Sequence[str] = ()) -> None:
     for step in steps:
-        assert forks.run(*arguments, step, timeout=60)[0] == -signal.SIGKILL, step
+        done = run(PROGRAM, *arguments, step, *batch)
+        assert done.returncode == -signal.SIGKILL, (step, done.stderr)
 
 
-def let_finish(vhost: VirtualHost, forks: Forks, *arguments: str, finished: Callable[[], bool]) -> None:
+def let_finish(vhost: VirtualHost, *arguments: str, finished: Callable[[], bool], batch: Sequence[str] = ()) -> None:
     """Have what is left consumed by a process that ends when it is told to, having acked everything."""
-    number = forks.begin(*arguments, "none")
-    wait_until(finished, timeout=60, what="every message has taken effect")
-    wait_until(lambda: not vhost.live_counts()["orders"], timeout=60, what="every message is acked")
-    os.kill(number, signal.SIGTERM)
-    assert forks.end(60)[0] == 0
+    with Process(PROGRAM, *arguments, "none", *batch, stdout=1, stderr=2) as program:
+        try:
+            wait_until(finished, timeout=60, what="every message has taken effect")
+            wait_until(lambda: not vhost.live_counts()["orders"], timeout=60, what="every message is acked")
+            program.terminate()
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
     assert vhost.live_counts().get("orders", 0) == 0
 
 
@@ -380,10 +386,9 @@ def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
     url = new_inbox(database, tmp_path, kind)
     ids = publish_orders(vhost, 60)
     steps = STEPS if soaking() or (kind, face) == ("postgresql", "sync") else ("effect", "completed")
-    with Forks("storing") as forks:
-        program = (vhost.url, with_driver(url, driver), face, "inbox")
-        let_die(forks, *program, steps=steps if soaking() or kind == "postgresql" else steps[:1])
-        let_finish(vhost, forks, *program, finished=lambda: len(effects_in(url)) >= len(ids))
+    program = (vhost.url, with_driver(url, driver), face, "inbox")
+    let_die(*program, steps=steps if soaking() or kind == "postgresql" else steps[:1])
+    let_finish(vhost, *program, finished=lambda: len(effects_in(url)) >= len(ids))
     assert effects_in(url) == Counter(ids)
 
 
@@ -395,10 +400,9 @@ def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
     url = database("redis").fresh() if kind == "redis" else f"file://{tmp_path / 'store.db'}"
     effects = tmp_path / "effects"
     ids = publish_orders(vhost, 60)
-    with Forks("storing") as forks:
-        program = (vhost.url, url, face, str(effects))
-        let_die(forks, *program, steps=("claimed", "completed"))
-        let_finish(vhost, forks, *program, finished=lambda: all_acked(vhost, effects, ids))
+    program = (vhost.url, url, face, str(effects))
+    let_die(*program, steps=("claimed", "completed"))
+    let_finish(vhost, *program, finished=lambda: all_acked(vhost, effects, ids))
     # Two handlers run at a time: what one has done when the other's completion ends the process is done again.
     check_lines(effects, ids, twice_at_most=16)
 
@@ -416,23 +420,17 @@ def test_f34_f35_a_process_killed_in_the_middle_of_a_batch_leaves_one_effect_of_
     file = tmp_path / "effects"
     url = new_inbox(database, tmp_path, kind) if kind == "postgresql" else database(kind).fresh()
     ids = publish_orders(vhost, 60)
-    with Forks("storing") as forks:
-        program = (vhost.url, url, face, "inbox" if kind == "postgresql" else str(file))
-        for step in ("effect", "completed"):
-            assert forks.run(*program, step, "5", timeout=60)[0] == -signal.SIGKILL, step
-        number = forks.begin(*program, "none", "5")
-        if kind == "postgresql":
-            wait_until(lambda: len(effects_in(url)) >= len(ids), timeout=60, what="every message has taken effect")
-            wait_until(lambda: not vhost.live_counts()["orders"], timeout=60, what="every message is acked")
-        else:
-            wait_until(lambda: all_acked(vhost, file, ids), timeout=60, what="every message is acked")
-        os.kill(number, signal.SIGTERM)
-        assert forks.end(60)[0] == 0
+    program = (vhost.url, url, face, "inbox" if kind == "postgresql" else str(file))
+    let_die(*program, steps=("effect", "completed"), batch=["5"])
+
+    def finished() -> bool:
+        return len(effects_in(url)) >= len(ids) if kind == "postgresql" else all_acked(vhost, file, ids)
+
+    let_finish(vhost, *program, finished=finished, batch=["5"])
     if kind == "postgresql":
         assert effects_in(url) == Counter(ids)
     else:
         check_lines(file, ids, twice_at_most=2 * 2 * 5)  # two kills, two handlers with five deliveries each
-    assert vhost.live_counts().get("orders", 0) == 0
 
 
 def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
@@ -456,17 +454,9 @@ def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
         url = database(kind).fresh()
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
         urls.append(with_driver(url, "" if face == "sync" else driver))
-    command = [sys.executable, "-m", "integration.programs.contending", face]
-    programs = [
-        subprocess.Popen(
-            [*command, str(number), str(processes), str(ids), str(tmp_path / "effects"), *urls],
-            env=environment(),
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(processes)
-    ]
+    arguments = [str(processes), str(ids), str(tmp_path / "effects"), *urls]
+    name = "integration.programs.contending"
+    programs = [Process(name, face, str(number), *arguments) for number in range(processes)]
     errors = [program.communicate(timeout=110)[1] for program in programs]
     assert [program.returncode for program in programs] == [0] * processes, errors
     for position, url in enumerate(urls):

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from integration.support.databases import FACES, with_driver
-from integration.support.forks import Forks
+from integration.support.processes import run
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
@@ -218,21 +218,20 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
             checker.confirmed(message_id)
 
     def relay(kill_at: int) -> tuple[int, list[str]]:
-        status, lines = forks.run(vhost.url, database_url, 1, kill_at)
-        assert status in (0, -signal.SIGKILL), status
-        return status, lines
+        done = run("integration.programs.relaying", vhost.url, database_url, "1", str(kill_at), timeout=100)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done.returncode, done.stdout.decode().splitlines()
 
     with vhost.connect() as connection:
         connection.channel().queue_declare("orders", durable=True, arguments={"x-queue-type": "classic"})
     attempt(20)
     died = 0
-    with Forks("relaying") as forks:
-        total = int(relay(0)[1][0].split()[1])
-        for _ in range(20 if soaking() else 3):
-            attempt(20)
-            status, _ = relay(rng.randrange(total // 10, total * 9 // 10))
-            died += status != 0
-        assert relay(0)[0] == 0
+    total = int(relay(0)[1][0].split()[1])
+    for _ in range(20 if soaking() else 3):
+        attempt(20)
+        status, _ = relay(rng.randrange(total // 10, total * 9 // 10))
+        died += status != 0
+    assert relay(0)[0] == 0
     assert died > 0
     assert outbox.status().rows == 0
     found = [message_id for message_id, _ in bodies(vhost, "orders")]
@@ -252,8 +251,8 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
     rng: random.Random,
 ) -> None:
     """On asyncio with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
-    with Killed(vhost, with_driver(database_url, driver), face, checker) as killed:
-        killed.run_and_be_killed(8, 25 if soaking() else 3, rng)
+    killed = Killed(vhost, with_driver(database_url, driver), face, checker)
+    killed.run_and_be_killed(8, 25 if soaking() else 3, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)
     assert outbox.status().rows == 0

@@ -7,12 +7,12 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING, Self
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.forks import Forks
+from integration.support.processes import Process
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
@@ -46,27 +46,23 @@ class Killed:
     """Runs the program again and again on one outbox, and keeps the account of what it said."""
 
     def __init__(self, vhost: VirtualHost, outbox: Path | str, face: str, checker: Checker) -> None:
-        self._arguments = [vhost.url, outbox, face]
+        self._arguments = [vhost.url, str(outbox), face]
         self._checker = checker
-        self._forks = Forks("outboxing")
         self.accepted = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._forks.__exit__(*exc_info)
 
     def run(self, count: int, kill_at: int, *, kill_after: float | None = None) -> int | None:
         """Run once; return how many lines ran, or None where it was killed: at a line, or after some seconds."""
-        child = self._forks.begin(*self._arguments, count, kill_at)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            with suppress(ProcessLookupError):  # it was quicker
-                os.kill(child, signal.SIGKILL)
-        status, said = self._forks.end()
+        process = Process("integration.programs.outboxing", *self._arguments, str(count), str(kill_at), stderr=2)
+        try:
+            if kill_after is not None:
+                time.sleep(kill_after)
+                process.kill()
+            said, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+        status = process.wait()
         lines = None
-        for line in said:
+        for line in said.decode().splitlines():
             what, _, text = line.partition(" ")
             if what == "attempt":
                 self._checker.attempted(text)
@@ -102,8 +98,8 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
-    with Killed(vhost, tmp_path / "outbox", face, checker) as killed:
-        killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
+    killed = Killed(vhost, tmp_path / "outbox", face, checker)
+    killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
         publisher.flush(30)
     assert SQLiteOutbox(tmp_path / "outbox").status().rows == 0
@@ -115,18 +111,17 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
 
 @pytest.mark.parametrize("face", ["sync", "aio"])
 def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
-    face: str, vhost: VirtualHost, tmp_path: Path, rng: random.Random
+    face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
     path = tmp_path / "outbox"
     outbox = SQLiteOutbox(path)
     numbers = iter(range(100_000))
     outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
-    with Forks("outboxing") as forks:
-        for _ in range(4):
-            status, _ = forks.run(vhost.url, path, face, 0, rng.randrange(500, 12_000))
-            assert status == -signal.SIGKILL
-            outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
+    for _ in range(4):
+        killed = Killed(vhost, path, face, checker)
+        assert killed.run(0, rng.randrange(500, 12_000)) is None
+        outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)
     found = [body for _, body in bodies(vhost, "orders")]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Self
 import pytest
 import tenacity
 
-import reliable_mq
 from integration.support.baseline import back_to_baseline
 from integration.support.consuming import Gate, Handler, Running, numbered, publish, running
+from integration.support.processes import Process
+from integration.support.programs import environment
 from integration.support.seeds import soaking
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue, UsageError
@@ -43,16 +44,8 @@ class Program:
     def __init__(
         self, url: str, face: str = "sync", *, stop_timeout: float = 30, passes: int = 0, queue: str = "shared"
     ) -> None:
-        root = Path(reliable_mq.__file__).parent.parent
         arguments = [url, str(stop_timeout), str(passes), face, queue]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "integration.programs.consuming", *arguments],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = Process("integration.programs.consuming", *arguments, stderr=2)
         self.said: list[str] = []
 
     def __enter__(self) -> Self:
@@ -66,8 +59,8 @@ class Program:
         """Read until a line holds `text`."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.said.append(line.rstrip())
-            if text in line:
+            self.said.append(line.decode().rstrip())
+            if text in self.said[-1]:
                 return
         raise AssertionError(f"it never said {text!r}: {self.said}")
 
@@ -77,13 +70,13 @@ class Program:
     def let_through(self) -> None:
         """End one handler."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
     def end(self, timeout: float = 20) -> int:
         """Wait for the end; return the exit code."""
         assert self._process.stdout is not None
-        self.said += [line.rstrip() for line in self._process.stdout]
+        self.said += [line.decode().rstrip() for line in self._process.stdout]
         return self._process.wait(timeout)
 
 
@@ -360,8 +353,7 @@ def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp
         "with consumer.get(4, timeout=10) as deliveries:\n"
         "    assert len(deliveries) == 4\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(reliable_mq.__file__).parent.parent)}
-    subprocess.run([sys.executable, str(program), vhost.url], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, str(program), vhost.url], check=True, timeout=60, env=environment())
     assert left(vhost) == 6
 
 

@@ -1,6 +1,6 @@
 """Publishes through an outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
 
-Run by `integration.support.forks`, with the arguments URL OUTBOX FACE COUNT KILL_AT. OUTBOX is the path of a SQLite
+Arguments: URL OUTBOX FACE COUNT KILL_AT. OUTBOX is the path of a SQLite
 file, or a database URL; on the face ``aio`` that is used with an ``AsyncEngine``. Writes ``attempt ID`` before and
 ``accepted ID`` after each publish to stdout, unbuffered, and at the end ``lines N``: how many lines of the modules
 below ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0 is never.
@@ -151,3 +151,7 @@ def main(url: str, where: str, face: str, count: str, kill_at: str) -> None:
     else:
         run(url, outbox, int(count))
     tell("lines", str(killer.lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

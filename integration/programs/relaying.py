@@ -1,11 +1,13 @@
 """Relays the outbox in a database until it is empty, and is killed at a line of the outbox's own code.
 
-Run by `integration.support.forks`, with the arguments URL DATABASE_URL LEASE KILL_AT. At the end it writes ``lines N``:
-how many lines of the modules of `integration.programs.outboxing` ran. At the line of that number that KILL_AT says, the
-process sends itself SIGKILL; 0 is never.
+Arguments: URL DATABASE_URL LEASE KILL_AT. At the end it writes ``lines N``: how many lines of the modules of
+`integration.programs.outboxing` ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0
+is never.
 """
 
 from __future__ import annotations
+
+import sys
 
 from sqlalchemy import create_engine
 
@@ -22,3 +24,7 @@ def main(url: str, database: str, lease: str, kill_at: str) -> None:
         publisher.flush(60)
     engine.dispose()
     tell("lines", str(killer.lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Consumes with an idempotency store, and dies by SIGKILL where it is told to.
 
-Run by `integration.support.forks`, with the arguments AMQP_URL STORE_URL FACE EFFECTS STEP [BATCH]. An effect is a row
+Arguments: AMQP_URL STORE_URL FACE EFFECTS STEP [BATCH]. An effect is a row
 in the table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``;
 else a line ``effect ID`` in the file EFFECTS, and ``done ID`` there says that the store has taken its completion. With
 BATCH, handlers are given that many at a time. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -169,3 +170,7 @@ def main(url: str, store_url: str, face: str, where: str, step: str, batch: str 
         await (store.store.close() if isinstance(store.store, AsyncRedisStore) else store.store._engine.dispose())
 
     asyncio.run(consume())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from integration.programs.killed_by_messages import Settings
-from integration.support.programs import ROOT, environment
+from integration.support.processes import Process
 from integration.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -37,8 +35,7 @@ class Killed:
 
     def __init__(self, url: str, log: Path, settings: Settings) -> None:
         self._log = log
-        program = "integration.programs.killed_by_messages"
-        self._command = [sys.executable, "-m", program, url, str(log), *settings.arguments()]
+        self._arguments = [url, str(log), *settings.arguments()]
         self.deaths = 0
 
     def __enter__(self) -> Self:
@@ -55,7 +52,8 @@ class Killed:
                 self._process.kill()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, cwd=ROOT, env=environment())
+        program = "integration.programs.killed_by_messages"
+        self._process = Process(program, *self._arguments, stdout=1, stderr=2)
 
     def revive(self) -> None:
         """Start it again, if it has been killed."""

@@ -69,7 +69,7 @@ class Process:
     Args:
         name: a module, as for ``python -m``, or a file whose name ends with ``.py``.
         arguments: of the program.
-        stdout: a descriptor in place of the pipe.
+        stdout, stderr: a descriptor in place of the pipe.
         cwd: its directory.
         env: its environment; by default that of `environment`.
 
@@ -84,18 +84,21 @@ class Process:
         name: str,
         *arguments: str | bytes,
         stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
         cwd: Path = ROOT,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        stdin_read, stdin_write = os.pipe()
-        stderr_read, stderr_write = os.pipe()
-        theirs = [stdin_read, stdout, stderr_write]
-        self.stdout: IO[bytes] | None = None
-        if stdout == subprocess.PIPE:
-            stdout_read, theirs[1] = os.pipe()
-            self.stdout = os.fdopen(stdout_read, "rb")
-        self.stdin: IO[bytes] | None = os.fdopen(stdin_write, "wb")
-        self.stderr: IO[bytes] | None = os.fdopen(stderr_read, "rb")
+        read, write = os.pipe()
+        self.stdin: IO[bytes] | None = os.fdopen(write, "wb")
+        theirs, made = [read], [read]
+        outputs: list[IO[bytes] | None] = []
+        for descriptor in (stdout, stderr):
+            if descriptor == subprocess.PIPE:
+                read, write = os.pipe()
+                made.append(write)
+            theirs.append(write if descriptor == subprocess.PIPE else descriptor)
+            outputs.append(os.fdopen(read, "rb") if descriptor == subprocess.PIPE else None)
+        self.stdout, self.stderr = outputs
         self.returncode: int | None = None
         self._read: dict[IO[bytes], bytes] = {}
         self._readers: list[threading.Thread] = []
@@ -106,7 +109,7 @@ class Process:
         }
         self.pid = start_server().ask(request, theirs)
         self._pidfd = os.pidfd_open(self.pid)  # until `wait` asked for its status, the process id is not used again
-        for descriptor in theirs if stdout == subprocess.PIPE else (stdin_read, stderr_write):
+        for descriptor in made:
             os.close(descriptor)
 
     def __enter__(self) -> Self:
