@@ -7,6 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 ARGS ?=
 # Tests mostly wait, for a broker or a time to pass, so some run side by side: each process with brokers of its own.
 JOBS ?= 4
+# Each of some hundred processes uses what an earlier one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases check test test-unit test-core test-rest test-fast t test-integration \
