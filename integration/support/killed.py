@@ -53,7 +53,7 @@ class Killed:
 
     def _start(self) -> None:
         program = "integration.programs.killed_by_messages"
-        self._process = Process(program, *self._arguments, stdout=1, stderr=2)
+        self._process = Process(program, *self._arguments, stdin=0, stdout=1, stderr=2)
 
     def revive(self) -> None:
         """Start it again, if it has been killed."""

@@ -19,13 +19,13 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from integration.support.programs import ROOT, environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 __all__ = ["Process", "run", "start_server"]
 
@@ -69,8 +69,8 @@ class Process:
     Args:
         name: a module, as for ``python -m``, or a file whose name ends with ``.py``.
         arguments: of the program.
-        stdout, stderr: a descriptor in place of the pipe.
-        cwd: its directory.
+        stdin, stdout, stderr: a descriptor in place of the pipe.
+        cwd: its directory; by default that of this process.
         env: its environment; by default that of `environment`.
 
     Attributes:
@@ -83,28 +83,27 @@ class Process:
         self,
         name: str,
         *arguments: str | bytes,
+        stdin: int = subprocess.PIPE,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
-        cwd: Path = ROOT,
+        cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        read, write = os.pipe()
-        self.stdin: IO[bytes] | None = os.fdopen(write, "wb")
-        theirs, made = [read], [read]
-        outputs: list[IO[bytes] | None] = []
-        for descriptor in (stdout, stderr):
+        ours: list[IO[bytes] | None] = [None, None, None]
+        theirs, made = [stdin, stdout, stderr], []
+        for number, descriptor in enumerate(theirs):
             if descriptor == subprocess.PIPE:
                 read, write = os.pipe()
-                made.append(write)
-            theirs.append(write if descriptor == subprocess.PIPE else descriptor)
-            outputs.append(os.fdopen(read, "rb") if descriptor == subprocess.PIPE else None)
-        self.stdout, self.stderr = outputs
+                theirs[number] = write if number else read
+                made.append(theirs[number])
+                ours[number] = os.fdopen(read, "rb") if number else os.fdopen(write, "wb")
+        self.stdin, self.stdout, self.stderr = ours
         self.returncode: int | None = None
         self._read: dict[IO[bytes], bytes] = {}
         self._readers: list[threading.Thread] = []
         request = {
             "run": ["file" if name.endswith(".py") else "module", name, *map(os.fsdecode, arguments)],
-            "cwd": str(cwd),
+            "cwd": str(cwd or Path.cwd()),
             "environment": dict(environment() if env is None else env),
         }
         self.pid = start_server().ask(request, theirs)
@@ -186,7 +185,7 @@ def run(
     *arguments: str | bytes,
     given: bytes = b"",
     timeout: float = 60,
-    cwd: Path = ROOT,
+    cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program to its end; see `Process`."""
