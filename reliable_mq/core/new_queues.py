@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["KEPT", "NEW_QUEUE_GRACE", "NewQueueListener", "NewQueues"]
+    from reliable_mq.message import Message
+
+__all__ = ["KEPT", "NEW_QUEUE_GRACE", "NewQueueListener", "NewQueues", "is_copied"]
 
 #: Seconds: twice the second after which no loss was ever seen.
 NEW_QUEUE_GRACE: Final = 2.0
@@ -112,3 +114,12 @@ class NewQueues:
 
     def _look(self) -> None:
         self.latest = float("inf") if self._being_made else max(self._made.values(), default=_NEVER)
+
+
+def is_copied(message: Message) -> bool:
+    """Whether a message may have a header that routes it to further queues: CC, BCC."""
+    try:
+        properties = message.encoded_properties
+    except Exception:  # noqa: BLE001  # of a user's own message, or a damaged one: it was encoded once
+        return True
+    return properties is not None and (b"\x02CC" in properties or b"\x03BCC" in properties)

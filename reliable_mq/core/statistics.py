@@ -1,4 +1,4 @@
-"""Counts and states of publishers, consumers and outboxes, each field with the metric that shows it.
+"""Counts and states of publishers, consumers and outboxes, with their metrics.
 
 ``...Statistics`` are counts that their owner keeps while it works; they only grow. ``...Status`` is a reading at one
 moment. The metadata of a field (`MetricOfField`) is its documentation and declares its metric: a new metric is a field
@@ -54,7 +54,7 @@ class Histogram:
         self.total += value
 
     def observe_all(self, values: list[float]) -> None:
-        """Count many at once (at least one). Mostly they share a bucket, which makes it cheap."""
+        """Count many at once, at least one. Mostly they share a bucket."""
         if len(values) == 1:
             self.observe(values[0])
             return
@@ -134,6 +134,10 @@ class PublisherStatistics:
     confirm_seconds: Histogram = field(
         default_factory=Histogram, metadata=_histogram("Time from submission to the confirm of the broker.")
     )
+
+    def settled(self, outcome: str) -> None:
+        """Count a settled publish; the outcome is the name of a field."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,5 +246,5 @@ class OutboxStatus:
     )
 
     def after(self, elapsed: float) -> OutboxStatus:
-        """Return the status `elapsed` seconds later, as far as is known: rows that wait have grown older."""
+        """Return the status `elapsed` seconds later: rows that wait have grown older."""
         return replace(self, oldest_age=self.oldest_age + elapsed) if self.rows else self

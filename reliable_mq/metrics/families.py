@@ -1,4 +1,7 @@
-"""The metrics of publishers, consumers and outboxes, derived from the fields of `reliable_mq.core.statistics`."""
+"""The metrics of publishers, consumers and outboxes.
+
+Derived from the fields of `reliable_mq.core.statistics`.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def consumer_readings(
 
 
 def outbox_readings(name: str, status: OutboxStatus | None, statistics: OutboxStatistics) -> Iterator[Reading]:
-    """Yield one scrape of the outbox of the publisher ``name``; `status` is None while the outbox does not answer."""
+    """Yield one scrape of the outbox of the publisher called ``name``.
+
+    `status` is None while the outbox does not answer: a gauge that is made up would hide that.
+    """
     return _readings((name,), status, statistics)
 
 

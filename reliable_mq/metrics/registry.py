@@ -1,4 +1,4 @@
-"""Prometheus metrics of publishers and consumers, in a registry that the user gives.
+"""Prometheus metrics of publishers and consumers, in a registry of the user.
 
 Nothing is counted here. The core counts while it works, in plain numbers; a scrape reads them. So metrics cost nothing
 between scrapes, and a process without a registry pays nothing at all.
@@ -37,9 +37,9 @@ class Family:
     Attributes:
         name: without prefix and suffix.
         kind: of Prometheus's.
-        documentation: what it says.
+        documentation: its help text.
         labels: their names.
-        merged: how readings of several publishers or consumers with the same labels become one.
+        merged: the way in which readings of several owners with the same labels become one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The value of a family for one set of label values, in the order of the family's labels."""
+    """The value of a family for one set of label values, in the order of its labels."""
 
     family: Family
     labels: tuple[str, ...]
@@ -64,19 +64,19 @@ class Reading:
 
 
 class Registration:
-    """A publisher's or consumer's place in a registry."""
+    """A publisher or consumer in a registry."""
 
     def __init__(self, collector: _Collector, read: Callable[[], Iterable[Reading]]) -> None:
         self._collector = collector
         self.read = read
 
     def close(self) -> None:
-        """Take a last reading: counters stay in the totals, gauges go. Does nothing the second time."""
+        """Take a last reading: counters stay in the totals, gauges go. Idempotent."""
         self._collector.retire(self)
 
 
 def register(registry: CollectorRegistry, read: Callable[[], Iterable[Reading]]) -> Registration:
-    """Have ``read`` called at every scrape of ``registry``, from the scraping thread. Thread-safe.
+    """Call ``read`` at every scrape of ``registry``, on its thread. Thread-safe.
 
     Raises:
         ConfigurationError: ``registry`` is none.
@@ -119,7 +119,7 @@ class _Totals:
 
 
 class _Collector(Collector):
-    """What one registry asks at a scrape."""
+    """The collector of one registry."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class _Collector(Collector):
                 self._retired.add(reading for reading in registration.read() if reading.family.kind != "gauge")
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing to check against at registration: the names are ours alone."""
+        """Return nothing to check at registration: the names are ours alone."""
         return []
 
     def collect(self) -> Iterable[Metric]:

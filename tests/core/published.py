@@ -1,9 +1,14 @@
-"""What a broker reads of a publishing session, decoded by a codec that is not ours (pamqp), and a shell for one."""
+"""Publishes as a broker reads them, decoded by a codec that is not ours (pamqp), and a caller of a publishing session.
+
+Every change of a publication's state is checked against the table of transitions.
+"""
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pamqp import commands, frame
 from pamqp.body import ContentBody
@@ -11,7 +16,7 @@ from pamqp.header import ContentHeader
 
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.publication import BrokerReply, Publication
+from reliable_mq.core.publisher.publication import TRANSITIONS, BrokerReply, Publication, PublicationState
 from reliable_mq.core.publisher.session import PublishingSession
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
@@ -99,8 +104,66 @@ def decode(data: bytes) -> list[Published]:
     return published
 
 
+EVENTS = {  # that a call of the session may carry out
+    "accept": {"message_id taken"},
+    "acked": {"acked", "queue old enough", "message_id free"},
+    "nacked": {"nacked", "message_id free"},
+    "answered": {"queue old enough", "message_id free"},
+    "channel_lost": {"channel lost", "connection lost", "message_id free"},
+    "connection_replaced": {"connection lost"},
+    "abandon": {"given up", "message_id free"},
+    "abandon_all": {"given up", "message_id free"},
+    "tick": {"given up", "delay over", "message_id free"},
+    "data_to_send": {"written", "cannot be encoded", "message_id free"},
+}
+
+Transition = tuple[str, PublicationState, PublicationState]
+
+
+class CheckedPublication(Publication):
+    """A publication whose state changes as the table of transitions says, in the calls that are for it."""
+
+    __slots__ = ("_state",)
+    events: ClassVar[set[str]] = set()  # of the call that goes on
+    observed: ClassVar[set[Transition]] = set()
+
+    @property
+    def state(self) -> PublicationState:  # type: ignore[override]
+        return self._state
+
+    @state.setter
+    def state(self, state: PublicationState) -> None:
+        before: PublicationState = getattr(self, "_state", state)
+        self._state: PublicationState = state
+        if state is not before:
+            reasons = {(event, before, state) for event in self.events if state in TRANSITIONS[event].get(before, ())}
+            assert reasons, f"{before} -> {state} in {self.events}"
+            self.observed.update(reasons)
+
+
+class CheckedSession(PublishingSession[Publication]):
+    """A session that says which events its publications may see."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, events in EVENTS.items():
+            setattr(self, name, _within(events, getattr(self, name)))
+
+
+def _within(events: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def checked(*args: Any, **others: Any) -> Any:
+        outer, CheckedPublication.events = CheckedPublication.events, CheckedPublication.events | events
+        try:
+            return call(*args, **others)
+        finally:
+            CheckedPublication.events = outer
+
+    return checked
+
+
 def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> PublishingSession[Publication]:
-    return PublishingSession(
+    return CheckedSession(
         retry=RetryPolicy(max_attempts, delays=DELAYS),
         confirm_timeout=CONFIRM_TIMEOUT,
         delivery_timeout=DELIVERY_TIMEOUT,
@@ -133,8 +196,8 @@ class Shell:
         headers: dict[str, FieldValue] | None = None,
         routing_key: str = "orders",
     ) -> list[Publication]:
-        publications = [
-            Publication(
+        publications: list[Publication] = [
+            CheckedPublication(
                 Message(body.encode(), message_id=message_id or f"id of {body}", headers=headers),
                 exchange,
                 routing_key,

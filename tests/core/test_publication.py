@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, Receipt
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState, Receipt
 from reliable_mq.errors import PublishBlocked, PublishNacked, PublishRefused, PublishReturned, PublishUnconfirmed
 from reliable_mq.message import Message
 
@@ -18,7 +18,8 @@ def test_a_new_publication_is_not_settled(publication: Publication) -> None:
     """Before anything happens there is no outcome, no error and no attempt."""
     assert publication.outcome is None
     assert publication.failure() is None
-    assert (publication.sends, publication.nacks, publication.on_wire, publication.in_doubt) == (0, 0, False, False)
+    assert (publication.sends, publication.nacks, publication.in_doubt) == (0, 0, False)
+    assert publication.state is PublicationState.READY
     assert (publication.size, publication.accepted_at, publication.timeout) == (4, 12.5, None)
     assert str(publication) == "message id-1 to exchange 'shop' with routing key 'orders.new'"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState
 from reliable_mq.errors import PublishBlocked
 from reliable_mq.message import Message
 from tests.core.published import (
@@ -28,6 +28,7 @@ from tests.core.published import (
     FRAME_MAX,
     NO_EXCHANGE,
     NO_ROUTE,
+    CheckedPublication,
     Published,
     Unencodable,
     decode,
@@ -158,7 +159,7 @@ class PublishingMachine(RuleBasedStateMachine):
             culprit = {"culprit": NO_EXCHANGE, "connection culprit": FRAME_ERROR}.get(kind)
             body, own_id = str(number).encode(), message_id or f"unique {number}"
             encodable = UNENCODABLE.get(kind)
-            publication = Publication(
+            publication = CheckedPublication(
                 Message(body, message_id=own_id) if encodable is None else Unencodable.after(encodable, body, own_id),
                 MISSING if culprit is NO_EXCHANGE else "",
                 kind,
@@ -488,7 +489,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def lose(self, reply: BrokerReply | None, *, connection: bool) -> None:
         channel = self.channel
         assert channel is not None
-        isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._isolation.active
+        isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._bisector.active
         self.session.channel_lost(channel.generation, reply, connection=connection)
         on_wire = channel.on_wire
         unsettled = [expected for expected in on_wire if expected.outcome is None]
@@ -592,7 +593,24 @@ class PublishingMachine(RuleBasedStateMachine):
         assert session.stale_confirms == self.stale
         assert session.blocked_reason == ("low on memory" if self.connection_blocked else None)
         for expected in self.everyone:
-            assert expected.publication.on_wire is (expected in on_wire)
+            assert expected.publication.state in self.possible_states(expected, expected in on_wire)
+
+    def possible_states(self, expected: Expected, on_wire: bool) -> set[PublicationState]:
+        """The timers of the session decide when a delay is over, and its bisector who is a suspect."""
+        if expected.outcome is not None:
+            return {PublicationState.ABANDONED if on_wire else PublicationState.SETTLED}
+        if on_wire:
+            return {PublicationState.ON_WIRE}
+        if expected.final_at is not None:
+            return {PublicationState.PROVISIONAL}
+        if expected.due > self.now and expected not in self.again:
+            return {PublicationState.DELAYED}
+        for older in self.everyone[: expected.number]:
+            holds_id = older.outcome is None or (self.channel is not None and older in self.channel.on_wire)
+            if holds_id and older.message_id == expected.message_id:
+                return {PublicationState.WAITING}
+        suspects = {PublicationState.SUSPECT} if self.session._bisector.active else set()
+        return {PublicationState.READY, PublicationState.DELAYED} | suspects
 
     def counts_add_up(self) -> None:
         statistics = self.session.statistics
@@ -654,7 +672,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.all_invariants()
         assert all(expected.outcome is not None for expected in self.everyone)
         assert self.session.freed_count == len(self.everyone)
-        assert self.session.outstanding == self.session.on_wire == len(self.session._gate) == 0
+        assert self.session.outstanding == self.session.on_wire == len(self.session._ids) == 0
 
 
 TestPublishing = PublishingMachine.TestCase

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["ChannelErrorBisector", "named_by"]
+__all__ = ["ChannelErrorBisector", "named_by", "processed"]
 
 T = TypeVar("T")
 
@@ -165,6 +165,22 @@ _CUT_FROM = 240  # bytes of a text that may have been cut; a character that was 
 def named_by(reply: BrokerReply, publications: Iterable[P]) -> list[P]:
     """Return the publishes that the broker's text can be about, in order. Empty where it names none of them."""
     return [one for one in publications if _is_named(reply, one)]
+
+
+def processed(lost: Sequence[P], named: Sequence[P]) -> int:
+    """Return how many publishes of a closed channel the broker may have processed.
+
+    It processes a channel in order, so the culprit and the ones after it were not; and the last one that is named is
+    the culprit, or came after it.
+
+    Args:
+        lost: the publishes of the channel, in order.
+        named: those of them that the text of the error can be about.
+    """
+    if len(lost) == 1:
+        return 0
+    those = set(map(id, named))
+    return next((place for place in reversed(range(len(lost))) if id(lost[place]) in those), len(lost))
 
 
 def _is_named(reply: BrokerReply, publication: Publication) -> bool:

@@ -1,19 +1,23 @@
-"""One publish: what was asked for, how far it has come, and how it ended.
+"""A publish: the request, its state, and its outcome.
 
-A publication has one of five outcomes; one that goes into an outbox has a sixth, *stored*. *Unknown* is an outcome of
-an attempt long before it is one of the publication: a publish whose channel was lost is sent again, with the same
-``message_id``; only when its deadline passes does it end as unknown.
+A publication has one of five outcomes; one that goes into an outbox has a sixth, *stored*. An attempt can end as
+unknown long before its publication does: a publish whose channel was lost is sent again, with the same ``message_id``,
+and ends as unknown only when its deadline passes.
 
-What became of many publishes: the report of ``publish_many``, and one error for several.
+`TRANSITIONS` is the life of a publication: the events, and the states that each moves it between. The session
+(`reliable_mq.core.publisher.session`) carries it out, and the tests check every change of a state against it.
 
-A publish that goes into an outbox: it ends when the message is durable there, or when it is known not to be.
+Invariants:
+
+- ``outcome`` is set once, with the change to `ABANDONED` or `SETTLED`;
+- a publication holds its place in the window until it is `SETTLED`.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from reliable_mq.errors import (
     PublishBlocked,
@@ -25,15 +29,63 @@ from reliable_mq.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reliable_mq.message import Message
 
-__all__ = ["BrokerReply", "Outcome", "Publication", "PublishReport", "Receipt", "StoredPublication", "summary"]
+__all__ = [
+    "TRANSITIONS",
+    "BrokerReply",
+    "Outcome",
+    "Publication",
+    "PublicationState",
+    "PublishReport",
+    "Receipt",
+    "StoredPublication",
+    "summary",
+]
+
+
+class PublicationState(enum.Enum):
+    """The state of an accepted publish; it begins as `READY`."""
+
+    WAITING = "another publish with the same message_id is outstanding"
+    READY = "to be written as soon as a channel is open and not blocked"
+    SUSPECT = "one of several that a channel error may blame; sent again in groups"
+    ON_WIRE = "written; the broker owes a confirm"
+    PROVISIONAL = "acked, but a queue that it may be in is so new that the broker can still lose it"
+    DELAYED = "nacked; waits for its backoff"
+    ABANDONED = "given up while on the wire; keeps its sequence number until the channel answers or is lost"
+    SETTLED = "its outcome is known, and the broker owes nothing"
+
+
+_WAITING, _READY, _SUSPECT, _ON_WIRE, _PROVISIONAL, _DELAYED, _ABANDONED, _SETTLED = PublicationState
+
+TRANSITIONS: Final[Mapping[str, Mapping[PublicationState, set[PublicationState]]]] = {
+    "message_id taken": {_READY: {_WAITING}},
+    "message_id free": {_WAITING: {_READY}},
+    "written": {_READY: {_ON_WIRE}, _SUSPECT: {_ON_WIRE}},
+    "cannot be encoded": {_READY: {_SETTLED}, _SUSPECT: {_SETTLED}},
+    "acked": {_ON_WIRE: {_SETTLED, _PROVISIONAL}, _ABANDONED: {_SETTLED}},
+    "nacked": {_ON_WIRE: {_DELAYED, _SETTLED}, _ABANDONED: {_SETTLED}},
+    "delay over": {_DELAYED: {_READY}},
+    "queue old enough": {_PROVISIONAL: {_SETTLED}},
+    "channel lost": {_ON_WIRE: {_READY, _SUSPECT}, _SUSPECT: {_SETTLED}, _ABANDONED: {_SETTLED}},
+    "connection lost": {_PROVISIONAL: {_READY, _SUSPECT}},
+    "given up": {
+        _WAITING: {_SETTLED},
+        _READY: {_SETTLED},
+        _SUSPECT: {_SETTLED},
+        _ON_WIRE: {_ABANDONED},
+        _PROVISIONAL: {_SETTLED},
+        _DELAYED: {_SETTLED},
+    },
+}
+"""Event -> state -> next states. The culprit of a channel error is settled as a suspect, a return by its confirm."""
 
 
 class Outcome(enum.Enum):
-    """How a publish ended."""
+    """The end of a publish."""
 
     CONFIRMED = "confirmed"
     """The broker acked it: it is on every queue it was routed to, and on disk where message and queue are durable."""
@@ -58,13 +110,13 @@ class BrokerReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What is known of a message that was published.
+    """The receipt of a published message.
 
     Attributes:
         message_id: the id it was published with.
         status: ``"confirmed"``: the broker has it; ``"stored"``: it is durable in the outbox, and the relay will
             publish it.
-        attempts: how often it was sent.
+        attempts: times that it was sent.
         possible_duplicate: whether an earlier attempt of unknown outcome may have arrived too.
     """
 
@@ -75,22 +127,22 @@ class Receipt:
 
 
 class Publication:
-    """A publish and its state. Written by the publishing session alone; ``outcome`` is set last, and once.
+    """A publish and its state, written by the publishing session alone.
 
     Attributes:
-        message, exchange, routing_key, mandatory: what was asked for.
+        message, exchange, routing_key, mandatory: the request.
         size: bytes counted against the window.
         accepted_at: on the monotonic clock, seconds.
         timeout: seconds from ``accepted_at`` after which it is given up; None for the session's delivery timeout.
-        sends: how often it was written to a channel.
-        nacks: how often the broker refused it.
-        on_wire: whether the open channel still owes a confirm for it.
+        state: moved by the events of `TRANSITIONS` alone.
+        sends: times that it was written to a channel.
+        nacks: times that the broker nacked it.
         in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
-        reply: the return or the channel exception that concerns it, or why it was blocked, or provisional to the end.
+        reply: the return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         outcome: None until it is settled.
-        home: the face that it belongs to, for what a user does with it.
-        watchers: what the face calls when it is settled; None for nobody.
-        seen: whether a user has asked for the outcome, or will be told.
+        home: its publisher, for the calls of its user.
+        watchers: called when it is settled; None if there are none.
+        seen: whether its user has asked for the outcome, or will be told.
     """
 
     __slots__ = (
@@ -101,13 +153,13 @@ class Publication:
         "mandatory",
         "message",
         "nacks",
-        "on_wire",
         "outcome",
         "reply",
         "routing_key",
         "seen",
         "sends",
         "size",
+        "state",
         "timeout",
         "watchers",
     )
@@ -130,9 +182,9 @@ class Publication:
         self.size = size
         self.accepted_at = accepted_at
         self.timeout = timeout
+        self.state = _READY
         self.sends = 0
         self.nacks = 0
-        self.on_wire = False
         self.in_doubt = False
         self.reply: BrokerReply | None = None
         self.outcome: Outcome | None = None
@@ -145,7 +197,7 @@ class Publication:
         return Receipt(self.message.message_id, attempts=self.sends, possible_duplicate=self.in_doubt)
 
     def failure(self) -> PublishError | None:
-        """The error that a settled publication ended with; None where it was confirmed."""
+        """The error that a settled publication ended with; None if it was confirmed."""
         match self.outcome:
             case Outcome.NACKED:
                 return self._with_doubt(
@@ -224,12 +276,12 @@ _FAILURES_KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What became of the messages of one ``publish_many``.
+    """The outcome of one ``publish_many``.
 
     Attributes:
-        confirmed: how many the broker has.
+        confirmed: how many messages the broker has.
         failures: every other message with its error, in the order in which they settled.
-        stored: how many are durable in the outbox, where there is one; then none is counted as confirmed.
+        stored: how many messages are durable in the outbox, if there is one; none counts as confirmed then.
     """
 
     confirmed: int
@@ -248,7 +300,12 @@ class PublishReport:
 
 
 def summary(errors: Sequence[PublishError], count: int) -> PublishError:
-    """One error for ``count`` failures, of which ``errors`` are the last, or all that are still known."""
+    """Return one error for ``count`` failures.
+
+    Args:
+        errors: the last of them, or all that are still known.
+        count: how many there are.
+    """
     if count == len(errors) == 1:
         return errors[0]
     what = f"{count} messages were not confirmed"
@@ -260,14 +317,15 @@ def summary(errors: Sequence[PublishError], count: int) -> PublishError:
 
 
 class StoredPublication(Publication):
-    """A publication whose outcome is that of storing it. The relay's publish of the same message is another one.
+    """A publication whose outcome is that of storing it in an outbox.
 
-    ``watchers`` and the rest are as on every publication; ``seen`` and ``outcome`` are written by who stores it.
+    Its ``outcome`` is written by the `OutboxChannel`; its ``state`` stays `READY`, as no session has it. The relay
+    publishes the same message as another publication.
     """
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # of the classes of either face, which derive from two classes
+    if TYPE_CHECKING:  # of the classes of both APIs, which derive from two classes
 
         @property
         def error(self) -> PublishError | None:
@@ -277,10 +335,10 @@ class StoredPublication(Publication):
         def error(self, error: PublishError | None) -> None: ...
 
         def settled(self) -> None:
-            """Tell who watches: the face's own."""
+            """Call the watchers."""
 
     def stored(self, error: PublishError | None) -> None:
-        """It is durable, or was not stored; where the error says that it may have arrived, that is not known."""
+        """Set the outcome: stored, not stored, or unknown if it may have arrived."""
         self.error = error
         if error is None:
             self.outcome = Outcome.STORED
@@ -292,5 +350,5 @@ class StoredPublication(Publication):
         return Receipt(self.message.message_id, status="stored", attempts=0)
 
     def failure(self) -> PublishError | None:
-        """The error that it ended with; None where it is stored, or is still on its way."""
+        """The error that it ended with; None if it is stored, or still on its way."""
         return None if self.outcome is None else self.error

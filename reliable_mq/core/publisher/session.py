@@ -1,46 +1,34 @@
-"""The publishing session: everything that a publisher decides, without I/O.
+"""The publishing session: every decision of a publisher, without I/O.
 
-The shell tells the session what happened (publishes accepted, a channel opened, confirms and returns read, a channel or
-a connection lost, time passed) and asks what to do: which bytes to send now, which publishes are settled, whether to
-discard the channel, when to call again. The session knows no socket, clock or thread; ``now`` is the shell's monotonic
-clock, in seconds.
+The channel reports events to the session (publishes accepted, a channel opened, confirms and returns read, a channel or
+a connection lost, time passed) and asks for its work: the bytes to send, the publishes that are settled, whether to
+discard the channel, the time of the next call. The session knows no socket, clock or thread; ``now`` is the monotonic
+clock of its caller, in seconds.
 
-The way of a publish::
-
-    accepted --its message_id is outstanding--> waiting for its turn --> ready
-    accepted ----------------------------------------------------------> ready
-    ready    --written to the open channel-----------------------------> on the wire
-    on the wire  --ack--> confirmed            --ack or nack, after a return--> returned
-                 --ack, and its queue was made a moment ago--> provisional --an answer after the grace--> confirmed
-                                                               provisional --connection lost--> as on the wire
-                 --nack, attempts left--> delayed --its delay is over--> ready
-                 --nack, none left--> nacked
-                 --channel lost--> ready, in its old order (in doubt: its next attempt may be a duplicate)
-                 --the broker closed the channel over it (`reliable_mq.core.publisher.bisect`)--> refused
-    ready    --its message cannot be encoded--> refused
-    anywhere     --its deadline passes--> unknown, or returned where the return has come (it is sent no more)
+The states of a publish are `PublicationState`; `TRANSITIONS` lists the events that move it between them. Everything
+that changes a state is here, but for `MessageIdQueue`, which holds back a second publish of a ``message_id``.
 
 Invariants:
 
 - every accepted publish is settled exactly once, and ``outcome`` never changes afterwards;
 - a return beats its ack: a returned publish is never reported as confirmed;
-- what was on the wire when the channel was lost is exactly what is published again, before anything newer, and in
-  order, except that those whom the broker's error may mean come last;
-- what came after the one that the broker closed the channel over was not processed, and is in no doubt;
-- nothing is published while a channel exception is being isolated, except the group that is probed;
-- a publish is refused only where it was alone on the channel that closed, or the only one that the error can mean, or
-  one of a group that the error means as a whole, twice: one that was given up while on the wire is a suspect too;
+- exactly the publishes that were on the wire when the channel was lost are published again, before anything newer, and
+  in order, except that those named by the error of the broker come last;
+- a publish behind the one that the broker closed the channel over was not processed, and is in no doubt;
+- nothing is published while a channel error is being bisected, except the group that is probed;
+- a publish is refused only if it was alone on the channel that closed, or the only one that the error can mean, or one
+  of a group that the error means as a whole, twice: one that was given up while on the wire is a suspect too;
 - no two publishes with the same ``message_id`` are on the wire at once;
 - nothing is published without a channel, while the broker blocks, or once it is settled;
 - a message that cannot be encoded fails alone: nothing is marked as sent before the whole write is encoded;
-- a place in the window is given back once per accepted publish, when it is settled *and* off the wire: a late confirm
+- a place in the window is released once per accepted publish, when it is settled *and* off the wire: a late confirm
   still finds it;
 - nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
-  place in the window, and is published again, in its old order, where the connection is lost. The broker has to answer
-  on this connection what was sent after the grace: a question, or a publish. A channel that is closed costs it nothing,
-  and blames it for nothing; the question is asked on the next one;
+  place in the window, and is published again, in its old order, if the connection is lost. The broker has to answer on
+  this connection to something that was sent after the grace: a question, or a publish. The close of a channel costs it
+  nothing, and blames it for nothing; the question is asked on the next one;
 - an answer that took more than half of the grace may be the first of a broker that was frozen until then, and saves
-  its queues only now: it is asked once more, a grace later.
+  its queues only now: the question is asked once more, a grace later.
 """
 
 from __future__ import annotations
@@ -53,11 +41,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from reliable_mq.codec import append_publish, encode_properties, publish_head
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
-from reliable_mq.core.new_queues import NewQueues
-from reliable_mq.core.publisher.bisect import ChannelErrorBisector, named_by
+from reliable_mq.core.new_queues import NewQueues, is_copied
+from reliable_mq.core.publisher.bisect import ChannelErrorBisector, named_by, processed
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
-from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState
 from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
@@ -65,12 +53,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from random import Random
 
-    from reliable_mq.message import Message
     from reliable_mq.retry import RetryPolicy
 
 __all__ = ["PublishingSession"]
 
 P = TypeVar("P", bound=Publication)
+
+# Bound once: an attribute of an enum costs as much as the rest of a change of state.
+_WAITING, _READY, _SUSPECT = PublicationState.WAITING, PublicationState.READY, PublicationState.SUSPECT
+_ON_WIRE, _PROVISIONAL = PublicationState.ON_WIRE, PublicationState.PROVISIONAL
+_DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABANDONED, PublicationState.SETTLED
 
 _IN_DOUBT = {headers.POSSIBLE_DUPLICATE: True}
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
@@ -92,10 +84,12 @@ _BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
 
 
 class PublishingSession(Generic[P]):
-    """See the module. Not thread-safe: one thread, or one event loop, owns it.
+    """The publishes of one publisher. Not thread-safe.
+
+    One thread, or one event loop, owns it.
 
     Args:
-        retry: how a nacked publish is tried again.
+        retry: the policy for nacked publishes.
         confirm_timeout: seconds without any settlement after which the channel is in doubt.
         delivery_timeout: seconds from acceptance after which a publish without a timeout of its own is given up.
         random: the source of the jitter.
@@ -103,11 +97,11 @@ class PublishingSession(Generic[P]):
 
     Attributes:
         statistics: counts, written here and read by anyone.
-        proven: when the broker of this connection is known to have lived; minus infinity where that is not known.
+        proven: when the broker of this connection is known to have lived; minus infinity if that is not known.
         frame_max: bytes that a frame may have on the latest channel.
-        blocked_reason: the broker's reason while it blocks publishing; else None.
-        settled: publishes settled since the shell last took and cleared the list.
-        freed_count, freed_bytes: places of the window given back since the shell last took and zeroed them.
+        blocked_reason: the reason of the broker while it blocks publishing; else None.
+        settled: publishes settled since the caller last took and cleared the list.
+        freed_count, freed_bytes: places of the window released since the caller last took and zeroed them.
     """
 
     def __init__(
@@ -123,20 +117,20 @@ class PublishingSession(Generic[P]):
         self._confirm_timeout = confirm_timeout
         self._random = random
         self._tracker: ConfirmTracker[P] = ConfirmTracker()
-        self._roster: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
-        self._gate: MessageIdQueue[P] = MessageIdQueue()
-        self._isolation: ChannelErrorBisector[P] = ChannelErrorBisector()
+        self._deadlines: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
+        self._ids: MessageIdQueue[P] = MessageIdQueue()
+        self._bisector: ChannelErrorBisector[P] = ChannelErrorBisector()
         self._ready: deque[P] = deque()
-        self._probe: deque[P] = deque()  # the part of the group under isolation that is not written yet
+        self._probe: deque[P] = deque()  # the part of the probed group that is not written yet
         self._delayed: list[tuple[float, int, P]] = []
         self._order = itertools.count()  # breaks ties in _delayed
         self._heads: dict[tuple[str, str, bool], bytes] = {}
         self._new_queues = NewQueues()
         self._new_queue_grace = new_queue_grace
         self._provisional: dict[P, tuple[int, int]] = {}  # by generation and number: in the order of publishing
-        self._final: list[tuple[float, int, list[P]]] = []  # when the broker has to live for which of those
+        self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
         self.proven = _NEVER
-        self._asked_at: float | None = None  # where an answer is outstanding on this channel
+        self._asked_at: float | None = None  # of the question that this channel has not answered yet
         self._ask_after = _NEVER
         self._slow = False  # the last answer took long
         self._channel = 0
@@ -148,19 +142,19 @@ class PublishingSession(Generic[P]):
         self.freed_count = 0
         self.freed_bytes = 0
 
-    # What happened
+    # Events
 
     def accept(self, publications: Collection[P]) -> None:
-        """Publishes came in, in the order of their ``accepted_at``, each admitted to the window."""
-        self._roster.enter(publications)
-        self._ready.extend(self._gate.enter(publications))
+        """Accept publishes in the order of ``accepted_at``, each admitted to the window."""
+        self._deadlines.enter(publications)
+        self._ready.extend(self._ids.enter(publications))
 
     def channel_opened(
         self, generation: int, channel: int, frame_max: int, now: float, new_queues: NewQueues | None = None
     ) -> None:
-        """A channel is open and in confirm mode; publishing goes on.
+        """Publish on a channel that is open and in confirm mode.
 
-        Where it is on another connection than the last one was, `connection_replaced` comes before.
+        If its connection is not that of the last channel, `connection_replaced` comes before.
         """
         self._tracker.channel_opened(generation)
         if new_queues is not None and self._new_queue_grace:
@@ -172,16 +166,16 @@ class PublishingSession(Generic[P]):
         self._ask_after, self._slow = _NEVER, False
 
     def connection_replaced(self) -> None:
-        """The connection was lost, if only after its channel: what is provisional is published again."""
+        """Send provisional publishes again: the connection of the last channel is lost."""
         self._send_first(self._lose_provisional({}))
         self.proven = _NEVER
 
     def asked(self, now: float) -> None:
-        """The shell asks what `question_due` wants to be asked."""
+        """Note that the question which `question_due` asks for was sent."""
         self._asked_at = now
 
     def answered(self, now: float) -> None:
-        """The broker has answered that, on the channel that it was asked on."""
+        """Take the broker's answer to that question, on the channel that it was asked on."""
         asked_at, self._asked_at = self._asked_at, None
         if asked_at is None:
             return
@@ -192,50 +186,57 @@ class PublishingSession(Generic[P]):
             self._prove(asked_at, now)
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """``basic.ack`` from the broker."""
+        """Settle the publishes of a ``basic.ack``."""
         if self.proven < self._new_queues.latest + self._new_queue_grace:
             self._acked_early(generation, tag, multiple, now)
             return
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
             self._progress_at = now
-            self._conclude(settled, now)
+            self._confirm(settled, now)
 
     def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """``basic.nack`` from the broker: it does not take these. They are tried again, or reported."""
+        """Retry, or settle, the publishes of a ``basic.nack``."""
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
             return
         self._progress_at = now
         for publication in settled:
-            publication.on_wire = False
             publication.nacks += 1
             self.statistics.nacks += 1
-            if publication.outcome is not None:
-                self._retire(publication)
+            if publication.state is _ABANDONED:
+                self._release(publication)
             elif publication.reply is not None:
-                self._settle(publication, Outcome.RETURNED)
+                self._finish(publication, Outcome.RETURNED)
             else:
                 delay = self._retry.delay(publication.nacks, self._random)
                 if delay is None:
-                    self._settle(publication, Outcome.NACKED)
+                    self._finish(publication, Outcome.NACKED)
                 else:
+                    publication.state = _DELAYED
                     heapq.heappush(self._delayed, (now + delay, next(self._order), publication))
 
     def returned(self, generation: int, code: int, text: str, message_id: str | None) -> None:
-        """``basic.return`` from the broker, which comes before the confirm of the same publish.
+        """Note a ``basic.return``, which comes before the confirm of the same publish.
 
         ``message_id`` is that of the returned properties. None finds the publish whose ``message.message_id`` is empty:
         that is how one that goes out without an id is tracked, one at a time.
         """
-        publication = self._gate.holder(message_id or "")
-        if publication is None or not publication.on_wire or generation != self._tracker.generation:
-            self.statistics.stray_returns += 1
-        elif publication.outcome is None:
+        publication = self._ids.holder(message_id or "")
+        state = None if publication is None or generation != self._tracker.generation else publication.state
+        if publication is not None and state is _ON_WIRE:
             publication.reply = BrokerReply(code, text)
+        elif state is not _ABANDONED:
+            self.statistics.stray_returns += 1
 
     def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool) -> None:
-        """The channel is gone, alone or with its connection. ``reply`` is the broker's reason, where it gave one."""
+        """Take back the publishes of a lost channel.
+
+        Args:
+            generation: of the channel.
+            reply: the reason of the broker; None if it gave none.
+            connection: whether the connection was lost with it.
+        """
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
                 self.blocked_reason = None
@@ -249,25 +250,26 @@ class PublishingSession(Generic[P]):
         blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
         unwritten = self._take_probe()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
-        doubted = _processed(lost, named) if blames else len(lost)
+        doubted = processed(lost, named) if blames else len(lost)
         unsettled: list[P] = []
+        state = _SUSPECT if blames or self._bisector.active else _READY
         for place, publication in enumerate(lost):
-            publication.on_wire = False
-            if publication.outcome is not None:
-                self._retire(publication)
+            if publication.state is _ABANDONED:
+                self._release(publication)
                 continue
+            publication.state = state
             if place < doubted:
                 publication.in_doubt = True
                 self.statistics.in_doubt += 1
             publication.reply = None
             unsettled.append(publication)
         if reply is not None and blames:
-            for culprit in self._isolation.closed(lost, unwritten, named):
-                if culprit.outcome is None:
+            for culprit in self._bisector.closed(lost, unwritten, named):
+                if culprit.state is _SUSPECT:
                     culprit.reply = reply
-                    self._settle(culprit, Outcome.REFUSED)
-        elif self._isolation.active:
-            self._isolation.interrupted([*unsettled, *unwritten])
+                    self._finish(culprit, Outcome.REFUSED)
+        elif self._bisector.active:
+            self._bisector.interrupted([*unsettled, *unwritten])
         elif connection and self._provisional:
             places = {one: (generation, number) for one, number in zip(lost, numbers, strict=True)}
             self._send_first(self._lose_provisional({one: places[one] for one in unsettled}))
@@ -277,40 +279,47 @@ class PublishingSession(Generic[P]):
             self.connection_replaced()
 
     def blocked(self, reason: str) -> None:
-        """``connection.blocked``: nothing is written until the broker takes it back."""
+        """Write nothing until `unblocked`: ``connection.blocked``."""
         self.blocked_reason = reason
 
     def unblocked(self, now: float) -> None:
-        """``connection.unblocked``."""
+        """Write again: ``connection.unblocked``."""
         self.blocked_reason = None
         self._progress_at = now
 
     def abandon(self, publication: P) -> None:
-        """Its caller waits no longer: give it up as if its deadline had passed. It has been accepted before.
+        """Settle an accepted publish whose caller waits no longer, as at its deadline.
 
-        Nothing happens where it is settled.
+        Does nothing if it is settled.
         """
         if publication.outcome is None:
             self._give_up(publication)
 
     def abandon_all(self) -> None:
-        """The publisher closes for good: give up everything unsettled."""
-        for publication in self._roster.expire(float("inf")):
+        """Settle all publishes as at their deadline: the publisher closes for good."""
+        for publication in self._deadlines.expire(_FOR_EVER):
             self._give_up(publication)
 
     def tick(self, now: float) -> None:
-        """Time passed: give up what is over its deadline, make ready what was delayed. Call it before sending."""
-        for publication in self._roster.expire(now):
+        """Advance the timers to ``now``. Comes before `data_to_send`.
+
+        Publishes past their deadline are settled, delayed retries are ready.
+        """
+        for publication in self._deadlines.expire(now):
             self._give_up(publication)
         while self._delayed and self._delayed[0][0] <= now:
             publication = heapq.heappop(self._delayed)[2]
-            if publication.outcome is None:
+            if publication.state is _DELAYED:
+                publication.state = _READY
                 self._ready.append(publication)
 
-    # What to do
+    # Work
 
     def data_to_send(self, now: float, limit: int) -> bytes:
-        """The frames to write now: about ``limit`` bytes, at least one message, whole messages. Empty for nothing."""
+        """Return the frames to write now, about ``limit`` bytes; empty if there are none.
+
+        They are of whole messages, at least one.
+        """
         if not self._tracker.open or self.blocked_reason is not None:
             return b""
         if not len(self._tracker):
@@ -323,42 +332,48 @@ class PublishingSession(Generic[P]):
             except BaseException:  # nothing of it is written
                 queue.extendleft(reversed(sent))
                 raise
+        self._tracker.published(sent)
         for publication in sent:
+            publication.state = _ON_WIRE
             if publication.sends:
                 self.statistics.republished += 1
             publication.sends += 1
-            publication.on_wire = True
-        self._tracker.published(sent)
         return data
 
     def channel_in_doubt(self, now: float) -> bool:
-        """Whether the broker owes confirms and has settled nothing for the confirm timeout: discard the channel."""
+        """Whether to discard the channel: its confirms are overdue.
+
+        The broker owes confirms, and has settled nothing for the confirm timeout.
+        """
         at = self._doubt_at()
         return at is not None and now >= at
 
     @property
     def doubt(self) -> str:
-        """Why the channel is discarded where it is in doubt."""
+        """The reason for discarding a channel that is in doubt."""
         text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
     def question_due(self, now: float) -> bool:
-        """Whether to ask the broker now whether it lives, with anything that it answers. The shell says `asked`."""
+        """Whether to ask the broker now if it lives, by any method that it answers.
+
+        The caller reports `asked`.
+        """
         at = self._question_at()
         return at is not None and now >= at
 
     def next_wakeup(self) -> float | None:
-        """When to call :meth:`tick` and the questions after it next, whatever else happens; None for never."""
+        """Return the time of the next `tick`, whatever else happens; None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
-        times = (self._roster.next_deadline, self._doubt_at(), delayed, self._question_at())
+        times = (self._deadlines.next_deadline, self._doubt_at(), delayed, self._question_at())
         return min((at for at in times if at is not None), default=None)
 
-    # What can be seen
+    # Readings
 
     @property
     def outstanding(self) -> int:
         """Publishes accepted and not settled."""
-        return len(self._roster)
+        return len(self._deadlines)
 
     @property
     def on_wire(self) -> int:
@@ -372,8 +387,8 @@ class PublishingSession(Generic[P]):
 
     @property
     def oldest_accepted_at(self) -> float | None:
-        """When the oldest unsettled publish was accepted; None where all is settled."""
-        return self._roster.oldest_accepted_at
+        """When the oldest unsettled publish was accepted; None if all are settled."""
+        return self._deadlines.oldest_accepted_at
 
     def _doubt_at(self) -> float | None:
         if not len(self._tracker) or self.blocked_reason is not None:
@@ -381,7 +396,10 @@ class PublishingSession(Generic[P]):
         return self._progress_at + self._confirm_timeout
 
     def _question_at(self) -> float | None:
-        """Also where nothing is provisional: queues that are known to be old are not new again after a loss."""
+        """Return the time of the next question.
+
+        There is one with nothing provisional, too: queues that are known to be old stay old after a loss.
+        """
         if not self._tracker.open or self.blocked_reason is not None or self._asked_at is not None:
             return None
         old_at = self._new_queues.latest + self._new_queue_grace
@@ -393,14 +411,14 @@ class PublishingSession(Generic[P]):
         return now - asked_at <= self._new_queue_grace / 2
 
     def _prove(self, moment: float, now: float) -> None:
-        """The broker has answered what was sent after ``moment``."""
+        """Confirm publishes for good: a frame sent after ``moment`` was answered."""
         self.proven = max(self.proven, moment)
         while self._final and self._final[0][0] <= self.proven:
             final = heapq.heappop(self._final)[2]
-            self._conclude([one for one in final if self._provisional.pop(one, None) is not None], now)
+            self._confirm([one for one in final if self._provisional.pop(one, None) is not None], now)
 
     def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
-        """Move publishes from ``queue`` to ``sent``, up to ``limit`` bytes, and return their frames.
+        """Move publishes from ``queue`` to ``sent``, and return their frames.
 
         One that cannot be encoded is refused: it would fail the same way at every attempt.
         """
@@ -431,23 +449,29 @@ class PublishingSession(Generic[P]):
                 failure = describe(error, 0.0)
                 text = f"it cannot be encoded: {failure.exception_type}: {failure.exception_message}"
                 publication.reply = BrokerReply(0, text)
-                self._settle(publication, Outcome.REFUSED)
+                self._finish(publication, Outcome.REFUSED)
         return b"".join(out)
 
     def _may_be_sent(self) -> deque[P]:
-        """What is ready; during an isolation, of one group only, and the next one once all of it is settled."""
-        isolation = self._isolation
-        while isolation.active and not len(self._tracker) and all(one.outcome is not None for one in self._probe):
-            self._probe = deque(isolation.next_group())
-        return self._probe if isolation.active else self._ready
+        """Return the publishes to write next: ready ones, or those of the probed group.
 
-    def _conclude(self, acked: Sequence[P], now: float) -> None:
-        """The broker has these for good."""
+        While there are suspects, the next group begins once all of the last one is settled.
+        """
+        bisector = self._bisector
+        while bisector.active and not len(self._tracker) and all(one.outcome is not None for one in self._probe):
+            self._probe = deque(bisector.next_group())
+        return self._probe if bisector.active else self._ready
+
+    def _confirm(self, acked: Sequence[P], now: float) -> None:
+        """Settle publishes that the broker has for good.
+
+        It does as `_finish`, for many at once: acks come by the ten thousand a second.
+        """
         before = len(self.settled)
         freed = 0
         waited: list[float] = []
         for publication in acked:
-            publication.on_wire = False
+            publication.state = _SETTLED
             freed += publication.size
             if publication.outcome is None:
                 if publication.reply is None:
@@ -456,8 +480,8 @@ class PublishingSession(Generic[P]):
                 else:
                     publication.outcome = Outcome.RETURNED
                 self.settled.append(publication)
-        self._roster.settled(len(self.settled) - before)
-        self._ready.extend(self._gate.leave(acked))
+        self._deadlines.settled(len(self.settled) - before)
+        self._ready.extend(self._ids.leave(acked))
         self.freed_count += len(acked)
         self.freed_bytes += freed
         self.statistics.returned += len(self.settled) - before - len(waited)
@@ -466,7 +490,10 @@ class PublishingSession(Generic[P]):
             self.statistics.confirm_seconds.observe_all(waited)
 
     def _acked_early(self, generation: int, tag: int, multiple: bool, now: float) -> None:
-        """The broker has these, while some queue is new."""
+        """Settle the publishes of a ``basic.ack`` while some queue is new.
+
+        Those that may be in a new queue are provisional.
+        """
         numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
@@ -478,31 +505,33 @@ class PublishingSession(Generic[P]):
         for_good: list[P] = []
         provisional: dict[float, list[P]] = {}
         for number, publication in zip(numbers, settled, strict=True):
-            publication.on_wire = False
             at = None
-            if publication.outcome is None and publication.reply is None:
+            if publication.state is _ON_WIRE and publication.reply is None:
                 at = self._new_queues.final_at(
                     publication.exchange,
                     publication.routing_key,
                     now,
                     self.proven,
                     self._new_queue_grace,
-                    copied=_is_copied(publication.message),
+                    copied=is_copied(publication.message),
                 )
             if at is None:
                 for_good.append(publication)
             else:
+                publication.state = _PROVISIONAL
                 self._provisional[publication] = generation, number
                 provisional.setdefault(at, []).append(publication)
         for at, publications in provisional.items():
             heapq.heappush(self._final, (at, next(self._order), publications))
-        self._conclude(for_good, now)
+        self._confirm(for_good, now)
 
     def _lose_provisional(self, unsettled: dict[P, tuple[int, int]]) -> list[P]:
-        """The broker may have died, and its new queues with it: return what to publish again, in its old order.
+        """Return the publishes to send again, in their old order.
+
+        The broker may have died, and its new queues with it.
 
         Args:
-            unsettled: what was on the wire, by generation and number.
+            unsettled: the publishes that were on the wire, by generation and number.
         """
         for publication in self._provisional:
             publication.in_doubt = True
@@ -514,8 +543,11 @@ class PublishingSession(Generic[P]):
 
     def _send_first(self, publications: list[P]) -> None:
         """Publish these, which the broker has had, before all others."""
-        if self._isolation.active:
-            self._isolation.innocent(publications)
+        state = _SUSPECT if self._bisector.active else _READY
+        for publication in publications:
+            publication.state = state
+        if self._bisector.active:
+            self._bisector.innocent(publications)
         else:
             self._ready.extendleft(reversed(publications))
 
@@ -524,67 +556,42 @@ class PublishingSession(Generic[P]):
         self._probe.clear()
         return rest
 
-    def _settle(self, publication: P, outcome: Outcome) -> None:
-        publication.outcome = outcome
-        match outcome:
-            case Outcome.NACKED:
-                self.statistics.nacked += 1
-            case Outcome.RETURNED:
-                self.statistics.returned += 1
-            case _:
-                self.statistics.refused += 1
-        self._roster.settled(1)
-        self.settled.append(publication)
-        self._retire(publication)
-
     def _give_up(self, publication: P) -> None:
-        """Settle a publish wherever it stands: as unknown, unless the broker returned it."""
+        """Settle a publish in any state: as unknown, or as returned if the broker did so."""
         if publication.reply is not None:
-            publication.outcome = Outcome.RETURNED
-            self.statistics.returned += 1
+            outcome = Outcome.RETURNED
         else:
+            outcome = Outcome.UNKNOWN
             if not publication.sends and self.blocked_reason is not None:
                 publication.reply = BrokerReply(0, self.blocked_reason)
-            elif self._provisional.pop(publication, None) is not None:
+            elif publication.state is _PROVISIONAL:
+                del self._provisional[publication]
                 publication.reply = BrokerReply(0, _NEW)
-            publication.outcome = Outcome.UNKNOWN
-            self.statistics.unknown += 1
-        self._roster.settled(1)
-        self.settled.append(publication)
-        if publication.on_wire:
-            return  # its confirm is still owed: it keeps its place until the channel settles it or is lost
-        if self._gate.withdraw(publication):
-            self._free(publication)
-        else:
-            self._retire(publication)
-        if len(self._ready) > 2 * len(self._roster) + _DEAD_KEPT:
+        self._finish(publication, outcome, confirm_owed=publication.state is _ON_WIRE)
+        if len(self._ready) > 2 * len(self._deadlines) + _DEAD_KEPT:
             self._ready = deque(waiting for waiting in self._ready if waiting.outcome is None)
 
-    def _retire(self, publication: P) -> None:
-        self._free(publication)
-        self._ready.extend(self._gate.leave((publication,)))
+    def _finish(self, publication: P, outcome: Outcome, *, confirm_owed: bool = False) -> None:
+        """Settle a publish: set its outcome, count it, and free its place and its id.
 
-    def _free(self, publication: P) -> None:
+        While its confirm is owed it keeps both, until the channel settles it or is lost.
+        """
+        publication.outcome = outcome
+        self.statistics.settled(outcome.value)
+        self._deadlines.settled(1)
+        self.settled.append(publication)
+        if confirm_owed:
+            publication.state = _ABANDONED
+        else:
+            self._release(publication)
+
+    def _release(self, publication: P) -> None:
+        """Free the place and the ``message_id`` of a settled publish off the wire."""
+        waiting = publication.state is _WAITING
+        publication.state = _SETTLED
         self.freed_count += 1
         self.freed_bytes += publication.size
-
-
-def _processed(lost: Sequence[P], named: Sequence[P]) -> int:
-    """How many of those on a channel that the broker closed it may have processed, from the first one on.
-
-    It processes a channel in order, so the culprit and what came after it were not; and the last one that is named is
-    the culprit, or came after it.
-    """
-    if len(lost) == 1:
-        return 0
-    those = set(map(id, named))
-    return next((place for place in reversed(range(len(lost))) if id(lost[place]) in those), len(lost))
-
-
-def _is_copied(message: Message) -> bool:
-    """Whether a message may have a header that routes it to further queues (CC, BCC)."""
-    try:
-        properties = message.encoded_properties
-    except Exception:  # noqa: BLE001  # of a user's own message, or a damaged one: it was encoded once
-        return True
-    return properties is not None and (b"\x02CC" in properties or b"\x03BCC" in properties)
+        if waiting:
+            self._ids.withdraw(publication)
+        else:
+            self._ready.extend(self._ids.leave((publication,)))

@@ -1,4 +1,4 @@
-"""What bounds a publisher: how much may be outstanding, and that no two outstanding publishes share a ``message_id``.
+"""The window of a publisher, and one outstanding publish per ``message_id``.
 
 A full window makes ``submit`` wait, so that neither the process nor the broker is flooded. A returned message names its
 ``message_id`` and nothing else, so two outstanding publishes with the same id could not be told apart: the second one
@@ -6,11 +6,10 @@ waits until the first is settled.
 
 Invariants:
 
-- :class:`PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single
-  message larger than ``max_bytes``, which is admitted alone (else it could never be sent);
-- what is admitted is released once, so an empty publisher has an empty window;
-- :class:`MessageIdQueue` lets one item per id through at a time, and the ones that wait follow in the order in which
-  they came.
+- `PublishWindow` never holds more than ``max_count`` messages, nor more than ``max_bytes``, except for a single message
+  larger than ``max_bytes``, which is admitted alone (else it could never be sent);
+- an admitted message is released once, so an empty publisher has an empty window;
+- `MessageIdQueue` admits one publication per id at a time; the others follow in the order in which they came.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.core.publisher.publication import Publication, PublicationState
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -58,66 +57,74 @@ class PublishWindow:
         self.bytes += size
 
     def release(self, count: int, size: int) -> None:
-        """Give back the places of ``count`` messages of ``size`` bytes together."""
+        """Release the places of ``count`` messages of ``size`` bytes together."""
         self.count -= count
         self.bytes -= size
 
     def worth_waking(self, on_wire: int) -> bool:
-        """Whether those who wait for a place should look again, with so many publishes ``on_wire``.
+        """Whether to wake the callers that wait for a place.
 
         Waking a thread for every single place would cost more than the publish itself, so it is done when the channel
-        owes half a window at most. What does not count: publishes that wait for another attempt, which would keep the
-        others waiting, too.
+        owes half a window at most. Publishes that wait for another attempt do not count: they would keep the callers
+        waiting, too.
+
+        Args:
+            on_wire: publishes that the channel owes a confirm for.
         """
         return on_wire * 2 <= self.max_count
 
 
 class MessageIdQueue(Generic[P]):
-    """At most one publication per ``message_id`` at a time; the others wait their turn. Not thread-safe."""
+    """One publication per ``message_id`` at a time; the others wait. Not thread-safe.
 
-    __slots__ = ("_inside", "_waiting")
+    A publication that waits is `PublicationState.WAITING`.
+    """
+
+    __slots__ = ("_admitted", "_waiting")
 
     def __init__(self) -> None:
-        self._inside: dict[str, P] = {}
+        self._admitted: dict[str, P] = {}
         self._waiting: dict[str, deque[P]] = {}
 
     def __len__(self) -> int:
-        """How many publications are inside."""
-        return len(self._inside)
+        """The number of publications admitted."""
+        return len(self._admitted)
 
     def enter(self, publications: Iterable[P]) -> list[P]:
-        """Let in those whose id is not inside; the others wait. Returns those let in, in order."""
-        let_in: list[P] = []
-        enter = self._inside.setdefault
+        """Admit publications whose id is free, and return them in order; the others wait."""
+        admitted: list[P] = []
+        enter = self._admitted.setdefault
         for publication in publications:
             key = publication.message.message_id
             if enter(key, publication) is publication:
-                let_in.append(publication)
+                admitted.append(publication)
             else:
+                publication.state = PublicationState.WAITING
                 self._waiting.setdefault(key, deque()).append(publication)
-        return let_in
+        return admitted
 
     def holder(self, message_id: str) -> P | None:
-        """The publication inside with this id, if there is one."""
-        return self._inside.get(message_id)
+        """The publication admitted with this id, if there is one."""
+        return self._admitted.get(message_id)
 
     def leave(self, publications: Iterable[P]) -> list[P]:
-        """Those inside are off the channel. Returns the ones whose turn it is now; they are inside from here on."""
-        inside, waiting = self._inside, self._waiting
-        following: list[P] = []
+        """Free the ids of publications off the channel; admit and return the next of each."""
+        holders, waiting = self._admitted, self._waiting
+        admitted: list[P] = []
         for publication in publications:
             key = publication.message.message_id
             if key in waiting:
-                inside[key] = waiting[key].popleft()
-                following.append(inside[key])
+                holders[key] = following = waiting[key].popleft()
+                following.state = PublicationState.READY
+                admitted.append(following)
                 if not waiting[key]:
                     del waiting[key]
             else:
-                del inside[key]
-        return following
+                del holders[key]
+        return admitted
 
     def withdraw(self, publication: P) -> bool:
-        """Take out a publication that waits for its turn. False if it does not wait."""
+        """Remove a publication that waits; return whether it did."""
         key = publication.message.message_id
         queue = self._waiting.get(key)
         if queue is None or publication not in queue:
