@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 README = ROOT / "README.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
+GUIDES = ROOT / "docs" / "guides"
 # Those with a test of their own below.
 SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio"}
 SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # integration/spark has their tests
@@ -166,14 +167,36 @@ def test_the_programs_of_the_tutorial_run(vhost: VirtualHost, tmp_path: Path) ->
     place, ship = re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)[:2]
     for name, program in (("place.py", place), ("ship.py", ship)):
         (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
-    command = [sys.executable, "place.py"]
-    assert output_of(command, cwd=tmp_path, env=environment(), timeout=DEADLINE) == "10 orders are confirmed\n"
+    assert run_in(tmp_path, "place.py") == "10 orders are confirmed\n"
     printed, status = run_until(["ship.py"], 9, environment(PYTHONUNBUFFERED="1"), tmp_path)
     assert printed == [f"order {number} is shipped, attempt 1" for number in (1, 2, 4, 5, 6, 8, 9, 10)] + [
         "order 7 is shipped, attempt 3"
     ]
     assert status == 0
     assert vhost.live_counts() | {"tutorial.orders.dead": 1} == vhost.live_counts()
+
+
+@pytest.mark.parametrize("library", ["pika", "aio-pika", "faststream", "celery"])
+def test_the_programs_of_a_guide_for_users_of_another_library_run(
+    vhost: VirtualHost, tmp_path: Path, library: str
+) -> None:
+    """Each program that uses this library, in the order of the page: one that consumes runs until it has shipped."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"from-{library}.md").read_text(), re.MULTILINE | re.DOTALL)
+    programs = [block for block in blocks if "from reliable_mq import" in block]
+    assert programs
+    for number, program in enumerate(programs):
+        assert program.count('"amqp://guest:guest@localhost/"') == 1
+        name = f"program_{number}.py"
+        (tmp_path / name).write_text(program.replace('"amqp://guest:guest@localhost/"', repr(vhost.url)))
+        if ".run()" in program:
+            printed, status = run_until([name], 1, environment(PYTHONUNBUFFERED="1"), tmp_path)
+            assert (printed, status) == (["order 1 is shipped"], 0)
+        else:
+            assert run_in(tmp_path, name) == "order 1 is confirmed\n"
+
+
+def run_in(directory: Path, program: str) -> str:
+    return output_of([sys.executable, program], cwd=directory, env=environment(), timeout=DEADLINE)
 
 
 def run_until(command: list[str], lines: int, variables: Mapping[str, str], directory: Path) -> tuple[list[str], int]:
