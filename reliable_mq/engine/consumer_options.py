@@ -21,8 +21,9 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumingSession
+from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
@@ -250,7 +251,7 @@ class ConsumerOptions:
             self.prefetch = before
             raise
 
-    def new_session(self) -> ConsumingSession:
+    def new_session(self) -> ConsumerSession:
         """Make a session."""
         acks = None
         if self._ack_mode == "manual":
@@ -267,7 +268,7 @@ class ConsumerOptions:
                 )
             batcher = Batcher(self._batch_size, self._batch_wait)
         max_body, max_header = self._limits
-        return ConsumingSession(
+        return ConsumerSession(
             queue=self.queue_name,
             retry=self._retry,
             random=random.Random(),
@@ -277,13 +278,20 @@ class ConsumerOptions:
             batcher=batcher,
             max_body_bytes=max_body,
             max_header_bytes=max_header,
-            position=StreamOffset() if self.is_stream else None,
-            ladder=self._ladder,
+            stream_offset=StreamOffset() if self.is_stream else None,
+            delay_queues=self._ladder,
             broker_retries=self._broker_retries,
             breaker=None if self._kill_switch is None else CircuitBreaker(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
             grouped=self._idempotency,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
+            lifecycle=ConsumerLifecycle(
+                consumer_tag=self.name,
+                prefetch=self.prefetch,
+                stop_timeout=self.stop_timeout,
+                single_active=self.single_active,
+                subscribes=self._pushed,
+            ),
         )
 
     def new_claiming(self, transaction: Callable[..., Any] | None = None) -> ClaimPolicy | None:

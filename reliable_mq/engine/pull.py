@@ -288,13 +288,9 @@ class BasePullSubscription(BaseSubscription):
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         return self._options.pull_setup(server, self._maker)
 
-    @property
-    def _subscribed(self) -> bool:
-        return False
-
-    def _pump(self) -> None:
-        """Hand over what came; then ask for what is still wanted, or say that there is no more."""
-        super()._pump()
+    def _run(self) -> None:
+        """Pass deliveries on; then ask for those that are still wanted, or tell the caller that there are no more."""
+        super()._run()
         self._ask()
 
     def _ask(self) -> None:
@@ -332,8 +328,8 @@ class BasePullSubscription(BaseSubscription):
         self._poll = _POLL_FIRST
         self._ask_again()
 
-    def _end(self) -> None:
-        super()._end()
+    def _finish(self, now: float) -> None:
+        super()._finish(now)
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         with self._changed:

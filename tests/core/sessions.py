@@ -1,8 +1,10 @@
-"""A consuming session for tests, and what a shell does with it, in few words."""
+"""A consumer session for tests, whose actions are taken one kind at a time, and helpers that do what a shell does."""
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
+from typing import Any
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
 from reliable_mq.core.consumer.acks import AckBatcher
@@ -10,9 +12,10 @@ from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.lifecycle import PAUSE, ConsumerLifecycle, SubscribeToQuarantine, SubscriptionChange
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.settlement import LogEventKind
+from reliable_mq.core.consumer.session import Actions, ConsumerSession
+from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import delivery, failure
@@ -20,6 +23,71 @@ from tests.core.deliveries import delivery, failure
 CHANNEL = 3
 ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
+
+
+class SteppedSession(ConsumerSession):
+    """Polls at every look, and keeps the actions that were not looked at."""
+
+    _now = 0.0
+    _kept: tuple[Actions, ...] = ()
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        self._kept += (self.poll(now),)
+        if self._kept[-1].recall:
+            self._kept += (self.poll(now),)
+
+    def _take(self, name: str, empty: Any) -> Any:
+        """Take the actions of one kind, of all polls since they were taken last."""
+        self.tick(self._now)
+        found = [getattr(actions, name) for actions in self._kept]
+        self._kept = tuple(actions._replace(**{name: empty}) for actions in self._kept)
+        return found
+
+    def take_work(self) -> list[Delivery]:
+        return [] if self._batcher is not None else list(chain.from_iterable(self._take("dispatch", ())))
+
+    def take_batches(self) -> list[list[Delivery]]:
+        return [] if self._batcher is None else list(chain.from_iterable(self._take("dispatch", ())))
+
+    def take_isolated(self) -> list[Delivery | list[Delivery]]:
+        return list(chain.from_iterable(self._take("dispatch_quarantined", ())))
+
+    def take_pause(self) -> bool:
+        return any(self._take("recall", False))
+
+    def take_changes(self) -> list[SubscriptionChange]:
+        return list(chain.from_iterable(self._take("subscribe", ())))
+
+    def take_subscription(self) -> bool:
+        return SubscribeToQuarantine() in self.take_changes()
+
+    def take_republishes(self) -> list[RepublishRequest]:
+        return list(chain.from_iterable(self._take("publish", ())))
+
+    def take_declarations(self) -> list[Queue]:
+        return list(chain.from_iterable(self._take("declare", ())))
+
+    def take_notices(self) -> list[LogEvent]:
+        return list(chain.from_iterable(self._take("log", ())))
+
+    def take_output(self, now: float) -> bytes:
+        self._now = now
+        return b"".join(self._take("data", b""))
+
+    @property
+    def acks_due_after(self) -> int:
+        return self._acks.due_after
+
+    def drain(self) -> None:
+        self.cancelled(self._now)
+
+    def stop(self, now: float | None = None, *, keep: bool = False) -> bool:
+        """Stop, and let the subscription end, and the pause in which nothing is sent."""
+        self.lifecycle._single_active |= keep
+        stopped = super().stop(self._now if now is None else now)
+        self.lifecycle.unsubscribed(self._now - PAUSE)
+        return stopped
 
 
 def make(
@@ -37,23 +105,26 @@ def make(
     kill_switch: KillSwitch | None = None,
     consumer_timeout: float | None = None,
     grouped: bool = False,
-) -> ConsumingSession:
+    single_active: bool = False,
+    acks: AckBatcher | None = None,
+) -> SteppedSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
-    session = ConsumingSession(
+    session = SteppedSession(
         queue="orders",
         retry=policy,
         random=Random(1),
         dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0") if dead_letters else None,
         broker_dead_letters=broker_dead_letters,
-        acks=None if automatic else AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
+        acks=None if automatic else acks or AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
-        ladder=DelayQueues("orders", policy) if queues else None,
+        delay_queues=DelayQueues("orders", policy) if queues else None,
         quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
         breaker=None if kill_switch is None else CircuitBreaker(kill_switch),
         consumer_timeout=consumer_timeout,
         grouped=grouped,
+        lifecycle=ConsumerLifecycle(single_active=single_active),
     )
     session.opened(1, CHANNEL)
     return session
@@ -63,13 +134,13 @@ def items(count: int, first: int = 1) -> list[Delivery]:
     return [delivery(tag, message_id=f"m{tag}") for tag in range(first, first + count)]
 
 
-def deliver(session: ConsumingSession, deliveries: list[Delivery], now: float = 0.0) -> list[Delivery]:
+def deliver(session: SteppedSession, deliveries: list[Delivery], now: float = 0.0) -> list[Delivery]:
     session.delivered(deliveries, now)
     return session.take_work()
 
 
 def fail(
-    session: ConsumingSession,
+    session: SteppedSession,
     item: Delivery,
     now: float = 0.0,
     *,
@@ -79,15 +150,15 @@ def fail(
     session.finished([Failed(item, failure(delay=delay, verdict=verdict))], now)
 
 
-def attempt_again(session: ConsumingSession, now: float) -> list[Delivery]:
+def attempt_again(session: SteppedSession, now: float) -> list[Delivery]:
     session.tick(now)
     return session.take_work()
 
 
-def kinds(session: ConsumingSession) -> list[LogEventKind]:
+def kinds(session: SteppedSession) -> list[LogEventKind]:
     return [notice.kind for notice in session.take_notices()]
 
 
-def only_republish(session: ConsumingSession) -> RepublishRequest:
+def only_republish(session: SteppedSession) -> RepublishRequest:
     [republish] = session.take_republishes()
     return republish

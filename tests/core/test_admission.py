@@ -22,7 +22,7 @@ class Door:
         self.book = AttemptTracker()
         self.statistics = ConsumerStatistics()
         self.admission = Admission(
-            book=self.book,
+            attempts=self.book,
             max_attempts=5,
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,

@@ -9,11 +9,10 @@ from reliable_mq.codec import encode_nack
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Skipped, SkipReason
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery
-from tests.core.sessions import CHANNEL, attempt_again, deliver, items, kinds, make
+from tests.core.sessions import CHANNEL, SteppedSession, attempt_again, deliver, items, kinds, make
 
 
 def cancelled(*deliveries: Delivery) -> list[Skipped]:
@@ -50,14 +49,14 @@ def test_while_stopping_it_goes_back_at_once() -> None:
 
 
 def test_of_a_stream_it_is_held_since_nothing_can_go_back() -> None:
-    session = ConsumingSession(
+    session = SteppedSession(
         queue="events",
         retry=RetryPolicy(3, delays=(1,)),
         random=Random(1),
         dead_letters=None,
         broker_dead_letters=False,
         acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
-        position=StreamOffset(),
+        stream_offset=StreamOffset(),
     )
     session.opened(1, CHANNEL)
     [item] = deliver(session, [delivery(1, headers={"x-stream-offset": 10})])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
-from reliable_mq.core.consumer.settlement import SessionState
+from reliable_mq.core.consumer.lifecycle import ConsumerState
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, RETURNED, attempt_again, deliver, fail, items, make, only_republish
 
@@ -154,7 +154,7 @@ def test_stop_hands_back_what_has_not_begun_and_waits_for_what_runs() -> None:
     session.finished([work[0]], 0.0)
     session.stop()
     session.withdrawn(work[4:])
-    assert session.state is SessionState.STOPPING
+    assert session.lifecycle.stopping
     assert not session.drained
     nacks = [encode_nack(CHANNEL, 2, False, True)] + [encode_nack(CHANNEL, tag, False, True) for tag in (5, 6, 7, 8)]
     assert session.take_output(0.0) == b"".join([encode_ack(CHANNEL, 1, False), *nacks])
@@ -210,15 +210,15 @@ def test_a_drained_session_consumes_again_on_its_next_channel_but_a_stopped_one_
     session = make()
     deliver(session, items(1))
     session.drain()
-    assert session.state is SessionState.DRAINING
+    assert session.state is ConsumerState.RESUBSCRIBING
     session.delivered(items(1, 2), 0.0)
     assert session.take_output(0.0) == encode_nack(CHANNEL, 2, False, True)
     session.lost(1)
     session.opened(2, CHANNEL)
-    assert session.state is SessionState.CONSUMING
+    assert session.state is ConsumerState.SUBSCRIBED
     assert len(deliver(session, items(1))) == 1
     session.stop()
     session.drain()
     session.lost(2)
     session.opened(3, CHANNEL)
-    assert session.state is SessionState.STOPPING
+    assert session.lifecycle.stopping

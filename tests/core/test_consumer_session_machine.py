@@ -16,9 +16,9 @@ from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
+from reliable_mq.core.consumer.lifecycle import ConsumerState, ReopenChannel
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumingSession
-from reliable_mq.core.consumer.settlement import SessionState
+from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import CheckedDelivery, delivery, failure
@@ -129,7 +129,7 @@ class Consuming(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         policy = RetryPolicy(MAX_ATTEMPTS, delays=(1, 10))
-        self.session = ConsumingSession(
+        self.session = ConsumerSession(
             queue="orders",
             retry=policy,
             random=Random(1),
@@ -137,7 +137,7 @@ class Consuming(RuleBasedStateMachine):
             broker_dead_letters=True,
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             batcher=Batcher(3, 2.0) if self.batch else None,
-            ladder=DelayQueues("orders", policy) if self.queues else None,
+            delay_queues=DelayQueues("orders", policy) if self.queues else None,
             breaker=None if self.switch is None else CircuitBreaker(self.switch),
             quarantine=None if self.switch is None else Quarantine(Quarantine.of(Queue("orders")), "c#quarantine"),
             consumer_timeout=None if self.switch is None else 40.0,
@@ -146,6 +146,7 @@ class Consuming(RuleBasedStateMachine):
         self.now = 0.0
         self.generation = 0
         self.open = False
+        self.reopen = False  # the session has asked for that
         self.published = 0
         self.work: deque[list[Delivery]] = deque()  # handed out, not begun
         self.begun: list[Delivery] = []
@@ -163,21 +164,20 @@ class Consuming(RuleBasedStateMachine):
 
     def turn(self) -> None:
         """One turn of the shell's loop: what it does after every event."""
-        self.session.tick(self.now)
-        if self.session.take_pause():
+        actions = self.session.poll(self.now)
+        while actions.recall:
             withdrawn = [item for group in self.work for item in group]
             self.work.clear()
             self.session.postponed(withdrawn, self.now)
-        self.session.take_subscription()
-        self.work.extend(self.session.take_batches())
-        self.work.extend([item] for item in self.session.take_work())
-        for queue in self.session.take_declarations():
+            actions = self.session.poll(self.now)
+        self.work.extend(item if isinstance(item, list) else [item] for item in actions.dispatch)
+        for queue in actions.declare:
             self.session.declared(queue, None, self.now)
-        self.publishing += self.session.take_republishes()
-        self.session.take_notices()
-        output = self.session.take_output(self.now)
-        assert self.open or not output
-        for kind, tags in self.broker.receive(output):
+        self.publishing += actions.publish
+        self.reopen |= ReopenChannel() in actions.subscribe
+        assert actions.wake_at is None or actions.wake_at > self.now or actions.declare
+        assert self.open or not actions.data
+        for kind, tags in self.broker.receive(actions.data):
             if kind == "ack":
                 for tag in tags:
                     del self.may_ack[self.generation, tag]
@@ -204,7 +204,7 @@ class Consuming(RuleBasedStateMachine):
     @precondition(lambda self: not self.open)
     @rule()
     def open_channel(self) -> None:
-        self.open = True
+        self.open, self.reopen = True, False
         self.generation += 1
         self.session.opened(self.generation, CHANNEL)
         self.turn()
@@ -264,7 +264,7 @@ class Consuming(RuleBasedStateMachine):
             assert self.open
             assert item.delivery_tag in self.broker.unacked
             assert item not in self.begun
-            assert self.session.state is SessionState.CONSUMING
+            assert self.session.state is ConsumerState.SUBSCRIBED
             assert item.attempt == 1 or item.redelivered
             if message_id not in self.outlived:
                 assert item.attempt == self.failed.get(message_id, 0) + 1 <= MAX_ATTEMPTS
@@ -352,7 +352,7 @@ class Consuming(RuleBasedStateMachine):
         assert all(self.now - since < ACK_INTERVAL for since in self.may_ack.values())
         deadline = self.session.deadline
         assert deadline is None or deadline > self.now
-        if self.session.state is SessionState.DRAINING and self.session.drained and self.open:
+        if self.reopen and self.open:
             self.close_channel()
             self.open_channel()
 
@@ -361,11 +361,12 @@ class Consuming(RuleBasedStateMachine):
     def drain(self, really: bool) -> None:
         if not really:
             return
-        self.session.drain()
+        self.session.cancelled(self.now)
         self.withdraw()
         self.turn()
-        assert not self.session.take_work()
-        assert not self.session.take_batches()
+        assert not self.work
+        self.turn()
+        assert not self.work
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -381,7 +382,7 @@ class Consuming(RuleBasedStateMachine):
         assert session.running == len(self.begun) + sum(map(len, self.work))
         assert session.statistics.acked == session.statistics.acks_sent + session.statistics.acks_saved
         assert session.statistics.acked == len(self.broker.acked)
-        if session.state is not SessionState.CONSUMING:
+        if session.state is not ConsumerState.SUBSCRIBED:
             assert not self.work
             assert session.held == 0
             if session.drained and self.open:
@@ -389,7 +390,7 @@ class Consuming(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything behaves from here on; then, or after a stop, nothing is left."""
-        if self.session.state is SessionState.DRAINING and self.open:
+        if self.session.state is ConsumerState.RESUBSCRIBING and self.open:
             self.close_channel()
         if not self.open:
             self.open_channel()
@@ -414,7 +415,7 @@ class Consuming(RuleBasedStateMachine):
         assert not self.broker.queue
         assert not self.broker.unacked
         assert self.handled | self.dead == {f"m{number}" for number in range(1, self.published + 1)}
-        self.session.stop()
+        self.session.stop(self.now)
         self.withdraw()
         assert self.session.drained
 

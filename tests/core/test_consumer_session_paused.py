@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from reliable_mq import KillSwitch
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import LogEventKind
 from tests.core.deliveries import OURS, delivery, failure
-from tests.core.sessions import ISOLATED, deliver, items, kinds, make
+from tests.core.sessions import ISOLATED, SteppedSession, deliver, items, kinds, make
 
 SWITCH = KillSwitch(share=0.5, window=10, minimum=2, pause=5)
 
 
-def paused(*, more: int = 3) -> ConsumingSession:
+def paused(*, more: int = 3) -> SteppedSession:
     session = make(kill_switch=SWITCH)
     work = deliver(session, items(2 + more))
     assert not session.take_pause()

@@ -20,13 +20,22 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
 from reliable_mq.core.retry.retry_headers import decode_retry_headers
 from tests.core.deliveries import delivery, failure
-from tests.core.sessions import CHANNEL, attempt_again, deliver, fail, items, kinds, make, only_republish
+from tests.core.sessions import (
+    CHANNEL,
+    SteppedSession,
+    attempt_again,
+    deliver,
+    fail,
+    items,
+    kinds,
+    make,
+    only_republish,
+)
 from tests.core.test_retry_headers import waited
 
 BLOCKED = PublishBlocked("memory alarm")
@@ -35,7 +44,7 @@ RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchan
 REFUSED = PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR")
 
 
-def failed_once(session: ConsumingSession, *, delay: float | None = None) -> tuple[Delivery, RepublishRequest]:
+def failed_once(session: SteppedSession, *, delay: float | None = None) -> tuple[Delivery, RepublishRequest]:
     [item] = deliver(session, items(1))
     fail(session, item, delay=delay)
     return item, only_republish(session)
@@ -142,7 +151,7 @@ def test_without_a_delay_it_is_tried_again_at_once(delay: float) -> None:
     assert session.take_work() == [item]
 
 
-def lines(session: ConsumingSession) -> list[str]:
+def lines(session: SteppedSession) -> list[str]:
     return [notice.line("c") for notice in session.take_notices()]
 
 

@@ -9,22 +9,21 @@ from reliable_mq.codec import encode_ack
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.stream_offset import StreamOffset
 from tests.core.deliveries import delivery, failure
-from tests.core.sessions import CHANNEL, deliver, items, make
+from tests.core.sessions import CHANNEL, SteppedSession, deliver, items, make
 
 
-def of_a_stream() -> tuple[ConsumingSession, StreamOffset]:
+def of_a_stream() -> tuple[SteppedSession, StreamOffset]:
     position = StreamOffset()
-    session = ConsumingSession(
+    session = SteppedSession(
         queue="events",
         retry=RetryPolicy(3, delays=(1,)),
         random=Random(1),
         dead_letters=None,
         broker_dead_letters=False,
         acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
-        position=position,
+        stream_offset=position,
     )
     session.opened(1, CHANNEL)
     return session, position

@@ -9,20 +9,28 @@ from reliable_mq.codec import encode_nack
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.retry.dead_letters import RepublishReason
 from tests.core.deliveries import delivery, failure
-from tests.core.sessions import CHANNEL, ISOLATED, attempt_again, deliver, fail, items, kinds, make, only_republish
+from tests.core.sessions import (
+    CHANNEL,
+    ISOLATED,
+    SteppedSession,
+    attempt_again,
+    deliver,
+    fail,
+    items,
+    kinds,
+    make,
+    only_republish,
+)
 from tests.core.test_quarantine import back, isolated
 
 CLOSED = ConsumerTimeout(10.0)
 
 
-def struck(
-    session: ConsumingSession, generation: int = 1, now: float = 100.0, strike: ConsumerTimeout = CLOSED
-) -> None:
+def struck(session: SteppedSession, generation: int = 1, now: float = 100.0, strike: ConsumerTimeout = CLOSED) -> None:
     """The broker closes the channel over its timeout, and another one is opened."""
     session.timed_out(strike, now, 1_000.0)
     session.lost(generation)
@@ -175,7 +183,7 @@ def test_without_a_channel_nothing_is_taken_back() -> None:
 
 def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
     stream = make()
-    stream.position = StreamOffset()
+    stream.stream_offset = StreamOffset()
     deliver(stream, [delivery(1, headers={"x-stream-offset": 10})])
     stream.timed_out(CLOSED, 100.0, 0.0)
     assert stream.statistics.timed_out == 0

@@ -19,11 +19,10 @@ from reliable_mq.codec import encode_ack
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.quarantine import AFTER, Quarantine, returns
-from reliable_mq.core.consumer.session import ConsumingSession
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
-from tests.core.sessions import CHANNEL, ISOLATED, deliver, fail, kinds, make, only_republish
+from tests.core.sessions import CHANNEL, ISOLATED, SteppedSession, deliver, fail, kinds, make, only_republish
 from tests.core.test_retry_headers import waited
 
 if TYPE_CHECKING:
@@ -52,12 +51,12 @@ def isolated(
     return made
 
 
-def suspect(session: ConsumingSession, tag: int = 1) -> RepublishRequest:
+def suspect(session: SteppedSession, tag: int = 1) -> RepublishRequest:
     assert deliver(session, [back(2, tag)]) == []
     return only_republish(session)
 
 
-def moved(session: ConsumingSession, tag: int = 1) -> RepublishRequest:
+def moved(session: SteppedSession, tag: int = 1) -> RepublishRequest:
     republish = suspect(session, tag)
     session.published(republish, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, tag, multiple=False)
@@ -84,7 +83,7 @@ def test_what_has_come_back_twice_is_moved_and_acked_once_that_is_confirmed(coun
     session = make(quarantine=True)
     assert bool(deliver(session, [back(count)])) != moved
     if moved:
-        assert kinds(session) == [LogEventKind.ISOLATED]
+        assert kinds(session) == [LogEventKind.QUARANTINED]
         republish = only_republish(session)
         assert (republish.routing_key, republish.purpose) == ("orders.quarantine", RepublishReason.QUARANTINE)
         assert session.take_output(9.0) == b""
@@ -98,7 +97,7 @@ def test_a_suspect_waits_on_its_way_to_quarantine_as_long_as_before_its_second_a
     session = make(quarantine=True, queues=True, retry=RetryPolicy(3, delays=(0.5,)))
     first = suspect(session)
     assert (first.routing_key, first.purpose) == ("orders.retry.500", RepublishReason.QUARANTINE)
-    assert kinds(session) == [LogEventKind.ISOLATED]
+    assert kinds(session) == [LogEventKind.QUARANTINED]
     session.published(first, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, 1, multiple=False)
     on_its_way = delivery(2, headers=dict(waited(first.properties).headers))
@@ -232,8 +231,8 @@ def test_a_session_that_stops_does_not_subscribe() -> None:
     assert not session.take_subscription()
 
 
-@pytest.mark.parametrize("end", [ConsumingSession.stop, ConsumingSession.drain])
-def test_a_session_that_ends_does_not_look_at_the_clock_for_its_sake(end: Callable[[ConsumingSession], None]) -> None:
+@pytest.mark.parametrize("end", [SteppedSession.stop, SteppedSession.drain])
+def test_a_session_that_ends_does_not_look_at_the_clock_for_its_sake(end: Callable[[SteppedSession], None]) -> None:
     """What runs may take long; a deadline that is over would keep the shell busy until then."""
     session = make(quarantine=True)
     deliver(session, [delivery()])
@@ -245,10 +244,10 @@ def test_a_session_that_ends_does_not_look_at_the_clock_for_its_sake(end: Callab
     session.lost(1)
     session.opened(2, CHANNEL)
     session.tick(3 * AFTER)
-    assert (session.deadline is None) == (end is ConsumingSession.stop)
+    assert (session.deadline is None) == (end is SteppedSession.stop)
 
 
-def subscribed(**options: Any) -> ConsumingSession:
+def subscribed(**options: Any) -> SteppedSession:
     session = make(quarantine=True, **options)
     session.tick(-AFTER)
     session.tick(0.0)

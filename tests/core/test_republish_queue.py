@@ -109,7 +109,7 @@ def test_what_has_to_be_held_instead() -> None:
     out = opened(10)
     assert not out.delay(delivery(), 0)
     assert not out.delay(delivery(headers=BROKEN_TABLE), 10)
-    assert not out.isolate(delivery(headers=BROKEN_TABLE), Queue("orders.quarantine", dead_letter=None))
+    assert not out.quarantine(delivery(headers=BROKEN_TABLE), Queue("orders.quarantine", dead_letter=None))
     assert out.idle
 
 

@@ -202,15 +202,15 @@ def test_a_prefetch_that_does_not_fit_changes_nothing() -> None:
 
 def test_ack_every_follows_the_prefetch_unless_given() -> None:
     made = options(prefetch=10)
-    assert made.new_session().acks_due_after == 5
+    assert made.new_session().poll(0.0).report_after == 5
     made.change_prefetch(1000)
-    assert made.new_session().acks_due_after == 100
-    assert options(prefetch=10, ack_every=3).new_session().acks_due_after == 3
+    assert made.new_session().poll(0.0).report_after == 100
+    assert options(prefetch=10, ack_every=3).new_session().poll(0.0).report_after == 3
 
 
 def test_a_session_fits_the_options() -> None:
-    assert options().new_session().position is None
-    assert options(EVENTS).new_session().position is not None
+    assert options().new_session().stream_offset is None
+    assert options(EVENTS).new_session().stream_offset is not None
     assert options(ack_mode="automatic").new_session().automatic
 
 

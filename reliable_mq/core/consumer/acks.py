@@ -120,6 +120,11 @@ class AckBatcher:
         return len(self._unfinished) + len(self._ahead) + self._run
 
     @property
+    def interval(self) -> float:
+        """The seconds that a finished delivery waits for its ack at most."""
+        return self._ack_interval
+
+    @property
     def deadline(self) -> float | None:
         """When to call `due` again if nothing happens until then; None for never."""
         return None if self._finished_at is None else self._finished_at + self._ack_interval

@@ -47,7 +47,7 @@ class Admission:
     """See the module. Not thread-safe.
 
     Args:
-        book: what is remembered of messages that failed.
+        attempts: the failed attempts of messages, as far as they are remembered.
         max_attempts: after how many failed attempts a message is refused.
         max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
         broker_counts: whether the broker's own count of failures is that of attempts.
@@ -55,12 +55,12 @@ class Admission:
         statistics: where to count.
     """
 
-    __slots__ = ("_book", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
+    __slots__ = ("_attempts", "_broker_counts", "_keeps", "_max_attempts", "_max_body", "_max_header", "_statistics")
 
     def __init__(
         self,
         *,
-        book: AttemptTracker,
+        attempts: AttemptTracker,
         max_attempts: int,
         max_body_bytes: int | None,
         max_header_bytes: int | None,
@@ -68,7 +68,7 @@ class Admission:
         broker_counts: bool = False,
         statistics: ConsumerStatistics,
     ) -> None:
-        self._book = book
+        self._attempts = attempts
         self._keeps = keeps
         self._broker_counts = broker_counts
         self._max_attempts = max_attempts
@@ -132,7 +132,7 @@ class Admission:
 
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered or delivery.failures is not None:
-            delivery.failures = self._book.recall(delivery)
+            delivery.failures = self._attempts.recall(delivery)
         failures = delivery.failures
         if failures is None:
             return None

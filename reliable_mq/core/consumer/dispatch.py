@@ -1,19 +1,19 @@
-"""What a consuming session hands out next: one by one, in batches, or from quarantine, as the kill switch lets it.
+"""Choose the deliveries to dispatch next: one by one, in batches, or from quarantine.
 
-Invariants: a delivery waits in one place at a time, in the order in which it came; while the kill switch holds back,
-one at a time is taken, as a probe: from quarantine only where nothing else waits, since that one may hang.
+Invariants:
 
-Deliveries grouped for a batch handler, and what its answer means for each of them.
-
-Invariants: a delivery is in one batch at a time; a batch has at most ``batch_size`` deliveries, in the order in which
-they came, and waits for more at most ``batch_wait`` seconds from its first one on; what is tried again is alone in its
-batch, since an exception names no culprit.
+- a delivery waits in one place at a time, in the order in which it came;
+- while the circuit breaker is open, one at a time is dispatched, as a probe: from quarantine only where no other waits,
+  since that one may hang;
+- a batch has at most ``batch_size`` deliveries, in the order in which they came, and waits for more at most
+  ``batch_wait`` seconds from its first one on; a delivery that is tried again is alone in its batch, since an exception
+  names no culprit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.errors import ConfigurationError, UsageError
@@ -25,111 +25,107 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
     from reliable_mq.core.consumer.quarantine import Quarantine
 
-__all__ = ["Batcher", "Dispatcher", "verdicts"]
+__all__ = ["Batcher", "Dispatcher", "Work", "verdicts"]
 
 T = TypeVar("T")
+#: One delivery, or a batch for a batch handler.
+Work: TypeAlias = Delivery | list[Delivery]
 
 
 class Dispatcher:
-    """See the module. Not thread-safe.
+    """The deliveries that wait for a handler. Not thread-safe.
 
     Args:
         batcher: groups deliveries for a batch handler; None for a plain one.
         quarantine: of the queue; None where there is none.
-        breaker: the kill switch; None where there is none.
+        breaker: the circuit breaker; None where there is none.
     """
 
-    __slots__ = ("_batcher", "_breaker", "_quarantine", "_work")
+    __slots__ = ("_batcher", "_breaker", "_quarantine", "_quarantined", "_work")
 
     def __init__(self, batcher: Batcher | None, quarantine: Quarantine | None, breaker: CircuitBreaker | None) -> None:
         self._batcher = batcher
         self._quarantine = quarantine
         self._breaker = breaker
         self._work: list[Delivery] = []
+        self._quarantined: list[Delivery] = []  # from quarantine; one at a time
 
     def add(self, deliveries: list[Delivery], now: float) -> None:
-        """These came in, from the queue itself."""
+        """Add deliveries of the queue itself."""
         if self._batcher is None:
             self._work += deliveries
         elif deliveries:
             self._batcher.add(deliveries, now)
 
     def add_any(self, deliveries: list[Delivery], now: float) -> None:
-        """These came in, some from quarantine maybe."""
-        self.add(self._without_isolated(deliveries), now)
+        """Add deliveries of the queue, or of quarantine."""
+        self.add(self._without_quarantined(deliveries), now)
 
     def add_alone(self, delivery: Delivery) -> None:
-        """It is to be tried again, by itself."""
+        """Add a delivery that is tried again, by itself."""
         delivery.state = DeliveryState.QUEUED
         if self._quarantine is not None and self._quarantine.has(delivery):
-            self._quarantine.work.append(delivery)
+            self._quarantined.append(delivery)
         elif self._batcher is None:
             self._work.append(delivery)
         else:
             self._batcher.ready.append([delivery])
 
     def put_back(self, deliveries: list[Delivery], now: float) -> None:
-        """These were taken, and no handler has begun with them."""
+        """Put deliveries back that were dispatched and that no handler began with."""
         for delivery in deliveries:
             delivery.state = DeliveryState.QUEUED
-        deliveries = self._without_isolated(deliveries)
+        deliveries = self._without_quarantined(deliveries)
         if self._batcher is None:
             self._work = deliveries + self._work
         elif deliveries:
             self._batcher.add(deliveries, now)
 
     def due(self, now: float) -> None:
-        """Time passed."""
+        """Advance the timers of batches and of the circuit breaker to ``now``."""
         if self._batcher is not None:
             self._batcher.due(now)
         if self._breaker is not None:
             self._breaker.due(now)
 
-    def take_work(self) -> list[Delivery]:
-        """Take what is for a plain handler."""
+    def take(self) -> tuple[Sequence[Work], int]:
+        """Take the deliveries, or batches, to dispatch now. Returns them, and the number of deliveries."""
+        if self._batcher is not None:
+            return self._take_batches(self._batcher)
+        if not self._work:
+            return (), 0
         work, self._work = self._allowed(self._work)
         for delivery in work:
             delivery.state = DeliveryState.RUNNING
-        return work
+        return work, len(work)
 
-    def take_batches(self) -> list[list[Delivery]]:
-        """Take what is for a batch handler."""
-        if self._batcher is None:
-            return []
-        batches, self._batcher.ready = self._allowed(self._batcher.ready)
-        for batch in batches:
-            for delivery in batch:
-                delivery.state = DeliveryState.RUNNING
-        return batches
-
-    def take_isolated(self, waits: Callable[[], bool]) -> list[Delivery]:
-        """Take what came from quarantine, unless it ``waits``."""
-        quarantine, breaker = self._quarantine, self._breaker
-        if quarantine is None or not quarantine.work or waits():
+    def take_quarantined(self, waits: Callable[[], bool]) -> list[Work]:
+        """Take the deliveries from quarantine, unless they ``wait``."""
+        breaker = self._breaker
+        if not self._quarantined or waits():
             return []
         if breaker is not None and breaker.paused:
             if not breaker.allows or self._work or (self._batcher is not None and self._batcher.ready):
                 return []
             breaker.handed_out(beside=True)
-        isolated, quarantine.work = quarantine.work, []
-        for delivery in isolated:
+        taken, self._quarantined = self._quarantined, []
+        for delivery in taken:
             delivery.state = DeliveryState.RUNNING
-        return isolated
+        return list(taken) if self._batcher is None else [[delivery] for delivery in taken]
 
     def clear(self) -> list[Delivery]:
-        """Take everything."""
+        """Take everything, to be requeued."""
         deliveries, self._work = self._work, []
         if self._batcher is not None:
             deliveries += self._batcher.clear()
-        if self._quarantine is not None:
-            deliveries += self._quarantine.work
-            self._quarantine.work = []
+        deliveries += self._quarantined
+        self._quarantined = []
         return deliveries
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits to be taken, an incomplete batch aside."""
-        return not (self._work or (self._quarantine is not None and self._quarantine.work))
+        """Whether no delivery waits, but for those of a batch that is not full."""
+        return not (self._work or self._quarantined)
 
     @property
     def deadline(self) -> float | None:
@@ -141,16 +137,23 @@ class Dispatcher:
         )
         return min((time for time in times if time is not None), default=None)
 
-    def _without_isolated(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Put aside what came from quarantine."""
+    def _take_batches(self, batcher: Batcher) -> tuple[Sequence[Work], int]:
+        batches, batcher.ready = self._allowed(batcher.ready)
+        for batch in batches:
+            for delivery in batch:
+                delivery.state = DeliveryState.RUNNING
+        return batches, sum(map(len, batches))
+
+    def _without_quarantined(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Set those from quarantine aside."""
         quarantine = self._quarantine
         if quarantine is None:
             return deliveries
-        quarantine.work += [delivery for delivery in deliveries if quarantine.has(delivery)]
+        self._quarantined += [delivery for delivery in deliveries if quarantine.has(delivery)]
         return [delivery for delivery in deliveries if not quarantine.has(delivery)]
 
     def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
-        """Divide it into what may be handed out now, and the rest."""
+        """Divide deliveries, or batches, into those that may be dispatched now, and the rest."""
         allowed = None if self._breaker is None or not work else self._breaker.allows
         if self._breaker is None or allowed is None:
             return work, []
@@ -160,14 +163,14 @@ class Dispatcher:
 
 
 class Batcher:
-    """Groups deliveries. Not thread-safe.
+    """Groups deliveries for a batch handler. Not thread-safe.
 
     Args:
         batch_size: deliveries in a full batch.
         batch_wait: seconds that a batch waits to become full.
 
     Attributes:
-        ready: batches to hand to the handler, since the list was last taken.
+        ready: batches to dispatch; whoever does puts another list in its place.
 
     Raises:
         ConfigurationError: a value is out of its range.
@@ -188,11 +191,11 @@ class Batcher:
 
     @property
     def deadline(self) -> float | None:
-        """When the batch that is waiting is given out, full or not; None where none waits."""
+        """When the batch that is waiting is dispatched, full or not; None where none waits."""
         return self._since + self.batch_wait if self._waiting else None
 
     def add(self, deliveries: list[Delivery], now: float) -> None:
-        """These came in, in this order."""
+        """Add deliveries, in this order."""
         waiting = self._waiting
         if not waiting:
             self._since = now
@@ -206,14 +209,14 @@ class Batcher:
         self._since = now
 
     def due(self, now: float) -> None:
-        """Time passed."""
+        """Complete the batch that has waited long enough."""
         deadline = self.deadline
         if deadline is not None and now >= deadline:
             self.ready.append(self._waiting)
             self._waiting = []
 
     def clear(self) -> list[Delivery]:
-        """Take out everything that was not taken yet, in batches or waiting."""
+        """Take everything out, in batches or waiting."""
         deliveries = [delivery for batch in self.ready for delivery in batch]
         deliveries += self._waiting
         self.ready = []
@@ -224,7 +227,7 @@ class Batcher:
 def verdicts(
     answer: object, deliveries: Sequence[Delivery], given: Sequence[object]
 ) -> list[tuple[Delivery, Exception | None]]:
-    """Read what a batch handler returned: for each delivery None for an ack, else what is wrong with it.
+    """Read the verdicts that a batch handler returned: None for an ack, else an exception, for each delivery.
 
     The verdicts are in the order of the list that the handler was given, as it has left it: it may have sorted that, or
     put something into it. Where it has taken deliveries out, only acks of all of them are clear.

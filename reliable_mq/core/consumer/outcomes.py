@@ -1,8 +1,8 @@
-"""What becomes of deliveries that were handed out, once the shell reports it, and of what was published for them.
+"""Apply handler outcomes: ack, retry, dead-letter or requeue; and the outcomes of what is published for deliveries.
 
-Invariants: a result of a lost channel changes nothing but what is remembered of the message's failures, and a result
-that comes after the broker's consumer timeout has taken its delivery back not even that, since it has been counted as a
-failure; a delivery that failed waits, is published, rejected or handed back, and nothing else.
+Invariants: a result of a lost channel changes nothing but the failed attempts that are remembered of its message; a
+result that comes after the consumer timeout has taken its delivery back not even those, since that was counted as a
+failed attempt; a delivery that failed is held, republished, rejected or requeued, and nothing else.
 """
 
 from __future__ import annotations
@@ -36,32 +36,31 @@ _UNIDENTIFIED: Final = (
     "know it; give the consumer an idempotency_key, a function of a delivery, that gives one"
 )
 _LONGEST_WAIT: Final = 60.0  # seconds between two tries to dead-letter, or to reach the store
-_WAY_TO_QUARANTINE: Final = 1.0  # seconds, where the policy's first delay is not less
-_PATIENCE: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
+_QUARANTINE_DELAY: Final = 1.0  # seconds, at most, from the queue to quarantine
+_BLOCKED_TRIES: Final = 3  # tries to publish a dead letter while an alarm blocks that, where the broker can dead-letter
 
 
 class OutcomeHandler:
-    """See the module. Not thread-safe.
+    """Decides what follows the outcome of a handler, or of a publish. Not thread-safe.
 
     Args:
-        ways: where deliveries go.
-        retry: how a failed delivery is tried again.
+        settlement: settles deliveries.
+        retry: the policy for failed deliveries.
         random: the source of the jitter.
-        broker_dead_letters: whether the broker itself dead-letters what is rejected.
-        broker_retries: whether the queue itself delays what is rejected, and counts it.
-        claim_wait: seconds until a delivery that is claimed elsewhere is looked at again.
+        broker_dead_letters: whether the broker dead-letters rejected deliveries.
+        broker_retries: whether the queue delays rejected deliveries, and counts them.
+        claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
         quarantine: of the queue; None where there is none.
-        breaker: the kill switch; None where there is none.
+        breaker: the circuit breaker; None where there is none.
 
     Attributes:
-        to_pause: whether what was handed out and has not begun is to be taken back; for the taker to reset.
-        overrunning: handlers that run on with what the consumer timeout has taken back.
+        overrunning: handlers that run on with deliveries that the consumer timeout took back.
     """
 
     def __init__(
         self,
         *,
-        ways: Settlement,
+        settlement: Settlement,
         retry: RetryPolicy,
         random: Random,
         broker_dead_letters: bool,
@@ -70,8 +69,8 @@ class OutcomeHandler:
         quarantine: Quarantine | None,
         breaker: CircuitBreaker | None,
     ) -> None:
-        self._ways = ways
-        self._statistics = ways.statistics
+        self._settlement = settlement
+        self._statistics = settlement.statistics
         self._retry = retry
         self._random = random
         self._broker_dead_letters = broker_dead_letters
@@ -79,9 +78,9 @@ class OutcomeHandler:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._breaker = breaker
-        self.to_pause = False
+        self._recall = False
         self.overrunning = 0
-        self._noted: Failure | None = None  # of the last batch that failed
+        self._logged: Failure | None = None  # of the last batch that failed
         self._outcomes = {
             SkipReason.DUPLICATE: self._duplicate,
             SkipReason.IN_PROGRESS: self._in_progress,
@@ -91,14 +90,21 @@ class OutcomeHandler:
             SkipReason.CANCELLED: self._cancelled,
         }
 
+    def take_recall(self) -> bool:
+        """Whether the circuit breaker has opened: dispatched deliveries that no handler began with are recalled."""
+        recall, self._recall = self._recall, False
+        return recall
+
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
-        """This is what became of deliveries; of what was handled, ``since`` then at the latest."""
-        if self._ways.automatic:
+        """Apply the results of handlers, which had ended at ``since``."""
+        if self._settlement.automatic:
             self._finished_automatically(results)
             return
         if self._breaker is not None:
             handled_count = sum(isinstance(result, Delivery) for result in results)
-            self._switch(self._breaker, handled_count, sum(isinstance(result, Failed) for result in results), now)
+            self._count_for_breaker(
+                self._breaker, handled_count, sum(isinstance(result, Failed) for result in results), now
+            )
         if self.overrunning:
             results = [result for result in results if not self._late(result)]
         handled = [result for result in results if isinstance(result, Delivery)]
@@ -110,20 +116,20 @@ class OutcomeHandler:
             if isinstance(result, Failed):
                 self._failed(result, now)
             elif isinstance(result, Skipped):
-                if result.delivery.source is self._ways.source:
+                if result.delivery.source is self._settlement.source:
                     self._outcomes[result.what](result, now)
                 else:
                     self._stale(result.delivery)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
-        """The consumer timeout has taken it back from its handler: that is a failed attempt, as of a ``TimeoutError``.
+        """Count a failed attempt, as of a ``TimeoutError``: the broker took the delivery back from its handler.
 
         Args:
             delivery: which; its handler runs on.
-            timeout: seconds that it had, as far as that is known.
+            timeout: the consumer timeout in seconds, as far as it is known.
             now: monotonic time.
             at: the same, in seconds since 1970.
-            alone: whether its handler has no other delivery beside it. Else nobody knows whose fault it was: it is no
+            alone: whether its handler has no other delivery. Else nobody knows which one it hangs on: this is no
                 attempt, and the next one is made with this delivery alone.
         """
         self._statistics.timed_out += 1
@@ -137,72 +143,74 @@ class OutcomeHandler:
             if delay is not None and not self._retry.retries(TimeoutError):
                 failures.verdict = self._unretried(failure)
         else:
-            failures = self._ways.book.recall(delivery) or AttemptHistory()
+            failures = self._settlement.attempts.recall(delivery) or AttemptHistory()
             failures.alone = True
-            self._ways.book.remember(delivery, failures)
+            self._settlement.attempts.remember(delivery, failures)
         delivery.state = DeliveryState.TIMED_OUT
-        self._ways.note(LogEventKind.TIMED_OUT, delivery, text)
+        self._settlement.log(LogEventKind.TIMED_OUT, delivery, text)
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
-        """What was taken to be published is confirmed, or it is known that it was not."""
-        self._ways.out.settled(republish)
+        """Apply the outcome of a publish; ``error`` None: it is confirmed."""
+        self._settlement.republish.settled(republish)
         delivery = republish.delivery
-        if delivery.source is not self._ways.source:
+        if delivery.source is not self._settlement.source:
             self._stale(delivery)
         elif error is not None:
             self._not_published(republish, error, now)
         else:
-            # For as long as it is unacked there are two of it: a process that is killed then has handed out both.
-            finished = self._ways.finish((delivery,), now, at_once=True)
+            # Until it is acked there are two of it: a process that is killed now has had both dispatched.
+            finished = self._settlement.finish((delivery,), now, at_once=True)
             if republish.purpose is RepublishReason.DEAD_LETTER:
                 self._statistics.dead_lettered += finished
-                self._ways.book.forget(delivery)
+                self._settlement.attempts.forget(delivery)
             elif self._quarantine is not None and republish.queue is self._quarantine.queue:
                 self._statistics.quarantined += finished
             else:
                 self._statistics.delayed += finished
 
     def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
-        """A queue that was taken is declared, or it is known that it was not."""
+        """Apply the outcome of a declaration; ``error`` None: the queue is declared."""
         if error is not None:
-            self._ways.note(LogEventKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
-        for republish in self._ways.out.declared(queue.name, ok=error is None):
-            if republish.purpose is not RepublishReason.QUARANTINE or not self.isolate(republish.delivery, known=False):
+            self._settlement.log(LogEventKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
+        for republish in self._settlement.republish.declared(queue.name, ok=error is None):
+            if republish.purpose is not RepublishReason.QUARANTINE or not self.move_to_quarantine(
+                republish.delivery, known=False
+            ):
                 self._hold_instead(republish.delivery, now)
 
-    def isolate(self, delivery: Delivery, *, known: bool) -> bool:
-        """Move it to quarantine; False where it cannot be.
+    def move_to_quarantine(self, delivery: Delivery, *, known: bool) -> bool:
+        """Move a delivery to quarantine; False where that cannot be.
 
-        One that is not ``known`` to have been there waits on its way. What it has returned from is being started again:
-        at once, it would kill the third of its consumers within moments, and leave few or none for its neighbours.
+        One that is not ``known`` to have been there waits first. Its last consumer is being started again: without a
+        delay, it would kill a third one within moments, and leave few or none for its neighbours.
         """
         quarantine = self._quarantine
-        delay = 0.0 if known else min(self._retry.delay(1, self._random) or 0.0, _WAY_TO_QUARANTINE)
-        if quarantine is None or not self._ways.out.isolate(delivery, quarantine.queue, delay):
+        delay = 0.0 if known else min(self._retry.delay(1, self._random) or 0.0, _QUARANTINE_DELAY)
+        if quarantine is None or not self._settlement.republish.quarantine(delivery, quarantine.queue, delay):
             return False
         when = f", in {delay:g} s" if delay else ""
-        self._ways.note(LogEventKind.ISOLATED, delivery, f"to {quarantine.queue.name!r}{when}")
+        self._settlement.log(LogEventKind.QUARANTINED, delivery, f"to {quarantine.queue.name!r}{when}")
         return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
-        """It is back in quarantine without a verdict: an attempt has failed, and the next one follows after a delay.
+        """Retry a delivery that was returned to quarantine without a result, as after a failed attempt.
 
-        At once, it would kill one consumer of its queue after the other, until none is left for its neighbours.
+        Without a delay, it would kill one consumer of its queue after the other, until none is left for its neighbours.
         """
         failures = delivery.failures = delivery.failures or AttemptHistory()
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._statistics.retried += 1
         failures.due = now + delay
-        self._ways.note(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
-        if not self._ways.out.delay(delivery, delay, suspect=True):
-            self._ways.hold(delivery, failures.due)
+        self._settlement.log(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: the consumer that had it was lost")
+        if not self._settlement.republish.delay(delivery, delay, suspect=True):
+            self._settlement.hold(delivery, failures.due)
 
     def due(self, item: Delivery | RepublishRequest) -> Delivery | None:
-        """Its time has come: answer what is to be handed out, if that is what it waited for."""
+        """Apply the end of a delay. Return the delivery if it is to be dispatched again."""
         if isinstance(item, RepublishRequest):
-            self._ways.out.again(item)
+            self._settlement.republish.again(item)
         elif item.failures is not None and item.failures.count >= self._retry.max_attempts:
-            self._ways.dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
+            self._settlement.dead_letter(item, used_up(item.failures.count, self._retry.max_attempts))
         else:
             return item
         return None
@@ -213,7 +221,7 @@ class OutcomeHandler:
         for delivery in deliveries:
             if delivery.state is DeliveryState.TIMED_OUT:
                 self.overrunning -= 1
-            elif delivery.source is self._ways.source or self._ways.automatic:
+            elif delivery.source is self._settlement.source or self._settlement.automatic:
                 current.append(delivery)
                 continue
             delivery.state = DeliveryState.SETTLED
@@ -236,20 +244,20 @@ class OutcomeHandler:
     def _in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
-    def _switch(self, breaker: CircuitBreaker, handled: int, failed: int, now: float) -> None:
+    def _count_for_breaker(self, breaker: CircuitBreaker, handled: int, failed: int, now: float) -> None:
         if not handled and not failed:
-            breaker.withdrawn()  # the store had the last word, which says nothing about the handler
+            breaker.withdrawn()  # the store had no result, or another one: that tells nothing about the handler
             return
         change = breaker.settled(handled, failed, now)
         if change is Transition.PAUSED:
-            self.to_pause = True
+            self._recall = True
             self._statistics.pauses += 1
-            self._ways.note(LogEventKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
+            self._settlement.log(LogEventKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
         elif change is Transition.RESUMED:
-            self._ways.note(LogEventKind.RESUMED, None, "a probe succeeded")
+            self._settlement.log(LogEventKind.RESUMED, None, "a probe succeeded")
 
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
-        source = self._ways.source
+        source = self._settlement.source
         current = [delivery for delivery in deliveries if delivery.source is source]
         if len(current) < len(deliveries):
             for delivery in deliveries:
@@ -257,66 +265,66 @@ class OutcomeHandler:
                     self._stale(delivery)
         quarantine = self._quarantine
         at_once = quarantine is not None and quarantine.active and any(map(quarantine.has, current))
-        self._statistics.handled += self._ways.finish(current, now, at_once=at_once)
-        book = self._ways.book
-        if book:
+        self._statistics.handled += self._settlement.finish(current, now, at_once=at_once)
+        attempts = self._settlement.attempts
+        if attempts:
             for delivery in current:
                 if delivery.failures is not None:
-                    book.forget(delivery)
+                    attempts.forget(delivery)
 
     def _finished_automatically(self, results: Sequence[Result]) -> None:
         for result in results:
             (result if isinstance(result, Delivery) else result.delivery).state = DeliveryState.FINISHED
             if isinstance(result, Failed):
                 self._statistics.failed += 1
-                self._ways.note(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
+                self._settlement.log(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
             elif isinstance(result, Skipped) and result.what is SkipReason.CANCELLED:
                 self._statistics.failed += 1
-                self._ways.note(LogEventKind.DROPPED, result.delivery, result.detail)
+                self._settlement.log(LogEventKind.DROPPED, result.delivery, result.detail)
             else:
                 self._statistics.handled += 1
 
     def _failed(self, result: Failed, now: float) -> None:
         delivery, failure = result.delivery, result.failure
         failures = self._remember(delivery, failure) if result.alone else AttemptHistory()
-        if delivery.source is not self._ways.source:
+        if delivery.source is not self._settlement.source:
             self._stale(delivery)
             return
         if result.detail:
-            self._ways.note(LogEventKind.STORE_FAILED, delivery, result.detail)
+            self._settlement.log(LogEventKind.STORE_FAILED, delivery, result.detail)
         if delivery.flaw is not None:
-            self._ways.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
+            self._settlement.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
         elif not result.alone:
-            if failure is not self._noted:  # once for a batch, whose deliveries share it
-                self._noted = failure
-                self._ways.note(LogEventKind.BATCH_FAILED, delivery, _shown(failure))
+            if failure is not self._logged:  # once for a batch, whose deliveries share it
+                self._logged = failure
+                self._settlement.log(LogEventKind.BATCH_FAILED, delivery, _shown(failure))
             delivery.redelivered = True
-            self._ways.hold(delivery, now)
+            self._settlement.hold(delivery, now)
         elif failure.verdict is not None:
-            self._ways.dead_letter(delivery, failure.verdict)
+            self._settlement.dead_letter(delivery, failure.verdict)
         else:
             self._retry_or_give_up(delivery, failures, failure, now)
 
     def _retry_or_give_up(self, delivery: Delivery, failures: AttemptHistory, failure: Failure, now: float) -> None:
         delay = self._retry.delay(failures.count, self._random)
         if delay is None:
-            self._ways.dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
+            self._settlement.dead_letter(delivery, used_up(failures.count, self._retry.max_attempts))
             return
         if not all(self._retry.retries(*kinds) for kinds in failure.kinds):
-            self._ways.dead_letter(delivery, self._unretried(failure))
+            self._settlement.dead_letter(delivery, self._unretried(failure))
             return
         self._statistics.retried += 1
         if self._broker_retries:
-            self._ways.note(LogEventKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
-            self._ways.requeue(delivery)
+            self._settlement.log(LogEventKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
+            self._settlement.reject_for_retry(delivery)
             return
         if failure.delay is not None:
             delay = failure.delay
         failures.due = now + delay
         delivery.redelivered = True
-        self._ways.note(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}")
-        if not self._ways.out.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
-            self._ways.hold(delivery, failures.due)
+        self._settlement.log(LogEventKind.RETRIED, delivery, f"in {delay:.3g} s: {_shown(failure)}")
+        if not self._settlement.republish.delay(delivery, delay, suspect=self._in_quarantine(delivery)):
+            self._settlement.hold(delivery, failures.due)
 
     @staticmethod
     def _unretried(failure: Failure) -> str:
@@ -326,66 +334,66 @@ class OutcomeHandler:
         republish.tries += 1
         delivery = republish.delivery
         self._statistics.republish_failed += 1
-        self._ways.note(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
+        self._settlement.log(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
         blocked = isinstance(error, PublishBlocked)
         if republish.purpose is RepublishReason.DEAD_LETTER:
             # The broker's own dead-lettering keeps what cannot be published, and needs no connection that publishes.
-            if self._broker_dead_letters and (refused or (blocked and republish.tries >= _PATIENCE)):
-                self._ways.reject(delivery, republish.reason)
+            if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
+                self._settlement.reject(delivery, republish.reason)
                 return
         elif refused or (blocked and republish.purpose is RepublishReason.RETRY):
             self._hold_instead(delivery, now)
             return
         elif isinstance(error, PublishReturned) and republish.tries == 1:
-            self._ways.out.missing(republish)
+            self._settlement.republish.missing(republish)
             return
-        self._ways.hold(republish, now + _backoff(republish.tries))
+        self._settlement.hold(republish, now + _backoff(republish.tries))
 
     def _hold_instead(self, delivery: Delivery, now: float) -> None:
-        """It was to wait in a delay queue, and cannot."""
-        self._ways.hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
+        """Hold a delivery that cannot wait in a delay queue."""
+        self._settlement.hold(delivery, now if delivery.failures is None else max(now, delivery.failures.due))
 
     def _duplicate(self, outcome: Skipped, now: float) -> None:
-        self._statistics.duplicates += self._ways.finish((outcome.delivery,), now)
-        self._ways.book.forget(outcome.delivery)
+        self._statistics.duplicates += self._settlement.finish((outcome.delivery,), now)
+        self._settlement.attempts.forget(outcome.delivery)
 
     def _in_progress(self, outcome: Skipped, now: float) -> None:
         self._statistics.claims_in_progress += 1
-        self._ways.hold(outcome.delivery, now + self._claim_wait)
+        self._settlement.hold(outcome.delivery, now + self._claim_wait)
 
     def _exhausted(self, outcome: Skipped, _now: float) -> None:
         failures = outcome.delivery.failures or AttemptHistory()
-        self._ways.dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
+        self._settlement.dead_letter(outcome.delivery, used_up(failures.count, self._retry.max_attempts))
 
     def _unidentified(self, outcome: Skipped, _now: float) -> None:
         self._statistics.rejected_unseen += 1
-        self._ways.dead_letter(outcome.delivery, _UNIDENTIFIED)
+        self._settlement.dead_letter(outcome.delivery, _UNIDENTIFIED)
 
     def _store_failed(self, outcome: Skipped, now: float) -> None:
         self._statistics.store_failures += 1
-        self._ways.note(LogEventKind.STORE_FAILED, outcome.delivery, outcome.detail)
+        self._settlement.log(LogEventKind.STORE_FAILED, outcome.delivery, outcome.detail)
         outcome.delivery.store_failures += 1
-        self._ways.hold(outcome.delivery, now + _backoff(outcome.delivery.store_failures))
+        self._settlement.hold(outcome.delivery, now + _backoff(outcome.delivery.store_failures))
 
     def _cancelled(self, outcome: Skipped, now: float) -> None:
-        """It goes back, and is no attempt. One that has come back is held first, or it might go round at once."""
+        """Requeue a delivery, without an attempt. A redelivered one is held first, or it might come back at once."""
         delivery = outcome.delivery
-        self._ways.note(LogEventKind.CANCELLED, delivery, outcome.detail)
-        if delivery.redelivered or self._ways.position is not None:
+        self._settlement.log(LogEventKind.CANCELLED, delivery, outcome.detail)
+        if delivery.redelivered or self._settlement.stream_offset is not None:
             delivery.redelivered = True
-            self._ways.hold(delivery, now + self._claim_wait)
+            self._settlement.hold(delivery, now + self._claim_wait)
         else:
-            self._ways.hand_back([delivery])
+            self._settlement.requeue([delivery])
 
     def _remember(self, delivery: Delivery, failure: Failure) -> AttemptHistory:
         self._statistics.failed += 1
-        book = self._ways.book
-        if delivery.redelivered or delivery.source is not self._ways.source:
-            delivery.failures = book.recall(delivery)  # another handler of it may have failed in the meantime
+        attempts = self._settlement.attempts
+        if delivery.redelivered or delivery.source is not self._settlement.source:
+            delivery.failures = attempts.recall(delivery)  # another handler of it may have failed in the meantime
         failures = delivery.failures = delivery.failures or AttemptHistory()
         failures.add(failure)
-        book.remember(delivery, failures)
+        attempts.remember(delivery, failures)
         return failures
 
 

@@ -54,21 +54,19 @@ class Quarantine:
     Attributes:
         queue: as given.
         consumer_tag: as given.
-        work: its deliveries that are to be handed out; one at a time.
         active: whether it was subscribed to, on this channel.
         losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
         forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
             that.
-        struck: whether it has seen the consumer timeout take something back.
     """
 
     def __init__(self, queue: Queue, consumer_tag: str) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
-        self.work: list[Delivery] = []
         self.losses = self.forgiven = 0
-        self.active = self.struck = False
+        self.active = False
         self._due: float | None = None
+        self._timed_out = False  # this process has seen the consumer timeout take a delivery back
         self._here = False  # there is a channel
         self._received = False  # and something has come from quarantine on that
         self._open = False  # and it is not subscribed to on that
@@ -100,6 +98,10 @@ class Quarantine:
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
         self.active = self._open = self._here = self._received = False
         self._due = None
+
+    def timed_out(self) -> None:
+        """Note that the consumer timeout took a delivery back."""
+        self._timed_out = True
 
     def ended(self) -> None:
         """The subscription to the queue has ended: there is to be none to quarantine on this channel."""
@@ -134,7 +136,7 @@ class Quarantine:
             return False
         if _crashes(delivery) >= SUSPECT_FROM + self.losses:
             return True
-        return returns(delivery) >= (SUSPECT_FROM if self.struck else SUSPECT_FROM_ANY) + self.losses
+        return returns(delivery) >= (SUSPECT_FROM if self._timed_out else SUSPECT_FROM_ANY) + self.losses
 
 
 def returns(delivery: Delivery) -> int:

@@ -1,69 +1,50 @@
-"""The consuming session: everything that a consumer decides, without I/O.
+"""The consumer session: everything that a consumer decides, without I/O.
 
-The shell tells the session what happened (a channel opened or lost, deliveries read, results of handlers, dead letters
-confirmed or not, time passed) and asks what to do: which deliveries to hand to handlers, what to publish, which bytes
-to send, when to call again. The session knows no socket, clock or thread; ``now`` is the shell's monotonic clock, in
-seconds.
+Events go in by methods: a channel opened or lost, deliveries read, results of handlers, publishes confirmed or not.
+One method, `ConsumerSession.poll`, returns the `Actions` to carry out: deliveries to dispatch, messages to publish,
+bytes to send, the time of the next call. The session knows no socket, clock or thread; ``now`` is a monotonic clock, in
+seconds. It is polled after every event, and at `Actions.wake_at`.
 
-The way of a delivery::
-
-    delivered --above a limit, undecodable, newer format, attempts used up--> dead letter
-    delivered --there are delay queues that it has still to go through--> retry
-    delivered --it has come back too often without a verdict--> quarantine, by way of a delay queue where there is one
-    delivered --it has come back to quarantine--> retry, or where there are no delay queues: held
-    delivered --its next attempt is not due yet--> held
-    delivered ----------------------------------> work (alone, or in a batch) --taken by the shell--> running
-    running --handled, or a duplicate of what is done--> finished --> acked, when the `AckBatcher` says so
-    running --failed, attempts left--> retry, or where there are no delay queues: held --its delay is over--> work
-    running --failed, attempts left, and the broker itself delays--> basic.reject, back to the queue
-    running --claimed elsewhere, the store failed--> held, no attempt --> work
-    running --its handler was cancelled--> basic.nack, back to the queue, no attempt; from the second time on, held
-    running --its batch failed--> work, alone, no attempt
-    running --failed, none left, or the handler says so--> dead letter
-    dead letter, retry, quarantine --published and confirmed--> finished
-    dead letter, retry, quarantine --not confirmed--> held --> published again
-    retry --cannot be published, or an alarm blocks publishing--> held --its delay is over--> work
-    dead letter --an alarm blocks publishing for long, and the broker itself can dead-letter--> basic.reject
-    dead letter --there is no dead-letter queue--> basic.reject
-    running --the broker's consumer timeout has taken it back--> failed, and gone; its result, if one comes, is dropped
-    anything that is not running --drain or stop--> basic.nack, back to the queue
-    anything --channel lost--> gone: the broker delivers it again; its result, if one comes, is dropped and counted
+The tables of `reliable_mq.core.consumer.delivery` and of `reliable_mq.core.consumer.lifecycle` say which states a
+delivery and the consumer pass through, and on which events.
 
 Invariants:
 
 - a delivery of a lost channel never reaches a handler, and nothing is sent for it on another channel;
-- an original is acked only after its handler finished, the store knew it as done, or what takes its place (a dead
-  letter, the message that waits for the next attempt) was confirmed;
-- no message is handed to a handler as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and
-  failed after the message was handed out again;
-- a delivery is in one place at a time: work, running, held, being dead-lettered, finished, or settled;
-- after `stop` nothing more is handed out, and once `drained` nothing is outstanding that is not back at the broker or
-  acked;
-- what the broker has forgotten (automatic acks) is handed out whatever happens to its channel: it comes once;
-- nothing goes back to a stream, which keeps what it has: the next channel begins at the oldest unsettled delivery.
+- an original is acked only after its handler finished, the store knew it as done, or the message that takes its place
+  (a dead letter, or the one that waits for the next attempt) was confirmed;
+- no message is dispatched as attempt ``max_attempts + 1``, unless an earlier handler outlived its channel and failed
+  after the message was dispatched again;
+- after `stop` nothing is dispatched, and once `drained` nothing is outstanding that is not requeued or acked;
+- a delivery that the broker has forgotten (automatic acks) is dispatched whatever happens to its channel;
+- nothing is requeued to a stream, which keeps its messages: the next channel begins at the oldest unsettled delivery;
+- the memory that deliveries take is bounded: a broker that ignores the prefetch altogether loses its connection.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
 from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor, names
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState
 from reliable_mq.core.consumer.dispatch import Dispatcher
+from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle, ConsumerState
 from reliable_mq.core.consumer.outcomes import OutcomeHandler
-from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind, SessionState, Settlement
+from reliable_mq.core.consumer.settlement import LogEventKind, Settlement
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from random import Random
 
     from reliable_mq.core.consumer.acks import AckBatcher
     from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
-    from reliable_mq.core.consumer.dispatch import Batcher
+    from reliable_mq.core.consumer.dispatch import Batcher, Work
     from reliable_mq.core.consumer.handler import Result
+    from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.quarantine import Quarantine
+    from reliable_mq.core.consumer.settlement import LogEvent
     from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
     from reliable_mq.core.retry.delay_queues import DelayQueues
@@ -72,35 +53,73 @@ if TYPE_CHECKING:
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
-__all__ = ["ConsumingSession", "LogEvent", "LogEventKind", "SessionState"]
+__all__ = ["Actions", "ConsumerSession"]
+
+_SPARE: Final = 1000  # unacked deliveries that are never too many, whatever the prefetch is
+_SHORTEST_LOOK: Final = 0.02  # seconds between two looks at results while handlers run, at least
 
 
-class ConsumingSession:
-    """See the module. Not thread-safe: one thread, or one event loop, owns it.
+class Actions(NamedTuple):
+    """The actions to carry out, in the order of the fields.
+
+    Attributes:
+        state: of the consumer; once it has ENDED, the connection is to be closed after these actions.
+        recall: whether dispatched deliveries that no handler began with are to be taken back and `postponed`; then the
+            session is to be polled again, and there are no other actions.
+        dispatch: deliveries, or batches for a batch handler, to hand to handlers.
+        declare: queues to declare on the open channel; each is to be `declared`.
+        publish: messages to publish, mandatory and confirmed; each is to be `published`.
+        data: bytes to write on the open channel.
+        dispatch_quarantined: as `dispatch`, for the handler beside the others. It comes after `data`, and is empty
+            while a delivery is moved to quarantine: that may be the one that comes from there, which is to kill no
+            process before its original is acked.
+        subscribe: changes of the subscription to make on the open channel.
+        log: lines to log.
+        wake_at: when to poll if nothing happens until then; None for never.
+        report_after: how many results of handlers to wait for before they are passed on, until `wake_at`.
+    """
+
+    state: ConsumerState
+    recall: bool = False
+    dispatch: Sequence[Work] = ()
+    declare: Sequence[Queue] = ()
+    publish: Sequence[RepublishRequest] = ()
+    data: bytes = b""
+    dispatch_quarantined: Sequence[Work] = ()
+    subscribe: Sequence[SubscriptionChange] = ()
+    log: Sequence[LogEvent] = ()
+    wake_at: float | None = None
+    report_after: int = 1
+
+
+class ConsumerSession:
+    """Events in, actions out. Not thread-safe: one thread, or one event loop, owns it.
 
     Args:
         queue: the name of the queue.
-        retry: how a failed delivery is tried again.
+        retry: the policy for failed deliveries.
         random: the source of the jitter.
-        dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends what is given
-            up.
-        broker_dead_letters: whether the broker itself dead-letters what is rejected.
-        acks: batches the acks; None with automatic acks, where the broker forgets what it sends and nothing is tried
-            again.
+        dead_letters: makes the dead letters; None where there is no queue for them: ``basic.reject`` ends a delivery
+            that is given up.
+        broker_dead_letters: whether the broker dead-letters rejected deliveries.
+        acks: batches the acks; None with automatic acks, where the broker forgets the deliveries that it sends and
+            nothing is retried.
         batcher: groups deliveries for a batch handler; None for a plain one.
         max_body_bytes, max_header_bytes: larger deliveries are dead-lettered unseen; None for no limit.
-        claim_wait: seconds until a delivery that is claimed elsewhere is looked at again.
-        position: where the consumption of a stream is; None for queues.
-        ladder: the delay queues in which failed deliveries wait; None where they are held here.
+        claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
+        stream_offset: of a stream; None for queues.
+        delay_queues: for failed deliveries; None where these are held here.
         quarantine: of the queue; None where there is none.
-        breaker: the kill switch; None where there is none.
-        broker_retries: whether the queue itself delays what is rejected, and counts it.
+        breaker: the circuit breaker; None where there is none.
+        broker_retries: whether the queue delays rejected deliveries, and counts them.
         consumer_timeout: the broker's, in seconds; None where it has none.
         grouped: whether several deliveries may be with one handler, or with the worker that calls it.
+        lifecycle: of the consumer.
 
     Attributes:
         automatic: whether acks are.
-        position: as given.
+        stream_offset: as given.
+        lifecycle: as given.
         statistics: counts, written here and read by anyone.
     """
 
@@ -117,26 +136,34 @@ class ConsumingSession:
         max_body_bytes: int | None = None,
         max_header_bytes: int | None = None,
         claim_wait: float = 1.0,
-        position: StreamOffset | None = None,
-        ladder: DelayQueues | None = None,
+        stream_offset: StreamOffset | None = None,
+        delay_queues: DelayQueues | None = None,
         quarantine: Quarantine | None = None,
         broker_retries: bool = False,
         breaker: CircuitBreaker | None = None,
         consumer_timeout: float | None = None,
         grouped: bool = False,
+        lifecycle: ConsumerLifecycle | None = None,
     ) -> None:
         self._queue = queue
         self._batcher = batcher
         self._quarantine = quarantine
         self._breaker = breaker
-        self._ways = Settlement(acks=acks, dead_letters=dead_letters, ladder=ladder, position=position)
-        self._acks = self._ways.acks
+        self.lifecycle: Final = ConsumerLifecycle() if lifecycle is None else lifecycle
+        self._settlement = Settlement(
+            acks=acks,
+            dead_letters=dead_letters,
+            delay_queues=delay_queues,
+            stream_offset=stream_offset,
+            lifecycle=self.lifecycle,
+        )
+        self._acks = self._settlement.acks
         self.automatic: Final = acks is None
-        self.position = position
-        self.statistics: ConsumerStatistics = self._ways.statistics
-        self._hand = Dispatcher(batcher, quarantine, breaker)
-        self._results = OutcomeHandler(
-            ways=self._ways,
+        self.stream_offset: Final = stream_offset
+        self.statistics: Final[ConsumerStatistics] = self._settlement.statistics
+        self._dispatcher = Dispatcher(batcher, quarantine, breaker)
+        self._outcomes = OutcomeHandler(
+            settlement=self._settlement,
             retry=retry,
             random=random,
             broker_dead_letters=broker_dead_letters,
@@ -146,7 +173,7 @@ class ConsumingSession:
             breaker=breaker,
         )
         self._admission = Admission(
-            book=self._ways.book,
+            attempts=self._settlement.attempts,
             max_attempts=retry.max_attempts,
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,
@@ -156,176 +183,197 @@ class ConsumingSession:
         )
         self._longest_delay = max(retry.schedule, default=0.0)
         self._grouped = grouped or batcher is not None
-        self._ages = ConsumerTimeoutMonitor(consumer_timeout, self._acks)
+        self._timeouts = ConsumerTimeoutMonitor(consumer_timeout, self._acks)
         self._timed_out: list[Delivery] | None = None  # for which the channel is given up
-        self._to_isolate = False
+        self._most: int | None = None  # deliveries that a broker may leave unacked which respects the prefetch
         self._running = 0
 
-    # What happened
+    # Events: the channel
 
     def opened(self, generation: int, channel: int, namespace: str = "") -> None:
-        """A channel is open and subscribed, in the virtual host of this namespace."""
-        self._ways.opened(ChannelGeneration(generation, channel, self._queue, namespace))
-        self._ages.clear()
+        """Begin with a channel that is open and subscribed, in the virtual host of this namespace."""
+        self._settlement.opened(ChannelGeneration(generation, channel, self._queue, namespace))
+        self._timeouts.clear()
         if self._quarantine is not None:
             self._quarantine.opened()
-        if self._ways.state is SessionState.DRAINING:
-            self._ways.state = SessionState.CONSUMING
+        self.lifecycle.opened()
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
-        """Deliveries came in on the open channel, in their order; at least one. The list is the session's to keep."""
-        source = self._ways.source
+        """Take in deliveries of the open channel, in their order; at least one. The list is the session's to keep.
+
+        Raises:
+            ValueError: they break the protocol: a delivery tag does not follow the one before, or far more deliveries
+                are unacked than the prefetch allows.
+        """
+        source = self._settlement.source
         if source is None:
             self.statistics.stale += len(deliveries)
             return
         self.statistics.delivered += len(deliveries)
         if not self.automatic:
             self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
-            self._ages.delivered(deliveries, now)
+            if self._most is not None and self._acks.outstanding > self._most:
+                raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
+            self._timeouts.delivered(deliveries, now)
         for delivery in deliveries:
             delivery.source = source
-        if self.position is not None:
-            self.position.delivered(deliveries, self._acks.first_unfinished)
+        if self.stream_offset is not None:
+            self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
-        elif self._ways.state is not SessionState.CONSUMING:
-            self._ways.hand_back(deliveries)
+        elif not self.lifecycle.consuming:
+            self._settlement.requeue(deliveries)
             return
         elif not self._admission.plain(deliveries):
             deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
-            self._hand.add_any(deliveries, now)
+            self._dispatcher.add_any(deliveries, now)
             return
-        self._hand.add(deliveries, now)
+        self._dispatcher.add(deliveries, now)
 
     def oversized(self, delivery: Delivery, size: int, now: float) -> None:
-        """A delivery came in on the open channel without its body of `size` bytes: nothing but the broker has that."""
-        source = self._ways.source
+        """Take in a delivery of the open channel without its body of `size` bytes, which only the broker has."""
+        source = self._settlement.source
         if source is None:
             self.statistics.stale += 1
             return
         self.statistics.delivered += 1
         self._acks.delivered(delivery.delivery_tag, delivery.delivery_tag)
-        self._ages.delivered([delivery], now)
+        self._timeouts.delivered([delivery], now)
         delivery.source = source
-        if self.position is not None:
-            self.position.delivered([delivery], self._acks.first_unfinished)
+        if self.stream_offset is not None:
+            self.stream_offset.delivered([delivery], self._acks.first_unfinished)
         if self._quarantine is not None and self._quarantine.has(delivery):
             self._quarantine.received()
-        if self._ways.state is SessionState.CONSUMING:
-            self._ways.reject(delivery, self._admission.without_body(delivery, size))
+        if self.lifecycle.consuming:
+            self._settlement.reject(delivery, self._admission.without_body(delivery, size))
         else:
-            self._ways.hand_back([delivery])
+            self._settlement.requeue([delivery])
 
-    def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
-        """These were handed out, and this is what became of them; of what was handled, ``since`` then at the latest."""
-        self._running -= len(results)
-        self._results.finished(results, now, now if since is None else since)
+    def cancelled(self, now: float) -> bool:
+        """End a subscription that the broker cancelled, while the channel is open. Returns whether there was one.
 
-    def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
-        """What was taken to be published is confirmed, or it is known that it was not."""
-        self._results.published(republish, error, now)
+        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        """
+        if not self.lifecycle.cancelled(now):
+            return False
+        self.statistics.cancelled += 1
+        self._end_subscription()
+        return True
 
-    def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
-        """A queue that was taken is declared, or it is known that it was not."""
-        self._results.declared(queue, error, now)
+    def timed_out(self, timeout: ConsumerTimeout, now: float, at: float) -> None:
+        """Fail the deliveries that the broker took back by its consumer timeout.
 
-    def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
-        """These were handed out, and no handler has begun with them, nor will."""
-        self._running -= len(deliveries)
-        self._ways.hand_back(self._results.still_running(deliveries))
-
-    def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
-        """These were handed out, no handler has begun with them, and they are to be handed out again after a pause."""
-        self._running -= len(deliveries)
-        current = self._results.still_running(deliveries)
-        if current and self._ways.state is not SessionState.CONSUMING:
-            self._ways.hand_back(current)
-            return
-        self._hand.put_back(current, now)
-
-    def tick(self, now: float) -> None:
-        """Time passed; see `deadline`."""
-        for item in self._ways.due(now):
-            delivery = self._results.due(item)
-            if delivery is not None:
-                self._hand.add_alone(delivery)
-        self._hand.due(now)
-        if self._quarantine is not None and self._ways.state is SessionState.CONSUMING:
-            self._to_isolate |= self._quarantine.subscribe(now)
-        overdue = self._ages.look(now)
-        if overdue:
-            self._warn(overdue)
-
-    def timed_out(self, strike: ConsumerTimeout, now: float, at: float) -> None:
-        """The broker has taken back what was unacked for too long, and is about to be told `lost`, or was told `drain`.
-
-        What a handler has begun with has failed, then. What none has is to be `withdrawn` before. Nothing goes back to
-        a stream, which is read again.
+        Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
+        to be `withdrawn` before. Nothing is requeued to a stream, which is read again.
 
         Args:
-            strike: what the broker said.
+            timeout: the message of the broker.
             now: monotonic time.
             at: the same, in seconds since 1970.
         """
-        if self._ways.source is None or self.position is not None or self.automatic:
+        if self._settlement.source is None or self.stream_offset is not None or self.automatic:
             return
-        self._ways.hand_back(self._take_everything())
-        quarantine, tag = self._quarantine, strike.consumer_tag
-        timeout = strike.timeout or self._ages.timeout or 0.0
+        self._settlement.requeue(self._take_queued())
+        quarantine, tag = self._quarantine, timeout.consumer_tag
+        seconds = timeout.timeout or self._timeouts.timeout or 0.0
         found: list[Delivery] = []
         if quarantine is not None and tag == quarantine.consumer_tag:
-            found = [one for one in self._ages.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
-        elif timeout:
-            found = [one for one in self._ages.unacked(timeout, now) if tag is None or not self._isolated(one)]
+            found = [one for one in self._timeouts.unacked(0.0, now) if quarantine.has(one)]  # whatever the timeout is
+        elif seconds:
+            found = [one for one in self._timeouts.unacked(seconds, now) if tag is None or not self._quarantined(one)]
         found = [delivery for delivery in found if delivery.state is DeliveryState.RUNNING]
-        if quarantine is not None:
-            quarantine.struck |= bool(found)
+        if quarantine is not None and found:
+            quarantine.timed_out()
         for delivery in found:
             alone = (
                 not self._grouped
                 or len(found) == 1
-                or self._isolated(delivery)
+                or self._quarantined(delivery)
                 or (delivery.failures is not None and delivery.failures.alone)
             )
-            self._results.timed_out(delivery, timeout=timeout, now=now, at=at, alone=alone)
+            self._outcomes.timed_out(delivery, timeout=seconds, now=now, at=at, alone=alone)
         self._timed_out = found
 
     def lost(self, generation: int) -> None:
-        """The channel is gone. What was handed out and has not begun is to be `withdrawn`."""
-        if self._ways.source is None or generation != self._ways.source.generation:
+        """Forget a lost channel. Dispatched deliveries that no handler began with are to be `withdrawn`."""
+        if self._settlement.source is None or generation != self._settlement.source.generation:
             return
-        self._ways.lost(self._take_everything())
-        self._ages.clear()
+        self._settlement.lost(self._take_queued())
+        self._timeouts.clear()
         if self._breaker is not None:
             self._breaker.withdrawn()
         if self._quarantine is not None:
             self._quarantine.lost(self._timed_out)
         self._timed_out = None
-        self._to_isolate = False
+        self.lifecycle.lost()
 
-    def drain(self) -> None:
-        """The broker has ended the subscription; the channel is open: hand back what has not begun, ack what ends.
+    # Events: handlers and publishes
 
-        What was handed out and has not begun is to be `withdrawn`.
+    def finished(self, results: Sequence[Result], now: float, *, since: float | None = None) -> None:
+        """Take in results of dispatched deliveries, whose handlers had ended at ``since``."""
+        self._running -= len(results)
+        self._outcomes.finished(results, now, now if since is None else since)
+
+    def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
+        """Requeue dispatched deliveries that no handler began with, nor will."""
+        self._running -= len(deliveries)
+        self._settlement.requeue(self._outcomes.still_running(deliveries))
+
+    def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
+        """Queue dispatched deliveries again that no handler began with."""
+        self._running -= len(deliveries)
+        current = self._outcomes.still_running(deliveries)
+        if self.lifecycle.consuming:
+            self._dispatcher.put_back(current, now)
+        else:
+            self._settlement.requeue(current)
+
+    def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
+        """Take in the outcome of a publish; ``error`` None: it is confirmed."""
+        self._outcomes.published(republish, error, now)
+
+    def declared(self, queue: Queue, error: BaseException | None, now: float) -> None:
+        """Take in the outcome of a declaration; ``error`` None: the queue is declared."""
+        self._outcomes.declared(queue, error, now)
+
+    # Events: the user
+
+    def stop(self, now: float) -> bool:
+        """Begin to stop; False where it has begun before.
+
+        Dispatched deliveries that no handler began with are to be `withdrawn`.
         """
-        self.statistics.cancelled += 1
-        if self._ways.state is SessionState.CONSUMING:
-            self._ways.state = SessionState.DRAINING
+        if not self.lifecycle.stop(now):
+            return False
+        self._end_subscription()
+        return True
+
+    def end(self) -> None:
+        """Stop at once. Dispatched deliveries that no handler began with are to be `withdrawn`."""
+        self.lifecycle.end()
         self._end_subscription()
 
-    def stop(self, *, keep: bool = False) -> None:
-        """As `drain`, for good.
+    def subscribing(self, prefetch: int) -> None:
+        """Fit the session to a new channel, which is being subscribed with this prefetch. Errors as `set_prefetch`."""
+        self.set_prefetch(prefetch)
+        self.lifecycle.subscribing(prefetch)
+        self._bound(prefetch)
 
-        Args:
-            keep: send nothing back: the channel is closed when `drained`. Of several consumers, of which one is active,
-                the next one would else be given newer messages before those that come back.
+    def change_prefetch(self, prefetch: int) -> bool:
+        """Subscribe anew with this prefetch. Errors as `set_prefetch`.
+
+        Returns:
+            False where that waits until nothing is unacked, to keep the role of the single active consumer.
         """
-        self._ways.state = SessionState.STOPPING
-        self._ways.keeps |= keep
-        self._end_subscription()
+        before = self.lifecycle.prefetch
+        if not self.lifecycle.change_prefetch(prefetch):
+            return False
+        self.set_prefetch(prefetch)
+        self._bound(prefetch, before + self._acks.outstanding)
+        return True
 
     def set_prefetch(self, prefetch: int) -> None:
-        """The prefetch is ``prefetch`` from now on.
+        """Fit the acks to this prefetch.
 
         Raises:
             ConfigurationError: ``ack_every`` or ``batch_size`` does not fit it; nothing has changed.
@@ -335,165 +383,179 @@ class ConsumingSession:
             raise ConfigurationError(f"batch_size={size} does not fit prefetch={prefetch}: lower it")
         self._acks.set_prefetch(prefetch)
 
-    # What to do
+    # Actions
 
-    def take_work(self) -> list[Delivery]:
-        """Take the deliveries to hand out; for a plain handler."""
-        work = self._hand.take_work()
-        self._running += len(work)
-        return work
-
-    def take_batches(self) -> list[list[Delivery]]:
-        """Take the batches to hand out; for a batch handler."""
-        batches = self._hand.take_batches()
-        self._running += sum(map(len, batches))
-        return batches
-
-    def take_isolated(self) -> list[Delivery | list[Delivery]]:
-        """Take what to hand out from quarantine, where possible beside what runs; for either kind of handler.
-
-        To be handed out after the output was written, and nothing while something is moved there: it may be the message
-        that comes from there, which is to kill no process before its original is acked, or there are two of it.
-        """
-        isolated = self._hand.take_isolated(lambda: self._ways.out.isolating(self._ways.source))
-        self._running += len(isolated)
-        return list(isolated) if self._batcher is None else [[delivery] for delivery in isolated]
-
-    def take_pause(self) -> bool:
-        """Whether what was handed out and has not begun is to be taken back, and `postponed`."""
-        pause, self._results.to_pause = self._results.to_pause, False
-        return pause
-
-    def take_subscription(self) -> bool:
-        """Whether to subscribe to quarantine on the open channel, now."""
-        subscribe, self._to_isolate = self._to_isolate, False
-        return subscribe
-
-    def take_republishes(self) -> list[RepublishRequest]:
-        """Take what to publish, mandatory and confirmed; each is to be answered with `published`."""
-        return self._ways.out.take()
-
-    def take_declarations(self) -> Iterable[Queue]:
-        """Take the queues to declare on the open channel; each is to be answered with `declared`."""
-        return self._ways.out.take_declarations()
-
-    def take_notices(self) -> list[LogEvent]:
-        """Take what to log."""
-        notices, self._ways.notices = self._ways.notices, []
-        return notices
-
-    def take_output(self, now: float) -> bytes:
-        """Take the bytes to write on the open channel; empty where there are none."""
-        return self._ways.take_output(now, idle=not self._running)
+    def poll(self, now: float) -> Actions:
+        """Advance to ``now``, and return the actions to carry out."""
+        settlement, dispatcher, lifecycle = self._settlement, self._dispatcher, self.lifecycle
+        for item in settlement.due(now):
+            delivery = self._outcomes.due(item)
+            if delivery is not None:
+                dispatcher.add_alone(delivery)
+        dispatcher.due(now)
+        overdue = self._timeouts.look(now)
+        if overdue:
+            self._warn(overdue)
+        if self._quarantine is not None and lifecycle.consuming and self._quarantine.subscribe(now):
+            lifecycle.subscribe_to_quarantine()
+        if self._outcomes.take_recall():
+            return Actions(lifecycle.state, recall=True)
+        dispatch, count = dispatcher.take()
+        self._running += count
+        declare = settlement.republish.take_declarations()
+        publish = settlement.republish.take()
+        steady = lifecycle.steady
+        if not steady:
+            lifecycle.tick(now, drained=self.drained)
+        data = b""
+        if not lifecycle.silent:
+            data = settlement.take_output(now, idle=not self._running)
+            if data:
+                lifecycle.sent(len(data), now)
+        quarantined: Sequence[Work] = ()
+        if self._quarantine is not None:
+            quarantined = dispatcher.take_quarantined(lambda: settlement.republish.quarantining(settlement.source))
+            self._running += len(quarantined)
+        subscribe: Sequence[SubscriptionChange] = ()
+        if not steady:
+            subscribe = lifecycle.advance(now, drained=self.drained, unacked=bool(self._acks.outstanding))
+        report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_LOOK else 1
+        return Actions(
+            lifecycle.state,
+            recall=False,
+            dispatch=dispatch,
+            declare=declare,
+            publish=publish,
+            data=data,
+            dispatch_quarantined=quarantined,
+            subscribe=subscribe,
+            log=settlement.take_log(),
+            wake_at=self._wake_at(now, report_after),
+            report_after=report_after,
+        )
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` and `take_output` are to be called, though nothing happens until then; None for never."""
+        """When `poll` is to be called if nothing happens until then; None for never."""
         acks = self._acks.deadline_if(idle=not self._running)
-        times = (acks, self._ways.deadline, self._hand.deadline, self._ages.deadline)
+        times = (acks, self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline)
         return min((time for time in times if time is not None), default=None)
 
+    # For anyone
+
     @property
-    def state(self) -> SessionState:
-        """What is done with deliveries."""
-        return self._ways.state
+    def state(self) -> ConsumerState:
+        """The phase of the consumer's life."""
+        return self.lifecycle.state
 
     @property
     def source(self) -> ChannelGeneration | None:
-        """The open channel, by which deliveries of a lost one are told; None while there is none."""
-        return self._ways.source
+        """The open channel; None while there is none. A delivery of another one is stale."""
+        return self._settlement.source
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is handed out or to be, and nothing is being published.
+        """Whether nothing is dispatched or waits for that, and nothing is being published.
 
-        Where another channel is to follow, what runs on though the broker has taken it back is not waited for.
+        Where another channel is to follow, a handler that runs on with a timed-out delivery is not waited for.
         """
         running = self._running
-        if self._ways.state is SessionState.DRAINING:
-            running -= self._results.overrunning
-        return not running and self._hand.empty and self._ways.out.idle
+        if self.lifecycle.state is ConsumerState.RESUBSCRIBING:
+            running -= self._outcomes.overrunning
+        return not running and self._dispatcher.empty and self._settlement.republish.idle
 
     @property
     def paused(self) -> bool:
-        """Whether the kill switch holds deliveries back."""
+        """Whether the circuit breaker holds deliveries back."""
         return self._breaker is not None and self._breaker.paused
 
     @property
     def running(self) -> int:
-        """Deliveries that are handed out."""
+        """The number of deliveries that are dispatched."""
         return self._running
 
     @property
     def held(self) -> int:
-        """Deliveries that wait for their next attempt, or for the next try to dead-letter them."""
-        return self._ways.held
-
-    @property
-    def acks_due_after(self) -> int:
-        """How many more deliveries must be handled, at least, before there is something to ack by their number."""
-        return self._acks.due_after
+        """The number of deliveries that wait for their next attempt, or to be published again."""
+        return self._settlement.held
 
     @property
     def rested_at(self) -> float:
-        """From when on what is handled is acked as soon as no handler runs; infinite for never."""
+        """When handled deliveries begin to be acked as soon as no handler runs; infinite for never."""
         return self._acks.rested_at
 
     @property
     def outstanding(self) -> int:
-        """Deliveries that are neither acked nor given back."""
+        """The number of deliveries that are neither acked nor requeued."""
         return self._acks.outstanding
+
+    def _bound(self, prefetch: int, unacked: int = 0) -> None:
+        """Bound the memory that a broker which ignores the prefetch can fill. A stream may send a whole chunk."""
+        bounded = prefetch and not self.automatic and self.stream_offset is None
+        self._most = 4 * (prefetch + unacked) + _SPARE if bounded else None
 
     # Deliveries that came in
 
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
         forgiven = quarantine.received() if quarantine is not None and quarantine.has(delivery) else None
-        finding = self._admission.look(delivery, forgiven=forgiven)
+        result = self._admission.look(delivery, forgiven=forgiven)
         failures = delivery.failures
-        if finding.refusal is not None:
-            self._ways.dead_letter(delivery, finding.refusal)
-        elif finding.path:
-            if not self._ways.out.forward(delivery, finding.path, suspect=finding.suspect):
-                # No longer than what fails: any client can send a path, and what is held takes the place of another.
-                self._ways.hold(delivery, now + min(sum(finding.path) / 1000, self._longest_delay))
-        elif finding.lost:
-            self._results.returned(delivery, now)
-        elif self._isolate(delivery, finding):
+        if result.refusal is not None:
+            self._settlement.dead_letter(delivery, result.refusal)
+        elif result.path:
+            if not self._settlement.republish.forward(delivery, result.path, suspect=result.suspect):
+                # No longer than the policy's: any client can send a path, and a held delivery takes another's place.
+                self._settlement.hold(delivery, now + min(sum(result.path) / 1000, self._longest_delay))
+        elif result.lost:
+            self._outcomes.returned(delivery, now)
+        elif self._move_to_quarantine(delivery, result):
             pass
         elif failures is not None and (failures.due > now or failures.alone):
-            self._ways.hold(delivery, max(failures.due, now))
+            self._settlement.hold(delivery, max(failures.due, now))
         else:
             return True
         return False
 
-    def _isolate(self, delivery: Delivery, finding: AdmissionResult) -> bool:
-        """Move it to quarantine, if it is suspect, not from there, and can be moved."""
+    def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
+        """Move a delivery to quarantine, if it is suspect, not from there, and can be moved."""
         quarantine = self._quarantine
         if quarantine is None or quarantine.has(delivery):
             return False
-        if not (finding.suspect or quarantine.suspects(delivery)):
+        if not (result.suspect or quarantine.suspects(delivery)):
             return False
-        return self._results.isolate(delivery, known=finding.suspect)
+        return self._outcomes.move_to_quarantine(delivery, known=result.suspect)
 
-    def _isolated(self, delivery: Delivery) -> bool:
+    def _quarantined(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
     def _warn(self, overdue: list[Delivery]) -> None:
         self.statistics.overdue += len(overdue)
-        timeout = self._ages.timeout or 0.0
+        timeout = self._timeouts.timeout or 0.0
         text = (
             f"{names(overdue)}, for {timeout * WARN_AT:g} s; "
             f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
         )
-        self._ways.note(LogEventKind.OVERDUE, None, text)
+        self._settlement.log(LogEventKind.OVERDUE, None, text)
 
     def _end_subscription(self) -> None:
         if self._quarantine is not None:
             self._quarantine.ended()
-        self._to_isolate = False
-        self._ways.hand_back(self._take_everything())
+        self._settlement.requeue(self._take_queued())
 
-    def _take_everything(self) -> list[Delivery]:
-        """Empty every place where a delivery waits to be handed out, or to be dead-lettered again."""
-        return [] if self.automatic else [*self._hand.clear(), *self._ways.release()]
+    def _take_queued(self) -> list[Delivery]:
+        """Take every delivery that waits to be dispatched, or to be published again."""
+        return [] if self.automatic else [*self._dispatcher.clear(), *self._settlement.release()]
+
+    def _wake_at(self, now: float, report_after: int) -> float | None:
+        if self.lifecycle.state is ConsumerState.ENDED:
+            return None
+        at = self.deadline
+        if report_after > 1 and self._running:
+            look = now + self._acks.interval
+            rested = self._acks.rested_at  # results that come before are not reported one by one
+            at = min(look, rested if rested > now else look, look if at is None else at)
+        if at is not None and self.lifecycle.silent:
+            at = max(at, now + _SHORTEST_LOOK)
+        ends = self.lifecycle.deadline
+        return ends if at is None or (ends is not None and ends < at) else at

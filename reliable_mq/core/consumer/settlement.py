@@ -1,21 +1,17 @@
-"""The ways of deliveries that are with no handler: held, published elsewhere, rejected, handed back, acked.
+"""Settle deliveries: ack, reject, requeue, or republish and then ack; and hold them until then.
 
-What waits here for its time is kept here, and so are the frames that are to be sent on the open channel. Which way a
-delivery takes is decided elsewhere (`ConsumingSession`, `Results`).
+Which of these happens is decided elsewhere (`ConsumerSession`, `OutcomeHandler`).
 
-Invariants: nothing is sent for a delivery of a lost channel; a delivery is settled once; nothing is held but while
-deliveries are handed out, and nothing goes back to a stream, or to a broker that has forgotten what it sent.
+Invariants:
 
-What is published, mandatory and confirmed, before its original may be acked: dead letters and retries.
-
-A retry goes to the first delay queue of its path. One that is not known to exist on this channel's broker is declared
-first, and what is to go there waits for that; one that turns out to be missing is declared again.
-
-Invariants: a `RepublishRequest` is in one place at a time: waiting for a declaration, ready to be taken, or taken;
-nothing of a channel that is lost is published; a queue that may not be declared is asked for once per channel, and what
-would have waited there is held in the process.
-
-What a consuming session wants logged.
+- nothing is sent for a delivery of a lost channel, and a delivery is settled once;
+- an original is acked only after the message that takes its place (a dead letter, or the one that waits for its next
+  attempt) was confirmed. That is published mandatory;
+- a `RepublishRequest` is in one place at a time: waiting for a declaration, ready, or being published. Nothing of a
+  lost channel is published. A queue that may not be declared is declared once per channel, and a delivery that would
+  have waited in it is held in the process;
+- nothing is held but while deliveries are dispatched; nothing is requeued to a stream, or to a broker that forgets the
+  deliveries it sends (automatic acks).
 """
 
 from __future__ import annotations
@@ -38,40 +34,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reliable_mq.core.consumer.acks import Frames
+    from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
     from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
     from reliable_mq.topology import Queue
 
-__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "SessionState", "Settlement"]
+__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "Settlement"]
 
 
 class RepublishQueue:
-    """See the module. Not thread-safe.
+    """Messages to publish in place of deliveries: dead letters, retries, and those that go to quarantine.
+
+    A retry goes to the first delay queue of its path. A queue that is not known to exist on this channel's broker is
+    declared first, and its messages wait for that; one that turns out to be missing is declared again. Not thread-safe.
 
     Args:
         dead_letters: makes the dead letters; None where there is no queue for them.
-        ladder: the delay queues; None where there are none.
+        delay_queues: for retries; None where there are none.
     """
 
-    def __init__(self, dead_letters: DeadLetters | None, ladder: DelayQueues | None) -> None:
+    def __init__(self, dead_letters: DeadLetters | None, delay_queues: DelayQueues | None) -> None:
         self._dead_letters = dead_letters
-        self._ladder = ladder
+        self._delay_queues = delay_queues
         self._known: set[str] = set()
         self._refused: set[str] = set()
         self._undeclared: dict[str, list[RepublishRequest]] = {}
         self._declarations: list[Queue] = []
         self._ready: list[RepublishRequest] = []
-        self._taken: set[RepublishRequest] = set()
+        self._publishing: set[RepublishRequest] = set()
 
     def opened(self) -> None:
-        """A channel is open, and what belongs to the policy is declared."""
-        self._known = set() if self._ladder is None else {self._ladder.queue(step).name for step in self._ladder.own}
+        """Begin with a channel on which the queues of the policy are declared."""
+        delays = self._delay_queues
+        self._known = set() if delays is None else {delays.queue(step).name for step in delays.own}
         self._refused.clear()
 
     def lost(self) -> None:
-        """The channel is gone."""
+        """Drop everything that is not being published: the channel is gone."""
         for republish in chain(self._ready, *self._undeclared.values()):
             republish.delivery.state = DeliveryState.SETTLED
         self._ready.clear()
@@ -79,22 +80,24 @@ class RepublishQueue:
         self._declarations.clear()
 
     def dead_letter(self, delivery: Delivery, reason: str) -> bool:
-        """Dead-letter it; False where there is no queue for that."""
+        """Dead-letter a delivery; False where there is no queue for that."""
         if self._dead_letters is None:
             return False
         self.again(self._dead_letters.make(delivery, reason))
         return True
 
     def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False) -> bool:
-        """Have it wait for ``delay`` seconds in delay queues; False where it has to be held instead."""
-        return self._ladder is not None and self.forward(delivery, self._ladder.path(delay), suspect=suspect)
+        """Send a delivery through delay queues for ``delay`` seconds; False where it must be held instead."""
+        return self._delay_queues is not None and self.forward(
+            delivery, self._delay_queues.path(delay), suspect=suspect
+        )
 
     def forward(self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False) -> bool:
-        """Have it wait in these delay queues, one after the other; False where it has to be held instead."""
-        if self._ladder is None or not path:
+        """Send a delivery through these delay queues, one after the other; False where it must be held instead."""
+        if self._delay_queues is None or not path:
             return False
-        path = self._ladder.through(path)
-        queue = self._ladder.queue(path[0])
+        path = self._delay_queues.through(path)
+        queue = self._delay_queues.queue(path[0])
         if queue.name in self._refused:
             return False
         properties = encode_retry_headers(delivery, path[1:], suspect=suspect)
@@ -104,17 +107,18 @@ class RepublishQueue:
         self.again(RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue))
         return True
 
-    def isolate(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
-        """Move it to quarantine, which was declared with the policy's delay queues; False where it cannot be.
+    def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
+        """Move a delivery to quarantine, which is declared with the queue; False where that cannot be.
 
-        With a ``delay``, in seconds, it waits in delay queues first, and comes back from there as what it is.
+        With a ``delay``, in seconds, it waits in delay queues first, and goes on to quarantine from its own queue.
         """
-        path = () if self._ladder is None else self._ladder.path(delay)
+        delays = self._delay_queues
+        path = () if delays is None else delays.path(delay)
         properties = encode_retry_headers(delivery, path[1:], suspect=True)
         if properties is None:
             return False
-        if self._ladder is not None and path and self._ladder.queue(path[0]).name not in self._refused:
-            queue = self._ladder.queue(path[0])
+        if delays is not None and path and delays.queue(path[0]).name not in self._refused:
+            queue = delays.queue(path[0])
         else:
             self._known.add(queue.name)
         target = Target("", queue.name)
@@ -122,7 +126,7 @@ class RepublishQueue:
         return True
 
     def again(self, republish: RepublishRequest) -> None:
-        """Publish one, once its queue is declared."""
+        """Publish a message, once its queue is declared."""
         republish.delivery.state = DeliveryState.REPUBLISHING
         queue = republish.queue
         if queue is None or queue.name in self._known:
@@ -133,13 +137,13 @@ class RepublishQueue:
         self._undeclared.setdefault(queue.name, []).append(republish)
 
     def missing(self, republish: RepublishRequest) -> None:
-        """The queue that it was to go to does not exist (any more): publish it again once that is declared."""
+        """Declare the queue of a message that was returned, since it does not exist any more, and publish it again."""
         if republish.queue is not None:
             self._known.discard(republish.queue.name)
         self.again(republish)
 
     def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
-        """A declaration that was taken has ended; answer what cannot be published for want of that queue."""
+        """End a declaration. Return the messages that cannot be published for want of the queue."""
         waiting = self._undeclared.pop(name, [])
         if not ok:
             self._refused.add(name)
@@ -149,38 +153,44 @@ class RepublishQueue:
         return []
 
     def settled(self, republish: RepublishRequest) -> None:
-        """One that was taken is confirmed, or it is known that it is not."""
-        self._taken.discard(republish)
+        """End a publish, whatever its outcome."""
+        self._publishing.discard(republish)
 
     def take(self) -> list[RepublishRequest]:
-        """Take what to publish."""
+        """Take the messages to publish now; each is to be `settled`."""
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, []
-        self._taken.update(ready)
+        self._publishing.update(ready)
         return ready
 
-    def take_declarations(self) -> Iterable[Queue]:
-        """Take what to declare; each is to be answered with `declared`, unless the channel is lost."""
+    def take_declarations(self) -> list[Queue]:
+        """Take the queues to declare; each is to be `declared`, unless the channel is lost."""
+        if not self._declarations:
+            return []
         declarations, self._declarations = self._declarations, []
         return declarations
 
-    def isolating(self, source: ChannelGeneration | None) -> bool:
-        """Whether something of this channel is being moved to quarantine, and its original is not acked yet."""
-        return any(one.purpose is RepublishReason.QUARANTINE and one.delivery.source is source for one in self._taken)
+    def quarantining(self, source: ChannelGeneration | None) -> bool:
+        """Whether a delivery of this channel is being moved to quarantine, and is not acked yet."""
+        return any(
+            one.purpose is RepublishReason.QUARANTINE and one.delivery.source is source for one in self._publishing
+        )
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being published, or is to be."""
-        return not (self._taken or self._ready or self._undeclared)
+        return not (self._publishing or self._ready or self._undeclared)
 
 
 class LogEventKind(enum.Enum):
-    """What the shell should log."""
+    """What a line of the log is about."""
 
     RETRIED = "retried"
     DEAD_LETTERED = "dead-lettered"
     PAUSED = "hands out nothing for now, too many handlings fail"
     RESUMED = "hands out again"
-    ISOLATED = "has come back too often without a verdict, and is moved"
+    QUARANTINED = "has come back too often without a verdict, and is moved"
     REJECTED = "rejected"
     NOT_DECLARED = "delay queue not declared, what was to wait there is held here"
     REPUBLISH_FAILED = "not published again, and stays unacked"
@@ -192,19 +202,19 @@ class LogEventKind(enum.Enum):
     DROPPED = "failed, and acknowledged automatically"
 
 
-#: After these the message is with no consumer any more, and the log is where people look for the reason.
+#: After these no consumer has the message any more, and people look for the reason in the log.
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
 
 class LogEvent(NamedTuple):
-    """Something that a log should tell, most often about a delivery."""
+    """A line to log, most often about a delivery."""
 
     kind: LogEventKind
     delivery: Delivery | None
     text: str
 
     def line(self, consumer: str) -> str:
-        """Return the line for the log of the consumer of this name: which message, which attempt, and why."""
+        """Return the line for the log of the consumer of this name: the message, its failed attempts, the reason."""
         if self.delivery is None:
             return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
         line = f"{named(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
@@ -218,37 +228,24 @@ class LogEvent(NamedTuple):
         return line
 
 
-class SessionState(enum.Enum):
-    """What is done with deliveries."""
-
-    CONSUMING = "consuming"
-    """They are handed out."""
-    DRAINING = "draining"
-    """They go back to the broker, until another channel is opened: the subscription has ended."""
-    STOPPING = "stopping"
-    """They go back to the broker, for good."""
-
-
 class Settlement:
-    """See the module. Not thread-safe.
+    """The deliveries that no handler has and none waits for, and the frames to send for them. Not thread-safe.
 
     Args:
         acks: batches the acks; None with automatic acks.
         dead_letters: makes the dead letters; None where there is no queue for them.
-        ladder: the delay queues; None where there are none.
-        position: where the consumption of a stream is; None for queues.
+        delay_queues: for retries; None where there are none.
+        stream_offset: of a stream; None for queues.
+        lifecycle: says whether deliveries are dispatched, or requeued.
 
     Attributes:
-        automatic: whether the broker forgets what it sends.
+        automatic: whether the broker forgets the deliveries that it sends.
         acks: batches the acks.
-        out: what is published.
-        position: as given.
-        book: what is remembered of messages that failed.
-        notices: what to log.
+        republish: publishes what takes the place of deliveries.
+        stream_offset: as given.
+        attempts: the failed attempts of messages, as far as they are remembered.
         statistics: counts.
         source: the open channel; None while there is none.
-        state: what is done with deliveries.
-        keeps: whether what goes back waits unacked for the end of the channel, which returns all of it at once.
     """
 
     def __init__(
@@ -256,109 +253,117 @@ class Settlement:
         *,
         acks: AckBatcher | None,
         dead_letters: DeadLetters | None,
-        ladder: DelayQueues | None,
-        position: StreamOffset | None,
+        delay_queues: DelayQueues | None,
+        stream_offset: StreamOffset | None,
+        lifecycle: ConsumerLifecycle,
     ) -> None:
-        self.automatic = acks is None
-        self.acks = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
-        self.out = RepublishQueue(dead_letters, ladder)
-        self.position = position
-        self.book = AttemptTracker()
-        self.notices: list[LogEvent] = []
-        self.statistics: ConsumerStatistics = self.acks.statistics
+        self.automatic: Final = acks is None
+        self.acks: Final = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
+        self.republish: Final = RepublishQueue(dead_letters, delay_queues)
+        self.stream_offset: Final = stream_offset
+        self.attempts: Final = AttemptTracker()
+        self.statistics: Final[ConsumerStatistics] = self.acks.statistics
         self.source: ChannelGeneration | None = None
-        self.state = SessionState.CONSUMING
-        self.keeps = False
+        self._lifecycle = lifecycle
+        self._log: list[LogEvent] = []
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
-        self._back: list[int] = []  # delivery tags that go back with the next output
-        self._flush = False  # what is finished is acked now
+        self._requeued: list[int] = []  # delivery tags that go back with the next output
+        self._flush = False  # everything that is finished is acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:
-        """A channel is open."""
+        """Begin with a channel."""
         self.source = source
         self.acks.opened(source.generation)
-        self.out.opened()
+        self.republish.opened()
 
-    def lost(self, waiting: Sequence[Delivery]) -> None:
-        """The channel is gone; these had waited to be dispatched, or for their time."""
-        for delivery in waiting:
+    def lost(self, queued: Sequence[Delivery]) -> None:
+        """Forget the channel, and these deliveries of it, which no handler has."""
+        for delivery in queued:
             delivery.state = DeliveryState.SETTLED
         self.source = None
-        if self.position is not None:
-            self.position.lost(self.acks.first_unfinished)
+        if self.stream_offset is not None:
+            self.stream_offset.lost(self.acks.first_unfinished)
         self.statistics.lost += self.acks.lost()
-        self.out.lost()
+        self.republish.lost()
         self._output.clear()
-        self._back.clear()
+        self._requeued.clear()
 
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
-        """These are done with: ack them, some time or ``at_once``; answer how many were not before."""
+        """Have deliveries acked, in time or ``at_once``. Return how many were not finished before."""
         self._flush |= at_once
         for delivery in deliveries:
             delivery.state = DeliveryState.FINISHED
         return self.acks.finished(self.acks.generation, [delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
-        """Keep it until then."""
+        """Hold a delivery, or a publish of it, until then; requeue it where no deliveries are dispatched any more."""
         delivery = item.delivery if isinstance(item, RepublishRequest) else item
-        if self.state is SessionState.CONSUMING:
+        if self._lifecycle.consuming:
             delivery.state = DeliveryState.HELD
             heapq.heappush(self._held, (due, next(self._order), item))
         else:
-            self.hand_back([delivery])
+            self.requeue([delivery])
 
     def due(self, now: float) -> Iterator[Delivery | RepublishRequest]:
-        """Give what was held until now."""
+        """Yield everything that was held until now."""
         while self._held and self._held[0][0] <= now:
             yield heapq.heappop(self._held)[2]
 
     def release(self) -> list[Delivery]:
-        """Give everything that is held."""
+        """Return the deliveries that are held, and hold them no longer."""
         released = [item.delivery if isinstance(item, RepublishRequest) else item for _, _, item in self._held]
         self._held.clear()
         return released
 
     def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Publish its dead letter, or where there is no queue for that, reject it."""
+        """Publish the dead letter of a delivery, or where there is no queue for that, reject it."""
         if delivery.failures is not None:
             delivery.failures.verdict = reason
-        if self.out.dead_letter(delivery, reason):
-            self.note(LogEventKind.DEAD_LETTERED, delivery, reason)
+        if self.republish.dead_letter(delivery, reason):
+            self.log(LogEventKind.DEAD_LETTERED, delivery, reason)
         else:
             self.reject(delivery, reason)
 
     def reject(self, delivery: Delivery, reason: str) -> None:
-        """End it with ``basic.reject``; the broker dead-letters it, or drops it."""
+        """Send ``basic.reject``: the broker dead-letters the delivery, or drops it."""
         if self._send_reject(delivery, requeue=False):
             self.statistics.rejected += 1
-            self.note(LogEventKind.REJECTED, delivery, reason)
-            self.book.forget(delivery)
+            self.log(LogEventKind.REJECTED, delivery, reason)
+            self.attempts.forget(delivery)
 
-    def requeue(self, delivery: Delivery) -> None:
-        """Have the broker count a failure, and delay it."""
+    def reject_for_retry(self, delivery: Delivery) -> None:
+        """Send ``basic.reject`` with ``requeue``: the broker counts a failure, and delays the delivery."""
         self._send_reject(delivery, requeue=True)
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Return these with the next output: the later that is, the fewer frames it takes."""
+    def requeue(self, deliveries: Iterable[Delivery]) -> None:
+        """Requeue deliveries with the next output: the later that is, the fewer frames it takes."""
+        deliveries = list(deliveries)
         for delivery in deliveries:
             delivery.state = DeliveryState.SETTLED
-        if self.source is not None and not self.automatic and self.position is None and not self.keeps:
-            self._back += [delivery.delivery_tag for delivery in deliveries]
+        if self.source is not None and not self.automatic and self.stream_offset is None and not self._lifecycle.keeps:
+            self._requeued += [delivery.delivery_tag for delivery in deliveries]
 
-    def note(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
-        """Have it logged."""
-        self.notices.append(LogEvent(kind, delivery, text))
+    def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
+        """Add a line to the log."""
+        self._log.append(LogEvent(kind, delivery, text))
+
+    def take_log(self) -> list[LogEvent]:
+        """Take the lines to log."""
+        if not self._log:
+            return []
+        events, self._log = self._log, []
+        return events
 
     def take_output(self, now: float, *, idle: bool) -> bytes:
         """Take the bytes to write on the open channel, where no handler runs if it is ``idle``; empty for none."""
-        flush, self._flush = self._flush or self.state is not SessionState.CONSUMING, False
+        flush, self._flush = self._flush or not self._lifecycle.consuming, False
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:
             self._send_acks(self.source, frames)
-        if self._back and self.source is not None:
-            self._send_back(self.source)
+        if self._requeued and self.source is not None:
+            self._send_requeued(self.source)
         if not self._output:
             return b""
         output = b"".join(self._output)
@@ -367,12 +372,12 @@ class Settlement:
 
     @property
     def deadline(self) -> float | None:
-        """When something held is due; None where nothing is."""
+        """When the first of what is held is due; None where nothing is held."""
         return self._held[0][0] if self._held else None
 
     @property
     def held(self) -> int:
-        """How many are held."""
+        """The number of deliveries held."""
         return len(self._held)
 
     def _send_reject(self, delivery: Delivery, *, requeue: bool) -> bool:
@@ -383,9 +388,9 @@ class Settlement:
         self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
         return True
 
-    def _send_back(self, source: ChannelGeneration) -> None:
-        acks, nacks = self.acks.requeue(source.generation, self._back)
-        self._back.clear()
+    def _send_requeued(self, source: ChannelGeneration) -> None:
+        acks, nacks = self.acks.requeue(source.generation, self._requeued)
+        self._requeued.clear()
         self._send_acks(source, acks)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
 

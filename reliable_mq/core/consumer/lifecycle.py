@@ -1,0 +1,334 @@
+"""The life of a consumer, from its first subscription to the end of its connection.
+
+`TRANSITIONS` is the whole of it. A consumer that stops first cancels its subscription; what it requeues leaves after
+that, or the broker would deliver it here again. Then it waits for a moment before it sends anything: if quick handlers
+end meanwhile, one frame settles everything, instead of one frame each.
+
+Invariants:
+
+- the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost: a stop
+  does not cancel then, and requeues nothing. When what runs has ended, closing the connection returns the rest and
+  passes the role on in one step, so that the next consumer begins with the oldest. For the same reason another prefetch
+  waits until nothing is unacked;
+- nothing is sent from the stop until the subscription has ended;
+- every state in which a consumer waits for its handlers, or for the broker, ends by a timer at the latest;
+- a consumer ends once; then it wants no timer.
+"""
+
+from __future__ import annotations
+
+import enum
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "LINGER",
+    "PAUSE",
+    "TRANSITIONS",
+    "ConsumerLifecycle",
+    "ConsumerState",
+    "ReopenChannel",
+    "Resubscribe",
+    "SubscribeToQuarantine",
+    "SubscriptionChange",
+    "Unsubscribe",
+]
+
+PAUSE: Final = 0.1  # seconds that a stop waits for quick handlers before it requeues the rest
+LINGER: Final = 0.3  # seconds before the channel is closed after many acks, or for another prefetch
+#: Many acks: RabbitMQ's channel passes on 32 of them to a quorum queue before it waits, and drops the rest when closed.
+_BURST_BYTES, _BURST_SECONDS = 16 * 21, 1.0
+
+
+class ConsumerState(enum.Enum):
+    """The phase of a consumer's life."""
+
+    SUBSCRIBED = "deliveries are dispatched; without a channel, the next one is waited for"
+    RESUBSCRIBING = "the broker cancelled the subscription: waits for running handlers, then for another channel"
+    CANCELLING = "stopping: waits for cancel-ok; the broker may still deliver, and nothing is sent"
+    SETTLING = "stopping: no more deliveries come; waits a moment for quick handlers, and sends nothing yet"
+    STOPPING = "stopping: acks and requeues are sent; waits for running handlers"
+    LINGERING = "nothing runs: waits for RabbitMQ to pass many acks on to the queue"
+    ENDED = "the connection is closed"
+
+
+_S = ConsumerState
+#: Event -> state before -> state after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[dict[str, dict[ConsumerState, ConsumerState]]] = {
+    "the broker cancels": {_S.SUBSCRIBED: _S.RESUBSCRIBING},
+    "a channel is set up": {_S.RESUBSCRIBING: _S.SUBSCRIBED},
+    "stop": {_S.SUBSCRIBED: _S.CANCELLING},
+    "stop without a subscription, or as the single active consumer": {
+        _S.SUBSCRIBED: _S.STOPPING,
+        _S.RESUBSCRIBING: _S.STOPPING,
+    },
+    "cancel-ok, or the channel is lost": {_S.CANCELLING: _S.SETTLING},
+    "nothing runs, or the pause is over": {_S.SETTLING: _S.STOPPING},
+    "nothing runs": {_S.STOPPING: _S.ENDED},
+    "nothing runs, and many acks were sent": {_S.STOPPING: _S.LINGERING},
+    "stop_timeout is over": {
+        _S.CANCELLING: _S.ENDED,
+        _S.SETTLING: _S.ENDED,
+        _S.STOPPING: _S.ENDED,
+        _S.LINGERING: _S.ENDED,
+    },
+    "the wait is over": {_S.LINGERING: _S.ENDED},
+    "an error for good, or a second signal": {state: _S.ENDED for state in _S if state is not _S.ENDED},
+}
+_STOPPING: Final = frozenset({_S.CANCELLING, _S.SETTLING, _S.STOPPING, _S.LINGERING, _S.ENDED})
+_SILENT: Final = frozenset({_S.CANCELLING, _S.SETTLING})
+
+
+class Unsubscribe(NamedTuple):
+    """Cancel the subscriptions of the open channel; `ConsumerSession.unsubscribed` follows, or the loss."""
+
+
+class Resubscribe(NamedTuple):
+    """Subscribe anew on the open channel, with another prefetch.
+
+    Attributes:
+        before: the consumer tag to cancel.
+        consumer_tag: that of the new subscription.
+        prefetch: its prefetch.
+    """
+
+    before: str
+    consumer_tag: str
+    prefetch: int
+
+
+class ReopenChannel(NamedTuple):
+    """Close the channel, and open another one."""
+
+
+class SubscribeToQuarantine(NamedTuple):
+    """Subscribe to the quarantine of the queue on the open channel."""
+
+
+SubscriptionChange = Unsubscribe | Resubscribe | ReopenChannel | SubscribeToQuarantine
+
+
+class ConsumerLifecycle:
+    """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock, in seconds.
+
+    Args:
+        consumer_tag: of the first subscription.
+        prefetch: of the first subscription; 0 for none.
+        stop_timeout: seconds that running handlers are waited for.
+        single_active: whether the queue has one active consumer at a time.
+        subscribes: False for a consumer that asks for each delivery (``basic.get``).
+
+    Attributes:
+        state: the phase.
+        connected: whether a channel is set up, and the consumer neither stops nor was cancelled.
+        consumer_tag: of the newest subscription.
+        prefetch: of the newest subscription; another one may be wanted.
+        gave_up: whether it ended because `stop_timeout` was over.
+        keeps: whether unacked deliveries stay so until the channel is closed, which requeues them in one step.
+    """
+
+    def __init__(
+        self,
+        *,
+        consumer_tag: str = "",
+        prefetch: int = 0,
+        stop_timeout: float = 30.0,
+        single_active: bool = False,
+        subscribes: bool = True,
+    ) -> None:
+        self.state = ConsumerState.SUBSCRIBED
+        self.connected = False
+        self._open = False  # there is a channel, and it is not asked to be reopened
+        self.consumer_tag = consumer_tag
+        self.gave_up = False
+        self.keeps = False
+        self._stop_timeout = stop_timeout
+        self._single_active = single_active
+        self._subscribes = subscribes
+        self.prefetch = self._wanted = prefetch
+        self._patience: float | None = None  # until when running handlers are waited for
+        self._pause: float | None = None  # until when SETTLING, or LINGERING, lasts
+        self._renewal: float | None = None  # when the channel is opened anew for another prefetch, if still idle
+        self._burst_at = 0.0
+        self._burst = 0  # bytes sent since then
+        self._changes: list[SubscriptionChange] = []
+
+    # Events
+
+    def opened(self) -> None:
+        """Note that a channel is set up, and subscribed unless the consumer stops."""
+        self._open = True
+        if self.state is ConsumerState.RESUBSCRIBING:
+            self.state = ConsumerState.SUBSCRIBED
+            self._patience = None
+        if self.state is ConsumerState.SUBSCRIBED:
+            self.connected = True
+            if self.prefetch != self._wanted:
+                self.change_prefetch(self._wanted)
+
+    def lost(self) -> None:
+        """Note that the channel is gone."""
+        self.connected = self._open = False
+        self._changes.clear()
+        if self.state is ConsumerState.CANCELLING:
+            self.unsubscribed(-inf)  # there is nothing to wait for
+
+    def cancelled(self, now: float) -> bool:
+        """Note that the broker cancelled the subscription; False where that changes nothing."""
+        if self.state is not ConsumerState.SUBSCRIBED:
+            return False
+        self.state = ConsumerState.RESUBSCRIBING
+        self.connected = False
+        self._changes.clear()
+        self._patience = now + self._stop_timeout
+        return True
+
+    def stop(self, now: float) -> bool:
+        """Begin to stop; False where it has begun before."""
+        if self.state in _STOPPING:
+            return False
+        self._changes.clear()
+        self.keeps = self.subscribed and self._single_active
+        if self.subscribed and not self.keeps:
+            self.state = ConsumerState.CANCELLING
+            self._changes.append(Unsubscribe())
+        else:
+            self.state = ConsumerState.STOPPING
+        self.connected = False
+        self._patience = now + self._stop_timeout
+        return True
+
+    def unsubscribed(self, now: float) -> None:
+        """Note that the subscription has ended, as asked for."""
+        if self.state is ConsumerState.CANCELLING:
+            self.state = ConsumerState.SETTLING
+            self._pause = now + PAUSE
+
+    def end(self) -> None:
+        """End at once."""
+        self.state = ConsumerState.ENDED
+        self.connected = False
+        self._changes.clear()
+        self._patience = self._pause = self._renewal = None
+
+    def sent(self, size: int, now: float) -> None:
+        """Note that so many bytes of acks were sent."""
+        if now - self._burst_at > _BURST_SECONDS:
+            self._burst_at, self._burst = now, 0
+        self._burst += size
+
+    # The prefetch
+
+    def subscribing(self, prefetch: int) -> None:
+        """Note that a new channel is being subscribed with this prefetch."""
+        self.prefetch = self._wanted = prefetch
+
+    def change_prefetch(self, prefetch: int) -> bool:
+        """Subscribe anew with this prefetch; False where that waits until nothing is unacked."""
+        self._wanted = prefetch
+        if self.subscribed and self._single_active:
+            return False
+        if self.subscribed:  # else `opened` compares it with the one that the broker was told
+            self.prefetch = prefetch
+            before, self.consumer_tag = self.consumer_tag, _next_tag(self.consumer_tag)
+            self._changes.append(Resubscribe(before, self.consumer_tag, prefetch))
+        return True
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether the broker delivers on the open channel."""
+        return self._subscribes and self.connected
+
+    def subscribe_to_quarantine(self) -> None:
+        """Subscribe to quarantine, too."""
+        self._changes.append(SubscribeToQuarantine())
+
+    # Progress
+
+    def tick(self, now: float, *, drained: bool) -> None:
+        """Advance to ``now``; ``drained``: nothing runs. To be called before anything is sent."""
+        if self._patience is not None and now >= self._patience:
+            self._patience = None
+            if self.state is ConsumerState.RESUBSCRIBING:
+                self._reopen()
+            else:
+                self.gave_up = True
+                self.end()
+        elif self.state is ConsumerState.SETTLING:
+            if drained or (self._pause is not None and now >= self._pause):
+                self.state, self._pause = ConsumerState.STOPPING, None
+        elif self.state is ConsumerState.LINGERING and self._pause is not None and now >= self._pause:
+            self.end()
+
+    def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
+        """Take the next steps, after everything was sent; ``unacked``: some deliveries are.
+
+        Returns:
+            The changes of the subscription to carry out.
+        """
+        if drained and self.state is ConsumerState.RESUBSCRIBING:
+            self._reopen()
+        elif drained and self.state is ConsumerState.STOPPING:
+            if self._burst <= _BURST_BYTES:
+                self.end()
+            else:
+                self.state, self._pause = ConsumerState.LINGERING, now + LINGER
+        if self.prefetch != self._wanted or self._renewal is not None:
+            self._renew_when_idle(now, unacked=unacked)
+        changes, self._changes = self._changes, []
+        return changes
+
+    @property
+    def steady(self) -> bool:
+        """Whether there is nothing to do but to dispatch and to send."""
+        return (
+            self.state is ConsumerState.SUBSCRIBED
+            and self.prefetch == self._wanted
+            and not self._changes
+            and self._renewal is None
+        )
+
+    @property
+    def consuming(self) -> bool:
+        """Whether deliveries are dispatched; else they are requeued."""
+        return self.state is ConsumerState.SUBSCRIBED
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the consumer stops, or has ended."""
+        return self.state in _STOPPING
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent."""
+        return self.state in _SILENT
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `tick` if nothing happens until then; None for never."""
+        times = (self._patience, self._pause, self._renewal)
+        return min((time for time in times if time is not None), default=None)
+
+    def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
+        """Reopen the channel after a moment in which nothing came: acks on their way would be lost with this one."""
+        idle = self.state is ConsumerState.SUBSCRIBED and self.subscribed and not unacked
+        if not idle or self.prefetch == self._wanted:
+            self._renewal = None
+        elif self._renewal is None:
+            self._renewal = now + LINGER
+        elif now >= self._renewal:
+            self._renewal = None
+            self._reopen()
+
+    def _reopen(self) -> None:
+        if self._open:
+            self._open = False
+            self._changes.append(ReopenChannel())
+
+
+def _next_tag(consumer_tag: str) -> str:
+    name, _, number = consumer_tag.rpartition("#")
+    return f"{name}#{int(number) + 1}" if name and number.isdecimal() else f"{consumer_tag}#2"

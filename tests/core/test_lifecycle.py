@@ -1,0 +1,330 @@
+"""The life of a consumer against a broker, handlers and a user that do whatever they may, in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from reliable_mq.core.consumer.lifecycle import (
+    LINGER,
+    PAUSE,
+    TRANSITIONS,
+    ConsumerLifecycle,
+    ConsumerState,
+    ReopenChannel,
+    Resubscribe,
+    SubscribeToQuarantine,
+    SubscriptionChange,
+    Unsubscribe,
+)
+from tests.properties import machine
+
+STOP_TIMEOUT = 10.0
+PREFETCH = 20
+MANY_ACKS = 21 * 17
+RARELY = st.sampled_from([False] * 4 + [True])
+NEXT = {(before, after) for table in TRANSITIONS.values() for before, after in table.items()}
+
+
+class CheckedLifecycle(ConsumerLifecycle):
+    """Allows no change of the state but those of the table."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "state" and hasattr(self, "state"):
+            assert (self.state, value) in NEXT or value is ConsumerState.ENDED, f"from {self.state} to {value}"
+        super().__setattr__(name, value)
+
+
+def make(*, subscribes: bool = True, single_active: bool = False) -> CheckedLifecycle:
+    return CheckedLifecycle(
+        consumer_tag="c",
+        prefetch=PREFETCH,
+        stop_timeout=STOP_TIMEOUT,
+        single_active=single_active,
+        subscribes=subscribes,
+    )
+
+
+def step(
+    life: ConsumerLifecycle, now: float, *, drained: bool = True, unacked: bool = False
+) -> list[SubscriptionChange]:
+    """One poll of a session, in which nothing is sent."""
+    life.tick(now, drained=drained)
+    return list(life.advance(now, drained=drained, unacked=unacked))
+
+
+def test_a_consumer_that_has_sent_few_acks_ends_as_soon_as_nothing_runs() -> None:
+    life = make()
+    life.opened()
+    assert life.stop(1.0)
+    assert step(life, 1.0, drained=False) == [Unsubscribe()]
+    assert (life.state, life.silent, life.connected) == (ConsumerState.CANCELLING, True, False)
+    life.unsubscribed(1.01)
+    assert not step(life, 1.02, drained=False)
+    assert (life.state, life.silent, life.deadline) == (ConsumerState.SETTLING, True, 1.01 + PAUSE)
+    step(life, 1.01 + PAUSE, drained=False)
+    assert (life.state, life.silent, life.deadline) == (ConsumerState.STOPPING, False, 1.0 + STOP_TIMEOUT)
+    life.sent(21, 1.2)
+    step(life, 1.2)
+    assert (life.state, life.deadline, life.gave_up) == (ConsumerState.ENDED, None, False)
+    assert not life.stop(2.0)
+
+
+def test_a_consumer_that_has_sent_many_acks_waits_a_moment() -> None:
+    life = make(subscribes=False)
+    life.opened()
+    life.sent(MANY_ACKS, 1.0)
+    life.stop(1.0)
+    step(life, 1.5)
+    assert (life.state, life.deadline) == (ConsumerState.LINGERING, 1.5 + LINGER)
+    step(life, 1.5 + LINGER)
+    assert life.state is ConsumerState.ENDED
+
+
+def test_acks_of_more_than_a_second_ago_are_not_many() -> None:
+    life = make(subscribes=False)
+    life.sent(MANY_ACKS, 1.0)
+    life.sent(21, 2.5)
+    life.stop(2.5)
+    step(life, 2.5)
+    assert life.state is ConsumerState.ENDED
+
+
+@pytest.mark.parametrize("single_active", [False, True])
+def test_a_handler_that_does_not_end_is_waited_for_as_long_as_the_user_says(single_active: bool) -> None:
+    life = make(single_active=single_active)
+    life.opened()
+    life.stop(1.0)
+    assert life.keeps == single_active
+    step(life, 0.9 + STOP_TIMEOUT, drained=False)
+    assert life.state is (ConsumerState.STOPPING if single_active else ConsumerState.CANCELLING)
+    step(life, 1.0 + STOP_TIMEOUT, drained=False)
+    assert (life.state, life.gave_up) == (ConsumerState.ENDED, True)
+
+
+def test_a_loss_ends_the_wait_for_cancel_ok() -> None:
+    life = make()
+    life.opened()
+    life.stop(1.0)
+    life.lost()
+    step(life, 1.0, drained=False)
+    assert life.state is ConsumerState.STOPPING
+
+
+@pytest.mark.parametrize(("drained", "at"), [(True, 2.0), (False, 1.0 + STOP_TIMEOUT)])
+def test_after_a_cancel_the_channel_is_reopened_when_nothing_runs_or_in_time(drained: bool, at: float) -> None:
+    life = make()
+    life.opened()
+    assert life.cancelled(1.0)
+    assert not life.cancelled(1.0)
+    assert not step(life, 1.5, drained=False)
+    assert step(life, at, drained=drained) == [ReopenChannel()]
+    assert not step(life, at + 1.0)
+    life.lost()
+    assert not step(life, at + 1.0)
+    life.opened()
+    assert (life.state, life.connected, life.deadline) == (ConsumerState.SUBSCRIBED, True, None)
+
+
+def test_another_prefetch_is_another_subscription() -> None:
+    life = make()
+    assert life.change_prefetch(5)
+    assert not step(life, 0.0)
+    life.opened()
+    assert step(life, 0.0) == [Resubscribe("c", "c#2", 5)]
+    assert life.change_prefetch(7)
+    assert step(life, 0.0) == [Resubscribe("c#2", "c#3", 7)]
+    assert (life.prefetch, life.steady) == (7, True)
+
+
+def test_another_prefetch_of_the_single_active_consumer_waits_until_nothing_is_unacked() -> None:
+    life = make(single_active=True)
+    life.subscribing(PREFETCH)
+    life.opened()
+    assert not life.change_prefetch(5)
+    assert not step(life, 1.0, unacked=True)
+    assert life.deadline is None
+    assert not step(life, 2.0)
+    assert life.deadline == 2.0 + LINGER
+    assert not step(life, 2.05)
+    assert not step(life, 2.1, unacked=True)
+    assert not step(life, 3.0)
+    assert step(life, 3.0 + LINGER) == [ReopenChannel()]
+    life.lost()
+    life.subscribing(5)
+    life.opened()
+    assert life.steady
+
+
+def test_a_prefetch_that_was_changed_back_reopens_nothing() -> None:
+    life = make(single_active=True)
+    life.opened()
+    life.change_prefetch(5)
+    step(life, 1.0)
+    life.change_prefetch(PREFETCH)
+    assert not step(life, 1.0)
+    assert (life.deadline, life.steady) == (None, True)
+
+
+def test_quarantine_is_not_subscribed_to_by_a_consumer_that_stops() -> None:
+    life = make()
+    life.opened()
+    life.subscribe_to_quarantine()
+    assert step(life, 1.0) == [SubscribeToQuarantine()]
+    life.subscribe_to_quarantine()
+    life.stop(1.0)
+    assert step(life, 1.0) == [Unsubscribe()]
+
+
+class Living(RuleBasedStateMachine):
+    """One consumer, from its start to its end.
+
+    Invariants:
+
+    - the state changes as the table says;
+    - the broker has at most one subscription, and none of a consumer that was told that its own has ended;
+    - the single active consumer cancels nothing while a delivery is unacked;
+    - nothing is sent between a stop and the end of the subscription;
+    - the time of the next step is ahead, and an ended consumer wants none;
+    - whatever happens, a consumer that was told to stop ends within its time.
+    """
+
+    @initialize(single_active=st.booleans(), subscribes=st.booleans())
+    def begin(self, single_active: bool, subscribes: bool) -> None:
+        self.life = make(subscribes=subscribes, single_active=single_active)
+        self.single_active, self.subscribes = single_active, subscribes
+        self.now = 0.0
+        self.open = False
+        self.reopening = False
+        self.subscription: str | None = None  # that the broker has
+        self.cancelling = False
+        self.running = 0
+        self.unacked = 0
+        self.wanted = PREFETCH
+        self.told: int | None = None
+        self.stopped_at: float | None = None
+
+    def turn(self) -> None:
+        self.life.tick(self.now, drained=not self.running)
+        if not self.life.silent and self.open:
+            finished = self.unacked - self.running
+            if finished:
+                self.life.sent(21 * finished, self.now)
+                self.unacked -= finished
+        for change in self.life.advance(self.now, drained=not self.running, unacked=bool(self.unacked)):
+            assert self.open
+            if isinstance(change, ReopenChannel):
+                assert not self.reopening
+                assert self.life.state is ConsumerState.RESUBSCRIBING or not self.unacked
+                self.reopening = True
+            elif isinstance(change, Unsubscribe):
+                assert not (self.single_active and self.unacked)
+                self.cancelling = True
+            else:
+                assert isinstance(change, Resubscribe)
+                assert not self.single_active
+                assert change.before == self.subscription
+                self.subscription, self.told = change.consumer_tag, change.prefetch
+
+    @precondition(lambda self: not self.open)
+    @rule()
+    def open_channel(self) -> None:
+        self.open, self.reopening = True, False
+        if not self.life.stopping and self.subscribes:
+            self.life.subscribing(self.wanted)
+            self.told = self.wanted
+            self.subscription = self.life.consumer_tag
+        self.life.opened()
+        self.turn()
+        assert self.life.connected is not self.life.stopping
+
+    @precondition(lambda self: self.open)
+    @rule(really=RARELY)
+    def lose_channel(self, really: bool) -> None:
+        if really or self.reopening:
+            self.open, self.unacked, self.subscription, self.cancelling = False, 0, None, False
+            self.life.lost()
+            self.turn()
+
+    @precondition(lambda self: self.subscription and not self.cancelling)
+    @rule(really=RARELY)
+    def broker_cancels(self, really: bool) -> None:
+        if really:
+            self.subscription = None
+            assert self.life.cancelled(self.now) is not (self.life.stopping)
+            self.turn()
+
+    @precondition(lambda self: self.cancelling)
+    @rule()
+    def cancel_ok(self) -> None:
+        self.cancelling, self.subscription = False, None
+        self.life.unsubscribed(self.now)
+        self.turn()
+
+    @precondition(lambda self: self.open and self.life.consuming)
+    @rule(count=st.integers(1, 30))
+    def deliver(self, count: int) -> None:
+        self.unacked += count
+        self.running += count
+        self.turn()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.running -= data.draw(st.integers(1, self.running))
+        self.turn()
+
+    @rule(prefetch=st.integers(1, 3))
+    def change_prefetch(self, prefetch: int) -> None:
+        self.wanted = prefetch
+        self.life.change_prefetch(prefetch)
+        self.turn()
+
+    @rule(really=RARELY)
+    def stop(self, really: bool) -> None:
+        if really and self.life.stop(self.now):
+            self.stopped_at = self.now
+            assert self.life.keeps == (self.single_active and self.subscription is not None)
+            self.turn()
+
+    @rule(seconds=st.sampled_from([0.05, 0.2, 1.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.turn()
+
+    @invariant()
+    def the_next_step_is_ahead(self) -> None:
+        deadline = self.life.deadline
+        assert deadline is None or deadline > self.now
+        if self.life.state is ConsumerState.ENDED:
+            assert deadline is None
+
+    @invariant()
+    def a_stop_ends_in_time(self) -> None:
+        if self.stopped_at is not None and self.now >= self.stopped_at + STOP_TIMEOUT:
+            assert self.life.state is ConsumerState.ENDED
+
+    @invariant()
+    def a_steady_consumer_has_what_it_wants(self) -> None:
+        if self.life.steady and self.life.subscribed:
+            assert (self.subscription, self.told) == (self.life.consumer_tag, self.wanted)
+
+    def teardown(self) -> None:
+        life = getattr(self, "life", None)
+        if life is None:
+            return
+        life.stop(self.now)
+        self.now += STOP_TIMEOUT + 1
+        self.turn()
+        assert life.state is ConsumerState.ENDED
+
+
+TestLiving = Living.TestCase
+TestLiving.settings = machine(75, steps=50)
+
+
+def test_every_state_is_reached_and_left_by_the_table() -> None:
+    """A state that nothing leads to, or but the end has no way out of, is a mistake in the table."""
+    assert {after for _, after in NEXT} | {ConsumerState.SUBSCRIBED} == set(ConsumerState)
+    assert {before for before, _ in NEXT} == set(ConsumerState) - {ConsumerState.ENDED}
