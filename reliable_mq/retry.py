@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import tenacity
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class RetryPolicy:
             raise ConfigurationError(f"backend must be 'queues', 'memory' or 'broker', not {backend!r}")
         self._backend: RetryBackend = backend
         self._jitter = _part("jitter", jitter)
-        self._max_attempts = _attempts(max_attempts)
+        self._max_attempts = whole_number("max_attempts", max_attempts, 1, MOST_ATTEMPTS)
         self._retry_on = None if retry_on is None else _exceptions("retry_on", retry_on)
         self._give_up_on = _exceptions("give_up_on", give_up_on)
         for kind in self._retry_on or ():
@@ -245,8 +245,7 @@ class KillSwitch:
     def __post_init__(self) -> None:
         if not isinstance(self.share, (int, float)) or isinstance(self.share, bool) or not 0 < self.share <= 1:
             raise ConfigurationError(f"share must be a number above 0, up to 1, not {self.share!r}")
-        if not isinstance(self.minimum, int) or isinstance(self.minimum, bool) or self.minimum < 1:
-            raise ConfigurationError(f"minimum must be a whole number of at least 1, not {self.minimum!r}")
+        whole_number("minimum", self.minimum, 1)
         for name in ("window", "pause", "longest_pause"):
             object.__setattr__(self, name, seconds(name, getattr(self, name), positive=True))
         if self.longest_pause < self.pause:
@@ -268,12 +267,6 @@ def _ask(backoff: Backoff, attempt: int) -> float:
     except Exception as error:
         raise ConfigurationError(f"backoff raised for attempt {attempt}: {error!r}") from error
     return seconds(f"the backoff after attempt {attempt}", delay)
-
-
-def _attempts(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ATTEMPTS:
-        return value
-    raise ConfigurationError(f"max_attempts must be a whole number from 1 to {MOST_ATTEMPTS}, not {value!r}")
 
 
 def _delays(delays: object) -> tuple[float, ...]:

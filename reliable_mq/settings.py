@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import seconds
+from reliable_mq._util.validation import seconds, whole_number
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -37,7 +37,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         _check_short_string("host", self.host)
-        _check_whole_number("port", self.port, 1, 65535)
+        whole_number("port", self.port, 1, 65535)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -127,12 +127,12 @@ class ConnectionSettings:
         if self.tls is not None and not isinstance(self.tls, TLSOptions):
             raise ConfigurationError(f"tls must be TLSOptions, not {type(self.tls).__name__}")
         self._check_authentication()
-        _check_whole_number("heartbeat", self.heartbeat, 1, 65535, "seconds; heartbeats cannot be switched off")
+        whole_number("heartbeat", self.heartbeat, 1, 65535, unit="seconds; heartbeats cannot be switched off")
         seconds("connect_timeout", self.connect_timeout, positive=True)
         if self.connection_name is not None:
             _check_short_string("connection_name", self.connection_name)
-        _check_whole_number("frame_max", self.frame_max, 8192, 131072, "bytes")
-        _check_whole_number("channel_max", self.channel_max, 1, 65535)
+        whole_number("frame_max", self.frame_max, 8192, 131072, unit="bytes")
+        whole_number("channel_max", self.channel_max, 1, 65535)
 
     def __str__(self) -> str:
         hosts = ",".join(map(str, self.endpoints))
@@ -176,12 +176,6 @@ class ConnectionSettings:
             raise ConfigurationError(
                 f"credentials must be Credentials or a callable, not {type(self.credentials).__name__}"
             )
-
-
-def _check_whole_number(name: str, value: object, low: int, high: int, unit: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        unit = f" ({unit})" if unit else ""
-        raise ConfigurationError(f"{name} must be a whole number from {low} to {high}{unit}, not {value!r}")
 
 
 def _check_short_string(name: str, value: object) -> None:

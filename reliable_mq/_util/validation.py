@@ -1,4 +1,4 @@
-"""Check arguments of users: durations (seconds, or a ``timedelta``), and paths of files for SQLite.
+"""Check arguments of users: whole numbers, durations, paths of files for SQLite.
 
 A constructor that passes its arguments on takes its signature from the class that declares them (`declared_by`).
 """
@@ -6,15 +6,16 @@ A constructor that passes its arguments on takes its signature from the class th
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Duration", "declared_by", "file_path", "seconds"]
+__all__ = ["Duration", "declared_by", "file_path", "is_whole_number", "seconds", "whole_number"]
 
 P = ParamSpec("P")
 
@@ -23,11 +24,35 @@ Duration = float | timedelta
 LONGEST: Final = 1e9  # seconds, some thirty years: more than a timer can be trusted with
 
 
+def is_whole_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Whether ``value`` is an int, not a bool, between two bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:
+    """Return ``value``, a whole number.
+
+    Args:
+        field: the name of the option, for the error.
+        value: the value given.
+        least: the lowest that is accepted.
+        most: the highest; None for no bound.
+        unit: follows the bounds in the error.
+
+    Raises:
+        ConfigurationError: it is no int, a bool, or out of bounds.
+    """
+    if is_whole_number(value, least, math.inf if most is None else most):
+        return value
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise ConfigurationError(f"{field} must be a whole number {limits}{unit and f' ({unit})'}, not {value!r}")
+
+
 def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
     """Return ``value`` in seconds.
 
     Args:
-        field: the option's name, for the error.
+        field: the name of the option, for the error.
         value: seconds or a timedelta.
         positive: whether 0 is refused too.
 
@@ -43,10 +68,10 @@ def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file that is there or can be made; of none in memory, and of no directory.
+    """Return the path of a file, existing or not.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it is a directory, or SQLite would keep it in memory.
     """
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(given, str) and given and "\0" not in given and not given.startswith((":memory:", "file:")):

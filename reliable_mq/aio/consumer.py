@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
@@ -424,8 +424,7 @@ class AsyncConsumer:
         if self._handler is not None:
             raise UsageError("get() is for consumers without a handler")
         wait = seconds("timeout", timeout)
-        if not isinstance(max_messages, int) or isinstance(max_messages, bool) or max_messages < 1:
-            raise ConfigurationError(f"max_messages must be a whole number of at least 1, not {max_messages!r}")
+        whole_number("max_messages", max_messages, 1)
         self._check_not_forked()
         subscription = self._subscription
         if subscription is None or subscription.ended.is_set():

@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
+from reliable_mq._util.validation import whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
 from reliable_mq.codec.methods import DeclareQueue
 from reliable_mq.core.channel_setup import StepRefused
@@ -251,7 +252,8 @@ class DeadLetterQueue:
             IdempotencyStoreError: the store does not answer.
         """
         routing = _routing(self._name, to, as_published=as_published)
-        _check_whole("limit", limit)
+        if limit is not None:
+            whole_number("limit", limit, 1)
         if rate is not None and (not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1e6):
             raise ConfigurationError(f"rate must be a number of messages per second above 0, not {rate!r}")
         if idempotency is not None and not isinstance(idempotency, ResettableStore):
@@ -393,7 +395,8 @@ class DeadLetterQueue:
             self._busy = None
 
     def _chosen(self, chosen: Filter, limit: int | None, progress: Progress | None) -> Iterator[DeadMessage]:
-        _check_whole("limit", limit)
+        if limit is not None:
+            whole_number("limit", limit, 1)
         given = 0
         wanted = BATCH if limit is None or not chosen.everything else min(limit, BATCH)
         for batch in self._batches(progress, wanted):
@@ -460,8 +463,3 @@ def _close(publisher: Publisher) -> None:
         publisher.close(0)
     except PublishError:
         return  # each was looked at, or is still in the dead-letter queue
-
-
-def _check_whole(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")

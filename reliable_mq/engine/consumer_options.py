@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, is_whole_number, seconds, whole_number
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import Consume, SetPrefetch
@@ -108,11 +108,11 @@ class ConsumerOptions:
             _refuse(f"name must be text of 1 to {_LONGEST_NAME} bytes, not {name!r}")
         if handler is not None:
             check_handler(handler)
-        _check_whole("prefetch", prefetch, 0, _LARGEST_PREFETCH)
-        _check_whole("concurrency", concurrency, 1)
+        whole_number("prefetch", prefetch, 0, _LARGEST_PREFETCH)
+        whole_number("concurrency", concurrency, 1)
         for limit, value in (("max_body_bytes", max_body_bytes), ("max_header_bytes", max_header_bytes)):
             if value is not None:
-                _check_whole(limit, value, 0)
+                whole_number(limit, value, 0)
         if retry is not None and not isinstance(retry, RetryPolicy):
             _refuse(f"retry must be a RetryPolicy, not {retry!r}")
         if kill_switch is not None and not isinstance(kill_switch, KillSwitch):
@@ -124,9 +124,9 @@ class ConsumerOptions:
         if idempotency_namespace is not None and not isinstance(idempotency_namespace, str):
             _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
         if ack_every is not None:
-            _check_whole("ack_every", ack_every, 1)
+            whole_number("ack_every", ack_every, 1)
         if batch_size is not None:
-            _check_whole("batch_size", batch_size, 1)
+            whole_number("batch_size", batch_size, 1)
         if not isinstance(exclusive, bool):
             _refuse(f"exclusive must be True or False, not {exclusive!r}")
         if exclusive and isinstance(queue, Queue) and queue.type != "classic":
@@ -243,7 +243,7 @@ class ConsumerOptions:
         Raises:
             ConfigurationError: it does not fit ``ack_every`` or ``batch_size``; nothing has changed.
         """
-        _check_whole("prefetch", prefetch, 1 if self.is_stream else 0, _LARGEST_PREFETCH)
+        whole_number("prefetch", prefetch, 1 if self.is_stream else 0, _LARGEST_PREFETCH)
         before, self.prefetch = self.prefetch, prefetch
         try:
             self.new_session()
@@ -430,15 +430,9 @@ def _checked_offset(offset: object) -> Offset:
         return offset.astimezone(UTC)
     if isinstance(offset, str) and offset in _OFFSETS:
         return offset
-    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < 2**63:
+    if not is_whole_number(offset, 0, 2**63 - 1):
         _refuse(f"offset must be 'first', 'last', 'next', a number of at least 0 or a datetime, not {offset!r}")
     return offset
-
-
-def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        _refuse(f"{name} must be a whole number {limits}, not {value!r}")
 
 
 def _refuse(text: str) -> NoReturn:

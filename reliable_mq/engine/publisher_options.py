@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, is_whole_number, seconds
 from reliable_mq.codec import header_frame_size, publish_head
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
@@ -141,7 +141,7 @@ class PublisherOptions:
             raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
         if not isinstance(mandatory, bool):
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
-        if not isinstance(max_message_bytes, int) or isinstance(max_message_bytes, bool) or max_message_bytes < 0:
+        if not is_whole_number(max_message_bytes, 0):
             raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
         self.name = name
         self.mandatory = mandatory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from reliable_mq._util.validation import is_whole_number
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
@@ -170,7 +171,7 @@ def check_number(field: str, value: object) -> int:
     Raises:
         ConfigurationError: it is no whole number from 0 to 2**63 - 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+    if not is_whole_number(value, 0, 2**63 - 1):
         raise ConfigurationError(f"{field} must be a whole number from 0 to 2**63 - 1, not {value!r}")
     return value
 

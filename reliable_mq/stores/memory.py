@@ -12,9 +12,9 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
-from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
+from reliable_mq.errors import IdempotencyStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,9 +46,7 @@ class MemoryStore:
     def __init__(
         self, *, max_entries: int = 1_000_000, retention: Duration = _DAY, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if not isinstance(max_entries, int) or isinstance(max_entries, bool) or max_entries < 1:
-            raise ConfigurationError(f"max_entries must be a whole number of at least 1, not {max_entries!r}")
-        self._max_entries = max_entries
+        self._max_entries = whole_number("max_entries", max_entries, 1)
         self._retention = seconds("retention", retention, positive=True)
         self._clock = clock
         self._lock = threading.Lock()

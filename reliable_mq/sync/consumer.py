@@ -23,7 +23,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.reconnect import ReconnectPolicy
@@ -374,8 +374,7 @@ class Consumer:
         if self._handler is not None:
             raise UsageError("get() is for consumers without a handler")
         wait = seconds("timeout", timeout)
-        if not isinstance(max_messages, int) or isinstance(max_messages, bool) or max_messages < 1:
-            raise ConfigurationError(f"max_messages must be a whole number of at least 1, not {max_messages!r}")
+        whole_number("max_messages", max_messages, 1)
         self._check_not_forked()
         subscription = self._subscription
         if subscription is None or subscription.ended.is_set():

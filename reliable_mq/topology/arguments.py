@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from reliable_mq._util.validation import seconds
+from reliable_mq._util.validation import is_whole_number, seconds
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -269,7 +269,7 @@ def _check_value(argument: Argument, value: object, queue_type: str) -> Iterator
         yield ArgumentProblem(
             name, "cannot be reject-publish-dlx on a quorum queue", "use reject-publish", certain=True
         )
-    if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+    if least is not None and not is_whole_number(value, least):
         yield ArgumentProblem(
             name, f"must be a whole number of at least {least}, not {value!r}", "correct it", certain=True
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, get_args
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology.arguments import (
     ARGUMENTS,
@@ -178,12 +178,9 @@ class Queue:
 
     def _check_numbers(self) -> None:
         for argument in _OF_FIELDS:
-            name, value = argument.field, getattr(self, argument.field)
-            if argument.field_range is None or value is None:
-                continue
-            lowest, highest = argument.field_range
-            if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-                raise self._error(name, f"must be a whole number from {lowest} to {highest}, not {value!r}")
+            value = getattr(self, argument.field)
+            if argument.field_range is not None and value is not None:
+                whole_number(f"{argument.field} of queue {self.name!r}", value, *argument.field_range)
         if self.message_ttl is not None and seconds("message_ttl", self.message_ttl) > _LONGEST_TTL:
             raise self._error("message_ttl", f"must be at most {_LONGEST_TTL} seconds (ten years)")
         if self.max_age is not None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from reliable_mq._util.validation import whole_number
 from reliable_mq.core.publisher.publication import Publication, PublicationState
-from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,11 +39,8 @@ class PublishWindow:
     __slots__ = ("bytes", "count", "max_bytes", "max_count")
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        for name, value in (("max_outstanding", max_count), ("max_outstanding_bytes", max_bytes)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")
-        self.max_count = max_count
-        self.max_bytes = max_bytes
+        self.max_count = whole_number("max_outstanding", max_count, 1)
+        self.max_bytes = whole_number("max_outstanding_bytes", max_bytes, 1)
         self.count = 0
         self.bytes = 0
 
