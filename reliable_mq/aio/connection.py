@@ -67,8 +67,6 @@ class AsyncConnection:
             recovery=recovery,
             on_ended=self._ended.set,
         )
-        self.write: Callable[[bytes], None] = self._connector.write
-        self.write_buffer_size: Callable[[], int] = self._connector.write_buffer_size
 
     @property
     def patience(self) -> float:
@@ -84,6 +82,14 @@ class AsyncConnection:
     def stalled_seconds(self) -> float:
         """For how long the event loop has stood still, where that was long enough to endanger a connection."""
         return self._loop.stalled
+
+    def write(self, data: bytes) -> None:
+        """Send `data`, whole frames for the channel, in one piece. Does nothing while no channel is ready."""
+        self._connector.write(data)
+
+    def write_buffer_size(self) -> int:
+        """Return the bytes that the kernel has not taken yet."""
+        return self._connector.write_buffer_size()
 
     def start(self) -> None:
         """Begin to connect, soon."""

@@ -1,24 +1,26 @@
-"""Keeps one connection with one data channel: connects, sets up, notices the loss, connects again.
+"""One connection with one channel, kept: connect, set up, notice the loss, connect again.
 
-What to try next, when, and whether at all, is `core.reconnect`'s decision; what a refused step means,
-`core.channel_setup`'s. This carries it out, on an event loop. The states, and what leads from one to the next::
+`core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` decides what a refused step
+means. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
+
+States (`ConnectionState`), and what leads from one to the next (`TRANSITIONS` lists every one)::
 
         WAITING --no connection--> PREPARING --credentials--> CONNECTING --handshake--> SETTING_UP --last step--> READY
        |   `--the connection lives---------------------------------------------------^
        ^---- an attempt failed or took longer than the time to connect; a channel or a connection was lost
     READY --reopen_channel--> REOPENING --close-ok--> WAITING
     an attempt, READY, REOPENING --discard--> DISCARDED --next turn of the loop--> WAITING
-    an attempt failed and recovery gives up --> GIVEN_UP
-    any --close--> CLOSING --every socket is closed--> on_ended()
+    an attempt failed and the reconnect policy gives up --> GIVEN_UP
+    any --close--> CLOSING --every socket is closed--> ENDED
 
 Invariants:
 
-- ``ready`` and ``lost`` alternate, each pair with a generation of its own, that is never used again.
-- The client hears nothing of a channel before its ``ready`` (a `ReadyGate` holds it back) and nothing after its
-  ``lost``; what comes from an older link or channel is known by identity and dropped.
-- Nothing reaches a socket through ``write`` but in READY: never a frame on a channel that the client did not mean.
-- PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. Only a broker that has blocked
-  the connection, and so answers nothing, suspends it (not in CLOSING).
+- ``ready`` and ``lost`` alternate, each pair with a generation of its own, which is never used again.
+- The client hears nothing of a channel before its ``ready`` (the channel holds content back) and nothing after its
+  ``lost``; events of an older link or channel are recognised by identity and dropped.
+- ``write`` sends in READY only: no frame reaches a channel that the client did not mean.
+- PREPARING, CONNECTING, SETTING_UP, REOPENING and CLOSING end by a timer at the latest. The timer is suspended only
+  while the broker blocks the connection and so answers nothing (not in CLOSING).
 - No method of the client is called from inside a call of the client.
 """
 
@@ -29,7 +31,7 @@ import logging
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.threads import in_background
 from reliable_mq.connection.channel import SetupRunner
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
-__all__ = ["Connector"]
+__all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +57,60 @@ _ASKED_AGAIN = 0.9  # of the time to connect
 _ABORT_GRACE = 1.0  # seconds for aborted sockets to be closed, which takes one turn of the loop
 
 
-class _ConnectionState(enum.Enum):
-    WAITING = enum.auto()
-    PREPARING = enum.auto()
-    CONNECTING = enum.auto()
-    SETTING_UP = enum.auto()
-    READY = enum.auto()
-    REOPENING = enum.auto()
-    DISCARDED = enum.auto()
-    GIVEN_UP = enum.auto()
-    CLOSING = enum.auto()
+class ConnectionState(enum.Enum):
+    WAITING = "until the next attempt"
+    PREPARING = "reading credentials and certificates"
+    CONNECTING = "socket, TLS and the AMQP handshake"
+    SETTING_UP = "opening a channel and performing its steps"
+    READY = "the client may write"
+    REOPENING = "closing the channel; the connection stays"
+    DISCARDED = "aborted; the loss is reported in the next turn of the loop"
+    GIVEN_UP = "no attempt will follow"
+    CLOSING = "for good; sockets may still be open"
+    ENDED = "every socket is closed"
 
 
-_ATTEMPT = frozenset({_ConnectionState.PREPARING, _ConnectionState.CONNECTING, _ConnectionState.SETTING_UP})
+_ATTEMPT: Final = frozenset({ConnectionState.PREPARING, ConnectionState.CONNECTING, ConnectionState.SETTING_UP})
+_ESTABLISHED: Final = frozenset({ConnectionState.READY, ConnectionState.REOPENING})
+_ANY: Final = frozenset(ConnectionState) - {ConnectionState.ENDED}
+
+TRANSITIONS: Final = {  # event: (from, to)
+    "connect": ({ConnectionState.WAITING}, {ConnectionState.PREPARING}),
+    "credentials": ({ConnectionState.PREPARING}, {ConnectionState.CONNECTING}),
+    "open channel": (
+        {ConnectionState.CONNECTING, ConnectionState.WAITING, ConnectionState.SETTING_UP},
+        {ConnectionState.SETTING_UP},
+    ),
+    "set up": ({ConnectionState.SETTING_UP}, {ConnectionState.READY}),
+    "reopen channel": ({ConnectionState.READY}, {ConnectionState.REOPENING}),
+    "discard": (_ATTEMPT | _ESTABLISHED, {ConnectionState.DISCARDED}),
+    "attempt failed": (
+        _ATTEMPT | {ConnectionState.DISCARDED},
+        {ConnectionState.WAITING, ConnectionState.GIVEN_UP},
+    ),
+    "lost": (_ESTABLISHED | {ConnectionState.DISCARDED}, {ConnectionState.WAITING}),
+    "close": (_ANY, {ConnectionState.CLOSING}),
+    "all closed": ({ConnectionState.CLOSING}, {ConnectionState.ENDED}),
+    "event loop failed": (_ANY, {ConnectionState.GIVEN_UP}),
+}
 
 
 class Connector:
-    """See the module. Everything is called on the loop; what a face hands on to its client is described there.
+    """Keep one connection with one channel. All methods are called on the loop.
+
+    Args:
+        loop: to run on.
+        open_link: the driver's.
+        name: of the connection, unless `settings` has one; also for the logs.
+        settings: hosts, credentials, TLS, tuning.
+        setup: called once per attempt: the steps to perform before the channel is ready.
+        client: the owner; is told of every event.
+        recovery: decides when to try which host again; this connector's alone.
+        on_ended: called once, after `close`, when every socket is closed.
 
     Attributes:
-        callback_errors: exceptions that came out of callbacks.
+        write: sends whole frames for the channel in one piece; does nothing while no channel is ready.
+        callback_errors: exceptions that callbacks raised.
     """
 
     def __init__(
@@ -89,6 +125,7 @@ class Connector:
         recovery: ReconnectPolicy,
         on_ended: Callable[[], None],
     ) -> None:
+        self.write: Callable[[bytes], None] = _write_nothing
         self.callback_errors = 0
         self._loop = loop
         self._open_link = open_link
@@ -98,39 +135,44 @@ class Connector:
         self._client = client
         self._recovery = recovery
         self._on_ended = on_ended
-        self._state = _ConnectionState.WAITING
+        self._state = ConnectionState.WAITING  # changed by `_enter` alone
         self._timer: TimerHandle | None = None  # of the state
-        # For credentials, on helper threads; an attempt that has waited for an answer in vain is over a little earlier.
+        # For calls of the credentials callback. Its patience ends a little before that of the attempt.
         self._asking = Asking(_ASKED_AGAIN * settings.connect_timeout)
         self._link: Link | None = None
-        self._dying: set[Link] = set()  # aborted, sockets not closed yet
+        self._dying: set[Link] = set()  # aborted; their sockets are not closed yet
         self._channel: Channel | None = None
         self._generation = 0
         self._live = False  # ready was reported, lost was not
         self._blocked: str | None = None  # the reason, while the broker has blocked the connection
         self._blocked_reported = False
         self._set_up: SetupRunner | None = None
-        self._answered_at = float("-inf")  # when the broker answered a step of a set-up last
-        self._runs: deque[SetupRunner] = deque()  # the first is under way
+        self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
+        self._runs: deque[SetupRunner] = deque()  # on the ready channel; the first one is under way
         self._run_timer: TimerHandle | None = None
 
     def begin(self) -> None:
-        """Connect, and go on until `close`, which may have come before."""
-        if self._state is _ConnectionState.WAITING:
+        """Connect, and reconnect until `close`, which may have been called before."""
+        if self._state is ConnectionState.WAITING:
             self._recovery.begin(time.monotonic())
             self._connect()
 
-    # -- what the client asks for ----------------------------------------------------------------------------------
-
-    def write(self, data: bytes) -> None:
-        if self._state is _ConnectionState.READY and self._link is not None:
-            self._link.write(data)
+    # -- calls of the client -------------------------------------------------------------------------------------------
 
     def write_buffer_size(self) -> int:
+        """Return the bytes that the kernel has not taken yet."""
         return self._link.write_buffer_size if self._link is not None else 0
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        if self._state is _ConnectionState.READY:
+        """Perform steps on the ready channel, after those of earlier calls.
+
+        Args:
+            generator: as for a set-up. A step that the broker refuses costs the channel.
+            done: called exactly once, never from inside this call, with the generator's result or the exception that
+                ended it: its own, or BrokerUnavailable if there is no channel or it was lost meanwhile (``lost``
+                follows).
+        """
+        if self._state is ConnectionState.READY:
             self._runs.append(SetupRunner(generator, partial(self._run_ended, done)))
             if len(self._runs) == 1:
                 self._loop.call_soon(self._start_run)
@@ -139,27 +181,34 @@ class Connector:
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))
 
     def discard(self, reason: str) -> None:
-        if self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
-            self._state = _ConnectionState.DISCARDED
+        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        if self._state in _ESTABLISHED:
+            self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
             self._loop.call_soon(partial(self._discarded, ConnectionLoss(None, reason, "connection", by_broker=False)))
         elif self._state in _ATTEMPT:
-            self._state = _ConnectionState.DISCARDED
+            self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
             self._loop.call_soon(partial(self._attempt_discarded, BrokerUnavailable(reason)))
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
-        if self._state is _ConnectionState.READY and self._channel is not None:
-            self._state = _ConnectionState.REOPENING
+        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again.
+
+        If the broker does not answer within the time to connect, the connection is discarded.
+        """
+        if self._state is ConnectionState.READY and self._channel is not None:
+            self._enter(ConnectionState.REOPENING)
             self._channel.silence()
             self._channel.close()
-            self._set_timer(self._settings.connect_timeout, self._late)
+            self._set_timer(self._settings.connect_timeout, self._on_timeout)
 
     def close(self, grace: float) -> None:
-        """End: a closing handshake where there is a connection, for up to `grace` seconds, else abort."""
-        again = self._state is _ConnectionState.CLOSING
-        self._state = _ConnectionState.CLOSING
+        """End: a closing handshake for up to `grace` seconds, then an abort."""
+        if self._state is ConnectionState.ENDED:
+            return
+        again = self._state is ConnectionState.CLOSING
+        self._enter(ConnectionState.CLOSING)
         self._set_timer(max(0.0, grace), self._close_now)
         if again:
             return
@@ -170,110 +219,110 @@ class Connector:
         self._end_if_closed()
 
     def crashed(self, error: Exception) -> None:
-        """The loop itself failed: report all as lost, for good."""
-        self._state = _ConnectionState.GIVEN_UP
+        """Report the loss of everything, for good: the loop itself failed."""
+        if self._state is ConnectionState.ENDED:
+            return
+        self._enter(ConnectionState.GIVEN_UP)
         self._cancel_timer()
         self._drop_link("the event loop failed")
         self._report_loss(ConnectionLoss(None, f"the event loop failed: {error!r}", "connection", by_broker=False))
         self._notify(self._client.failed, BrokerUnavailable(f"{self._name}: the event loop failed: {error!r}"), False)
 
     def on_error(self, error: Exception) -> None:
-        """An exception came out of a callback: what it left half done ends with the connection."""
+        """Discard the connection after an exception of a callback, which may have left work half done."""
         self.callback_errors += 1
         logger.error("%s: a callback failed, the connection is replaced", self._name, exc_info=error)
         self.discard(f"a callback failed: {error!r}")
 
-    # -- one attempt -----------------------------------------------------------------------------------------------
+    # -- one attempt ---------------------------------------------------------------------------------------------------
 
     @property
     def _endpoint(self) -> Endpoint:
         return self._settings.endpoints[self._recovery.host]
 
-    def _next(self) -> None:
-        """The wait is over."""
+    def _reconnect(self) -> None:
+        """Begin the next attempt: the wait is over."""
         if self._link is None:
             self._connect()
         else:
-            self._set_timer(self._settings.connect_timeout, self._late)
+            self._set_timer(self._settings.connect_timeout, self._on_timeout)
             self._open_channel(self._link)
 
     def _connect(self) -> None:
-        self._state = _ConnectionState.PREPARING
-        self._set_timer(self._settings.connect_timeout, self._late)
+        self._enter(ConnectionState.PREPARING)
+        self._set_timer(self._settings.connect_timeout, self._on_timeout)
         if self._settings.tls is None and not callable(self._settings.credentials):
-            self._prepared(self._ask_secrets())
-        elif self._asking.begin(time.monotonic()):  # else an earlier attempt's answer, if it comes, will do
+            self._on_credentials(self._read_credentials())
+        elif self._asking.begin(time.monotonic()):  # if not, an earlier call is still running: its result will do
             in_background(
                 f"{self._name} credentials",
-                self._ask_secrets,
-                lambda answer: self._loop.call_soon(partial(self._answered, answer)),
+                self._read_credentials,
+                lambda result: self._loop.call_soon(partial(self._on_credentials_read, result)),
             )
 
-    def _ask_secrets(self) -> ConnectCredentials:
-        """Ask for what is new at every connect. May block: a user's callback, files."""
+    def _read_credentials(self) -> ConnectCredentials:
+        """Read what may be new at every connect. May block: a user's callback, files."""
         tls = self._settings.tls
         return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
-    def _answered(self, answer: ConnectCredentials | Exception) -> None:
+    def _on_credentials_read(self, result: ConnectCredentials | Exception) -> None:
         self._asking.answered()
-        self._prepared(answer)
+        self._on_credentials(result)
 
-    def _prepared(self, answer: ConnectCredentials | Exception) -> None:
-        if self._state is not _ConnectionState.PREPARING:
+    def _on_credentials(self, result: ConnectCredentials | Exception) -> None:
+        if self._state is not ConnectionState.PREPARING:
             return
-        if isinstance(answer, Exception):
-            self._attempt_failed(_as_ours(answer, f"no credentials: the callback raised {type(answer).__name__}"))
+        if isinstance(result, Exception):
+            self._attempt_failed(_as_ours(result, f"no credentials: the callback raised {type(result).__name__}"))
             return
-        self._state = _ConnectionState.CONNECTING
+        self._enter(ConnectionState.CONNECTING)
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
-        self._link = self._open_link(self._endpoint, self._settings, answer, self._name, self)
+        self._link = self._open_link(self._endpoint, self._settings, result, self._name, self)
 
     def link_opened(self, link: Link) -> None:
-        if link is self._link and self._state is _ConnectionState.CONNECTING:
+        if link is self._link and self._state is ConnectionState.CONNECTING:
             self._open_channel(link)
 
     @property
     def patience(self) -> float:
-        """Seconds for which a set-up that the broker has begun to answer may go on without another answer."""
-        if self._state is not _ConnectionState.SETTING_UP:
+        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
+        if self._state is not ConnectionState.SETTING_UP:
             return 0.0
         return max(0.0, self._answered_at + self._settings.connect_timeout - time.monotonic())
 
     def _open_channel(self, link: Link) -> None:
-        self._state = _ConnectionState.SETTING_UP
+        self._enter(ConnectionState.SETTING_UP)
         self._generation += 1
         self._channel = link.open_channel(self._generation, self._client, self)
 
     def channel_opened(self, channel: Channel) -> None:
-        if channel is not self._channel or self._link is None or self._state is not _ConnectionState.SETTING_UP:
+        if channel is not self._channel or self._link is None or self._state is not ConnectionState.SETTING_UP:
             return
         if self._set_up is None:
             self._set_up = SetupRunner(self._setup(self._link.server), self._set_up_ended, self._step_answered)
         self._set_up.start(channel)
 
     def _step_answered(self) -> None:
-        """A large topology takes its time: what is bounded is the wait for each answer."""
+        """Restart the timer: each answer has a time limit, a large topology has none."""
         self._answered_at = time.monotonic()
-        self._set_timer(self._settings.connect_timeout, self._late)
+        self._set_timer(self._settings.connect_timeout, self._on_timeout)
 
     @property
     def _step_outstanding(self) -> SetupRunner | None:
-        """The set-up, where the broker owes it an answer."""
-        waits = (
-            self._state is _ConnectionState.SETTING_UP and self._set_up is not None and not self._set_up.wants_channel
-        )
-        return self._set_up if waits else None
+        """The set-up, if it waits for an answer of the broker."""
+        set_up = self._set_up if self._state is ConnectionState.SETTING_UP else None
+        return None if set_up is None or set_up.wants_channel else set_up
 
-    def _go_on(self) -> None:
-        """The set-up goes on, on a new channel."""
-        goes_on = self._set_up is not None and self._set_up.wants_channel
-        if goes_on and self._state is _ConnectionState.SETTING_UP and self._channel is None and self._link is not None:
+    def _continue_set_up(self) -> None:
+        """Open another channel for a set-up whose channel the broker has closed."""
+        wanted = self._set_up is not None and self._set_up.wants_channel
+        if wanted and self._state is ConnectionState.SETTING_UP and self._channel is None and self._link is not None:
             self._open_channel(self._link)
 
     def _set_up_ended(self, outcome: object) -> None:
         self._set_up = None
         if isinstance(outcome, Exception):
-            if self._channel is not None:  # what failed was no step
+            if self._channel is not None:  # no step was refused: the generator or the encoding failed
                 channel, self._channel = self._channel, None
                 channel.silence()
                 channel.close()
@@ -285,29 +334,29 @@ class Connector:
     def _become_ready(self, link: Link, channel: Channel) -> None:
         self._cancel_timer()
         self._recovery.ready()
-        self._state = _ConnectionState.READY
         self._live = True
+        self._enter(ConnectionState.READY)
         logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
         self._notify(self._client.ready, channel.generation, channel.number, link.frame_max, link.server)
         self._report_blocked()
-        if self._state is _ConnectionState.READY:  # the client may have ended it already
+        if self._state is ConnectionState.READY:  # the client may have ended it in `ready`
             channel.release_content()
 
-    def _late(self) -> None:
-        """The time to connect is over."""
+    def _on_timeout(self) -> None:
+        """End a state that took longer than the time to connect."""
         seconds = self._settings.connect_timeout
         if self._blocked is not None:
-            self._set_timer(seconds, self._late)
-        elif self._state is _ConnectionState.REOPENING:
+            self._set_timer(seconds, self._on_timeout)
+        elif self._state is ConnectionState.REOPENING:
             self.discard(f"channel.close was not answered within {seconds:g} s")
         else:
             doing = _DOING[self._state]
-            if self._state is _ConnectionState.PREPARING:
+            if self._state is ConnectionState.PREPARING:
                 doing += f", calls without an answer: {self._asking.unanswered}"
             self._attempt_failed(BrokerUnavailable(f"{self._endpoint}: not ready within {seconds:g} s ({doing})"))
 
     def _attempt_failed(self, error: ReliableMQError, *, connected: bool = False) -> None:
-        """Args: connected: whether the connection stands and only its channel is to be opened again."""
+        """Plan the next attempt, or give up; only that of a channel if `connected`."""
         self._end_set_up()
         if not connected:
             self._drop_link(str(error))
@@ -319,33 +368,33 @@ class Connector:
                 exc_info=self._recovery.broken,
             )
         if wait is None:
-            self._state = _ConnectionState.GIVEN_UP
+            self._enter(ConnectionState.GIVEN_UP)
             self._cancel_timer()
             self._drop_link("given up")
             logger.error("%s: given up: %s", self._name, error)
         else:
-            self._state = _ConnectionState.WAITING
-            self._set_timer(wait, self._next)
+            self._enter(ConnectionState.WAITING)
+            self._set_timer(wait, self._reconnect)
             logger.warning("%s: %s; next attempt in %.1f s", self._name, error, wait)
         self._notify(self._client.failed, error, wait is not None)
 
     def _attempt_discarded(self, error: BrokerUnavailable) -> None:
-        if self._state is _ConnectionState.DISCARDED:
+        if self._state is ConnectionState.DISCARDED:
             self._attempt_failed(error)
 
-    # -- the end of what was ready ---------------------------------------------------------------------------------
+    # -- losses and the end --------------------------------------------------------------------------------------------
 
     def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         self._dying.discard(link)
         if link is self._link:
             self._link = self._channel = None
-            if self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
+            if self._state in _ESTABLISHED:
                 self._recover(loss)
             elif self._step_outstanding is not None and _is_refusal(loss):
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
-            else:  # while waiting to open another channel on it, or closing
+            else:  # WAITING to open another channel on it, or CLOSING
                 self._unblock()
         self._end_if_closed()
 
@@ -353,28 +402,28 @@ class Connector:
         if channel is not self._channel:
             return
         self._channel = None
-        if self._state is _ConnectionState.SETTING_UP:
+        if self._state is ConnectionState.SETTING_UP:
             if self._step_outstanding is not None:
                 self._step_outstanding.refuse(code, text)
-                self._loop.call_soon(self._go_on)
+                self._loop.call_soon(self._continue_set_up)
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
-        elif self._state in {_ConnectionState.READY, _ConnectionState.REOPENING}:
+        elif self._state in _ESTABLISHED:
             refused = by_broker and bool(self._runs)
             if refused:
                 self._runs[0].refuse(code, text)
-            # Who asked for the step has been told; whether it matters is theirs to say.
+            # The caller of `run` has been told of the refusal, and decides whether it matters.
             level = logging.INFO if refused else logging.WARNING
             self._recover(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
 
     def _discarded(self, loss: ConnectionLoss) -> None:
-        if self._state is _ConnectionState.DISCARDED:
+        if self._state is ConnectionState.DISCARDED:
             self._recover(loss)
 
     def _recover(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
         wait = self._recovery.lost(loss, time.monotonic())
-        self._state = _ConnectionState.WAITING
-        self._set_timer(wait, self._next)
+        self._enter(ConnectionState.WAITING)
+        self._set_timer(wait, self._reconnect)
         logger.log(
             level,
             "%s: %s lost: %s%s; next attempt in %.1f s",
@@ -395,14 +444,14 @@ class Connector:
             self._notify(self._client.lost, self._generation, loss)
 
     def _drop_link(self, reason: str) -> None:
-        """Abort what there is; nothing is heard of it any more but that its socket is closed."""
+        """Abort the link; its only event from now on is that its socket is closed."""
         link, self._link, self._channel = self._link, None, None
         if link is not None:
             self._dying.add(link)
             link.abort(reason)
 
     def _close_now(self) -> None:
-        """The grace is over: abort; and where even that does not end, leave it to the end of the process."""
+        """Abort when the grace is over; leave a socket that even then does not close to the end of the process."""
         if self._link is None:
             self._dying.clear()
         self._drop_link("closed")
@@ -410,12 +459,13 @@ class Connector:
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:
-        if self._state is _ConnectionState.CLOSING and self._link is None and not self._dying:
+        if self._state is ConnectionState.CLOSING and self._link is None and not self._dying:
             self._cancel_timer()
+            self._enter(ConnectionState.ENDED)
             self._report_loss(ConnectionLoss(None, "closed by us", "connection", by_broker=False))
             self._on_ended()
 
-    # -- what else the broker says ---------------------------------------------------------------------------------
+    # -- other events of the link --------------------------------------------------------------------------------------
 
     def link_blocked(self, link: Link, reason: str) -> None:
         if link is self._link:
@@ -442,18 +492,18 @@ class Connector:
             self._notify(self._client.cancelled, consumer_tag)
 
     def link_read(self, link: Link) -> None:
-        if link is self._link and self._state is _ConnectionState.READY:
+        if link is self._link and self._state is ConnectionState.READY:
             self._notify(self._client.read_finished)
 
     def link_drained(self, link: Link) -> None:
-        if link is self._link and self._state is _ConnectionState.READY:
+        if link is self._link and self._state is ConnectionState.READY:
             self._notify(self._client.write_drained)
 
-    # -- steps on the live channel ---------------------------------------------------------------------------------
+    # -- steps on the live channel -------------------------------------------------------------------------------------
 
     def _start_run(self) -> None:
-        if self._runs and self._channel is not None and self._state is _ConnectionState.READY:
-            self._run_timer = self._loop.call_later(self._settings.connect_timeout, self._run_late)
+        if self._runs and self._channel is not None and self._state is ConnectionState.READY:
+            self._run_timer = self._loop.call_later(self._settings.connect_timeout, self._on_run_timeout)
             self._runs[0].start(self._channel)
 
     def _run_ended(self, done: Callable[[Any], None], outcome: object) -> None:
@@ -463,10 +513,10 @@ class Connector:
             self._loop.call_soon(self._start_run)
         self._notify(done, outcome)
 
-    def _run_late(self) -> None:
+    def _on_run_timeout(self) -> None:
         seconds = self._settings.connect_timeout
         if self._blocked is not None:
-            self._run_timer = self._loop.call_later(seconds, self._run_late)
+            self._run_timer = self._loop.call_later(seconds, self._on_run_timeout)
         else:
             self.discard(f"the broker did not answer within {seconds:g} s")
 
@@ -479,7 +529,12 @@ class Connector:
             self._run_timer.cancel()
             self._run_timer = None
 
-    # -- helpers ---------------------------------------------------------------------------------------------------
+    # -- state and timers ----------------------------------------------------------------------------------------------
+
+    def _enter(self, state: ConnectionState) -> None:
+        """Change the state. The only place that changes it, and that decides whether `write` sends."""
+        self._state = state
+        self.write = self._link.write if state is ConnectionState.READY and self._link is not None else _write_nothing
 
     def _end_set_up(self) -> None:
         run, self._set_up = self._set_up, None
@@ -503,12 +558,16 @@ class Connector:
 
 
 _DOING = {
-    _ConnectionState.PREPARING: "asking for credentials",
-    _ConnectionState.CONNECTING: "connecting",
-    _ConnectionState.SETTING_UP: "setting up the channel",
+    ConnectionState.PREPARING: "asking for credentials",
+    ConnectionState.CONNECTING: "connecting",
+    ConnectionState.SETTING_UP: "setting up the channel",
 }
 
-_CONNECTION_FORCED = 320  # a broker that shuts down: no opinion about the step that was under way
+_CONNECTION_FORCED = 320  # the broker shuts down: no refusal of the step that was outstanding
+
+
+def _write_nothing(_data: bytes) -> None:
+    """Drop frames: no channel is ready."""
 
 
 def _is_refusal(loss: ConnectionLoss) -> bool:

@@ -1,0 +1,447 @@
+"""The connector against a driver, a broker and an owner that do as they like, in any order."""
+
+from __future__ import annotations
+
+import heapq
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import tenacity
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reliable_mq.codec import InboundReader, methods
+from reliable_mq.codec.methods import ConfirmSelect
+from reliable_mq.connection import connection as connection_module
+from reliable_mq.connection.channel import Channel, ChannelTable
+from reliable_mq.connection.connection import TRANSITIONS, ConnectionState, Connector
+from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, publisher_setup, refusal
+from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from tests.properties import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+CONNECT_TIMEOUT = 10.0
+WAIT = 3.0
+CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (20, 11), (20, 40), (20, 41)
+SELECT_OK, ACK = (85, 11), (60, 80)
+LEGAL = {(old, new) for olds, news in TRANSITIONS.values() for old in olds for new in news}
+SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
+
+
+class Timer:
+    def __init__(self, fn: Callable[[], None]) -> None:
+        self.fn: Callable[[], None] | None = fn
+
+    def cancel(self) -> None:
+        self.fn = None
+
+
+class Loop:
+    """A loop whose time the test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.on_error: Callable[[Exception], None]
+        self.soon: list[Callable[[], None]] = []
+        self.timers: list[tuple[float, int, Timer]] = []
+        self._order = count()
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        self.soon.append(fn)
+
+    def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
+        timer = Timer(fn)
+        heapq.heappush(self.timers, (self.now + delay, next(self._order), timer))
+        return timer
+
+    def turn(self) -> None:
+        while self.soon:
+            self.guard(self.soon.pop(0))
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.timers and self.timers[0][0] <= end:
+            self.now, _, timer = heapq.heappop(self.timers)
+            fn, timer.fn = timer.fn, None
+            if fn is not None:
+                self.guard(fn)
+            self.turn()
+        self.now = end
+
+    def guard(self, fn: Callable[[], None]) -> None:
+        try:
+            fn()
+        except Exception as error:
+            self.on_error(error)
+
+
+class Link:
+    """A link whose socket and broker are the test's."""
+
+    server = SERVER
+    frame_max = 131072
+    write_buffer_size = 0
+
+    def __init__(self, loop: Loop, links: list[Link], endpoint: Endpoint, *arguments: Any) -> None:
+        self.loop = loop
+        self.endpoint = endpoint
+        self.events: Connector = arguments[-1]
+        self.reader = InboundReader(self._on_frame)
+        self.channels = ChannelTable(self.write, self.reader)
+        self.channels.channel_max = 3
+        self.channel: Channel | None = None
+        self.asked: list[tuple[int, tuple[int, int]]] = []  # methods that the broker has not answered
+        self.foreign: list[bytes] = []  # frames that the owner wrote
+        self.opened = self.aborted = self.over = False
+        links.append(self)
+
+    def write(self, data: bytes) -> None:
+        assert not self.over
+        method = methods.method_of(data)
+        if method is None or data[0] != 1:
+            self.foreign.append(data)
+        elif method != CHANNEL_CLOSE_OK:
+            self.asked.append((int.from_bytes(data[1:3], "big"), method))
+
+    def open_channel(self, generation: int, sink: Any, events: Connector) -> Channel:
+        self.channel = self.channels.open(generation, sink, events)
+        return self.channel
+
+    def close(self) -> None:
+        if self.opened:
+            self.channels.close(lambda: self.loop.call_soon(self.lose))
+        else:
+            self.abort("closed while it was opening")
+
+    def abort(self, reason: str) -> None:
+        self.aborted = True
+        self.reader.reset()
+
+    def send(self, channel: int, method: tuple[int, int], arguments: bytes = b"") -> None:
+        if not self.aborted:
+            self.reader.feed(methods._frame(channel, *method, arguments))
+
+    def lose(self, code: int | None = None) -> None:
+        """The socket is closed."""
+        if not self.over:
+            self.over = True
+            loss = ConnectionLoss(code, "gone", "connection", by_broker=code is not None)
+            self.events.link_closed(self, BrokerUnavailable("gone"), loss)
+
+    def _on_frame(self, frame: bytes) -> None:
+        self.channels.receive(frame)
+
+
+class Owner(NullListener):
+    """The client: checks what it is told against the connector's invariants."""
+
+    largest_body = 1024
+
+    def __init__(self) -> None:
+        self.calling = False  # the connector, right now
+        self.live = 0  # the generation that is ready
+        self.last = 0
+        self.is_blocked = False
+        self.given_up = False
+        self.raises = False
+        self.acks = 0
+        self.in_ready: Callable[[], object] = lambda: None
+
+    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
+        assert not self.calling
+        assert not self.live
+        assert generation > self.last
+        self.live = self.last = generation
+        self.in_ready()
+        if self.raises:
+            raise RuntimeError("ready")
+
+    def lost(self, generation: int, loss: ConnectionLoss) -> None:
+        assert not self.calling
+        assert generation == self.live
+        self.live = 0
+
+    def failed(self, error: ReliableMQError, will_retry: bool) -> None:
+        assert not self.calling
+        assert not self.live
+        assert not self.given_up
+        self.given_up = not will_retry
+
+    def blocked(self, reason: str) -> None:
+        assert self.live
+        assert not self.is_blocked
+        self.is_blocked = True
+
+    def unblocked(self) -> None:
+        assert self.is_blocked
+        self.is_blocked = False
+
+    def acked(self, tag: int, multiple: bool) -> None:
+        assert self.live, "content before ready, or after lost"
+        self.acks += 1
+
+    def read_finished(self) -> None:
+        assert self.live
+
+
+def set_up(version: tuple[int, ...]) -> Generator[Any, Any, None]:
+    """Ask for a queue, and go on on another channel if it is missing."""
+    try:
+        yield Pipeline((methods.CheckQueue("missing"),))
+    except StepRefused as refused:
+        if refused.connection:
+            raise refusal(methods.CheckQueue("missing"), refused) from refused
+    yield from publisher_setup([], version)
+
+
+class ConnectorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Loop()
+        self.links: list[Link] = []
+        self.owner = Owner()
+        self.asking: list[Callable[[Any], None]] = []  # for credentials
+        self.ended = 0
+        self.runs: list[object] = []
+        self.states: list[ConnectionState] = [ConnectionState.WAITING]
+        self.patches = [
+            patch.object(connection_module, "time", SimpleNamespace(monotonic=lambda: self.loop.now)),
+            patch.object(connection_module, "in_background", lambda _name, _fn, done: self.asking.append(done)),
+        ]
+        for one in self.patches:
+            one.start()
+        self.connector = Connector(
+            self.loop,
+            partial(Link, self.loop, self.links),
+            name="test",
+            settings=ConnectionSettings(
+                endpoints=(Endpoint("one", 1), Endpoint("two", 2)),
+                credentials=lambda: Credentials("guest", "guest"),
+                connect_timeout=CONNECT_TIMEOUT,
+            ),
+            setup=lambda server: set_up(server.version_tuple),
+            client=self.owner,
+            recovery=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT)),
+            on_ended=self.end,
+        )
+        on_error = self.connector.on_error
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, RuntimeError):  # the owner raises this one on purpose
+                raise error
+            on_error(error)
+
+        self.loop.on_error = self.connector.on_error = failed  # type: ignore[method-assign]
+        enter = self.connector._enter
+
+        def entered(state: ConnectionState) -> None:
+            assert (self.states[-1], state) in LEGAL, (self.states[-1], state)
+            self.states.append(state)
+            enter(state)
+
+        self.connector._enter = entered  # type: ignore[method-assign]
+        self.connector.begin()
+
+    def end(self) -> None:
+        self.ended += 1
+        assert all(link.over or link.aborted for link in self.links), "a socket is open"
+
+    @property
+    def state(self) -> ConnectionState:
+        return self.states[-1]
+
+    @property
+    def link(self) -> Link | None:
+        """The one in use."""
+        link = self.links[-1] if self.links else None
+        return None if link is None or link.aborted or link.over else link
+
+    def call(self, fn: Callable[..., object], *arguments: object) -> None:
+        """Call the connector as its owner does."""
+        self.owner.calling = True
+        try:
+            fn(*arguments)
+        finally:
+            self.owner.calling = False
+
+    # the driver and the broker
+
+    @precondition(lambda self: self.asking)
+    @rule(result=st.sampled_from([Credentials("guest", "guest"), OSError("no file"), RuntimeError("a mistake")]))
+    def credentials(self, result: object) -> None:
+        if not isinstance(result, Exception):
+            result = connection_module.ConnectCredentials(result, None)  # type: ignore[arg-type]
+        self.asking.pop(0)(result)
+        self.loop.turn()
+
+    @precondition(lambda self: self.link is not None and not self.link.opened)
+    @rule()
+    def handshake(self) -> None:
+        assert self.link is not None
+        self.link.opened = True
+        self.loop.guard(lambda: self.connector.link_opened(self.links[-1]))
+
+    @precondition(lambda self: self.link is not None and self.link.asked)
+    @rule()
+    def answer(self) -> None:
+        assert self.link is not None
+        channel, method = self.link.asked.pop(0)
+        arguments = {(20, 10): bytes(4), (50, 10): bytes(9)}.get(method, b"")
+        link = self.link
+        self.loop.guard(lambda: link.send(channel, (method[0], method[1] + 1), arguments))
+        self.loop.turn()
+
+    @rule(steps=st.integers(1, 5))
+    def proceed(self, steps: int) -> None:
+        """All goes well, for some steps of an attempt."""
+        for _ in range(steps):
+            if self.asking and self.link is None:
+                self.credentials(Credentials("guest", "guest"))
+            elif self.link is not None and not self.link.opened:
+                self.handshake()
+            elif self.link is not None and self.link.asked:
+                self.answer()
+
+    @precondition(lambda self: self.link is not None and self.link.channel is not None)
+    @rule(code=st.sampled_from([404, 406]))
+    def close_channel(self, code: int) -> None:
+        link = self.link
+        assert link is not None
+        assert link.channel is not None
+        number = link.channel.number
+        link.asked = [one for one in link.asked if one[0] != number]
+        self.loop.guard(lambda: link.send(number, CHANNEL_CLOSE, code.to_bytes(2, "big") + b"\4text" + bytes(4)))
+        self.loop.turn()
+
+    @precondition(lambda self: self.link is not None and self.link.channel is not None)
+    @rule()
+    def confirm(self) -> None:
+        link = self.link
+        assert link is not None
+        assert link.channel is not None
+        number = link.channel.number
+        self.loop.guard(lambda: link.send(number, ACK, (1).to_bytes(8, "big") + b"\0"))
+        self.loop.guard(lambda: self.connector.link_read(link))
+
+    @rule(code=st.sampled_from([None, 320, 541]), which=st.integers(0, 3))
+    def lose_link(self, code: int | None, which: int) -> None:
+        alive = [link for link in self.links if not link.over]
+        if alive:
+            link = alive[which % len(alive)]
+            self.loop.guard(lambda: link.lose(code))
+            self.loop.turn()
+
+    @precondition(lambda self: self.link is not None and self.link.opened)
+    @rule(blocked=st.booleans())
+    def block(self, blocked: bool) -> None:
+        link = self.links[-1]
+        if blocked:
+            self.loop.guard(lambda: self.connector.link_blocked(link, "memory"))
+        else:
+            self.loop.guard(lambda: self.connector.link_unblocked(link))
+
+    @rule(seconds=st.sampled_from([0.0, WAIT, CONNECT_TIMEOUT]))
+    def pass_time(self, seconds: float) -> None:
+        self.loop.turn()
+        self.loop.pass_time(seconds)
+
+    # the owner
+
+    @rule()
+    def write(self) -> None:
+        frame = b"\3\0\1\0\0\0\4body\xce"
+        sent = [len(link.foreign) for link in self.links]
+        self.call(self.connector.write, frame)
+        wrote = [link for link, before in zip(self.links, sent, strict=True) if len(link.foreign) > before]
+        if self.state is ConnectionState.READY and self.link is not None:
+            assert wrote == [self.link]
+        else:
+            assert not wrote
+
+    @rule(unencodable=st.booleans())
+    def run(self, unencodable: bool) -> None:
+        def steps() -> Generator[Any, Any, object]:
+            if unencodable:
+                yield methods.CheckQueue("x" * 300)
+            try:
+                yield Pipeline((ConfirmSelect(), ConfirmSelect()))
+            except StepRefused as refused:
+                return refused
+            return "done"
+
+        self.runs.append(None)
+        self.call(self.connector.run, steps(), partial(self._ran, len(self.runs) - 1))
+        assert self.runs[-1] is None, "reported from inside the call"
+
+    def _ran(self, index: int, outcome: object) -> None:
+        assert self.runs[index] is None, "reported twice"
+        assert outcome is not None
+        self.runs[index] = outcome
+
+    @rule()
+    def discard(self) -> None:
+        self.call(self.connector.discard, "in doubt")
+
+    @rule()
+    def reopen_channel(self) -> None:
+        self.call(self.connector.reopen_channel)
+
+    @rule(action=st.sampled_from(["nothing", "raise", "discard", "reopen"]))
+    def choose(self, action: str) -> None:
+        """What the owner does inside `ready` from now on."""
+        self.owner.raises = action == "raise"
+        self.owner.in_ready = {
+            "discard": partial(self.connector.discard, "in ready"),
+            "reopen": self.connector.reopen_channel,
+        }.get(action, lambda: None)
+
+    @precondition(lambda self: not self.owner.given_up)
+    @rule(lot=st.integers(0, 9))
+    def loop_fails(self, lot: int) -> None:
+        if lot == 0:  # seldom: hardly anything can follow
+            self.loop.guard(lambda: self.connector.crashed(RuntimeError("poll")))
+
+    @rule(lot=st.integers(0, 9))
+    def close(self, lot: int) -> None:
+        if lot == 0:
+            self.call(self.connector.close, 1.0)
+
+    @invariant()
+    def live_while_it_may_write(self) -> None:
+        if self.state is ConnectionState.READY:
+            assert self.owner.live or self.owner.raises
+
+    def teardown(self) -> None:
+        try:
+            self.call(self.connector.close, 1.0)
+            for _ in range(4):
+                for link in self.links:
+                    if link.aborted:
+                        self.loop.guard(lambda link=link: link.lose())  # type: ignore[misc]
+                self.loop.turn()
+                self.loop.pass_time(0.9)
+            assert self.ended == 1
+            assert not self.owner.live
+            assert not self.owner.is_blocked
+            assert None not in self.runs, "a run was never reported"
+            self.call(self.connector.write, b"\3\0\1\0\0\0\4body\xce")
+        finally:
+            for one in self.patches:
+                one.stop()
+
+
+TestConnectorMachine = ConnectorMachine.TestCase
+TestConnectorMachine.settings = machine(60, steps=50)
+
+
+def test_every_state_is_entered_by_a_transition_of_the_table() -> None:
+    assert {new for _, new in LEGAL} == set(ConnectionState)
+    assert {old for old, _ in LEGAL} == set(ConnectionState) - {ConnectionState.ENDED}
