@@ -1,31 +1,18 @@
-"""Calls that may hang, for callers who wait only so long.
+"""Daemon threads: for calls that may block, and for callbacks. And a condition that signal handlers may interrupt.
 
-A database driver waits for its server as long as that takes: a server that is frozen answers never, and its connection
-stays open. So the call is made on a thread of its own. Whoever has waited long enough shuts the socket that the call
-was given, where one can be found, which ends most; the rest end when the server answers, or its machine. What has to
-stay on its caller's thread is ended in the same way, by a thread that looks at the time.
+No thread of this package keeps the interpreter from ending, so the executors of the standard library are not used:
+the interpreter waits for their threads at exit.
 
-Invariants: a call returns or raises within its deadline; where ``most`` threads exist and all of them hang, further
-calls fail at once, but for those that something else bounds; a connection is shut only while the call that hangs has
-it; no thread outlives its process or keeps it from ending.
+Invariants:
 
-Calls that may block, off the event loop.
-
-On daemon threads, so that a call that hangs does not keep a program from ending, as it would on asyncio's own executor.
-
-The thread on which users' callbacks run, so that none ever runs on, or holds up, an I/O thread.
-
-Invariants: callbacks run one at a time, in the order in which they were handed over; whatever one raises is logged and
-harms no other; the thread starts when the first callback is expected and ends with :meth:`CallbackThread.stop`. All
-methods may be called by a signal handler that interrupts one of them.
-
-Calls that may block (a user's callback, a name lookup), each on a daemon thread: no I/O thread waits for them.
-
-A condition variable whose wait may be ended by an exception out of a signal handler.
-
-Python runs signal handlers between any two steps of the main thread, and what they raise (``KeyboardInterrupt``) comes
-out there. The standard library's ``wait`` loses its lock where that is between letting go of it and waiting; leaving
-the block then raises an error of its own in place of the exception.
+- A call with a deadline returns or raises within it. A database driver waits for its server as long as that takes, and
+  a frozen server never answers; so such a call runs on a thread of its own, and at its deadline the socket that it
+  waits for is shut (`CancelHandle`). That ends most; the others end when the server answers, or its machine.
+- If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller bounds
+  their number itself.
+- A connection is shut only while the call that hangs holds it.
+- Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, never on an I/O thread. An
+  exception of one is logged and affects no other.
 """
 
 from __future__ import annotations
@@ -36,7 +23,6 @@ import logging
 import os
 import socket
 import threading
-from collections import deque
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -48,19 +34,54 @@ if TYPE_CHECKING:
 __all__ = [
     "CallbackThread",
     "CancelHandle",
-    "Cancellable",
     "Condition",
     "DaemonExecutor",
-    "DeadlineExecutor",
+    "call_in_background",
     "call_on_thread",
-    "in_background",
+    "start_daemon",
 ]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
+def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
+    """Start a daemon thread that calls ``fn``.
+
+    Raises:
+        RuntimeError: the interpreter exits, and refuses new threads.
+    """
+    thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+    """Call ``fn`` on a new daemon thread, then ``done``, there, with its result or exception.
+
+    ``done`` is called exactly once, unless ``fn`` never returns. If the interpreter, which exits, refuses the thread,
+    both are called here and now: there may still be messages to publish.
+    """
+    try:
+        start_daemon(name, _call, fn, done)
+    except RuntimeError:
+        _call(fn, done)
+
+
+def _call(fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+    outcome: T | Exception = RuntimeError("the call ended its thread")
+    try:
+        with suppress(SystemExit):  # as threading itself does
+            outcome = fn()
+    except Exception as error:  # noqa: BLE001  # passed on
+        outcome = error
+    finally:
+        done(outcome)
+
+
 class CancelHandle:
-    """By which a call that hangs is ended from outside."""
+    """Ends a call that hangs, from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,148 +113,15 @@ class CancelHandle:
         return self._cut
 
     def cut(self) -> None:
-        """Shut the socket of the connection, if the call has one."""
+        """Shut the socket of the connection, if the call holds one."""
         with self._lock:
             self._cut = True
             if self._connection is not None:
                 _shut(self._connection)
 
 
-class DeadlineExecutor:
-    """See the module. Thread-safe.
-
-    Args:
-        name: of the threads.
-        most: threads.
-    """
-
-    def __init__(self, name: str, most: int = 64) -> None:
-        self._name = name
-        self._most = most
-        self._made_in = os.getpid()
-        self._lock = threading.Lock()
-        self._idle: deque[_Thread] = deque()
-        self._count = 0
-        self._closed = 0  # times
-
-    def call(self, function: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
-        """Call on another thread, and wait for it.
-
-        Args:
-            function: given what ends it from outside.
-            timeout: seconds.
-            beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
-
-        Raises:
-            TimeoutError: it did not return within ``timeout`` seconds.
-        """
-        thread = self._take(beyond=beyond)
-        call = _ThreadCall(function)
-        thread.give(call)
-        if not call.ended.acquire(timeout=timeout):
-            call.lifeline.cut()
-            raise TimeoutError(f"no answer within {timeout:g} s")
-        return call.result()
-
-    @contextlib.contextmanager
-    def cutting(self, timeout: float) -> Iterator[CancelHandle]:
-        """In the block, which stays on its thread, what the lifeline holds is cut after ``timeout`` seconds."""
-        lifeline, over = CancelHandle(), threading.Event()
-        self._take(beyond=True).give(_ThreadCall(lambda _: None if over.wait(timeout) else lifeline.cut()))
-        try:
-            yield lifeline
-        finally:
-            over.set()
-
-    def close(self) -> None:
-        """End the threads that have nothing to do, and the others when they have done it."""
-        with self._lock:
-            self._closed += 1
-            idle, self._idle = self._idle, deque()
-            self._count -= len(idle)
-        for thread in idle:
-            thread.give(None)
-
-    def _take(self, *, beyond: bool) -> _Thread:
-        if os.getpid() != self._made_in:  # a forked child, which has none of the threads
-            self._made_in, self._lock, self._idle, self._count = os.getpid(), threading.Lock(), deque(), 0
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            if self._count >= self._most and not beyond:
-                raise TimeoutError(f"{self._count} earlier questions are without an answer")
-            self._count += 1
-            return _Thread(self._name, self._idle_again, self._closed)
-
-    def _idle_again(self, thread: _Thread) -> bool:
-        with self._lock:
-            if thread.era == self._closed and self._made_in == os.getpid():
-                self._idle.append(thread)
-                return True
-            self._count -= 1
-            return False
-
-
-class _ThreadCall(Generic[T]):
-    """One call and its end."""
-
-    __slots__ = ("_answer", "_error", "_function", "ended", "lifeline")
-
-    def __init__(self, function: Callable[[CancelHandle], T]) -> None:
-        self.lifeline = CancelHandle()
-        self.ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
-        self.ended.acquire()
-        self._function = function
-        self._answer: T
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._answer = self._function(self.lifeline)
-        except BaseException as error:  # noqa: BLE001 -- it is the caller's
-            self._error = error
-
-    def result(self) -> T:
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # or the traceback keeps this frame, and this frame the error
-        return self._answer
-
-
-class _Thread:
-    """A thread that carries out one call after the other."""
-
-    def __init__(self, name: str, idle: Callable[[_Thread], bool], era: int) -> None:
-        self.era = era
-        self._idle = idle
-        self._given = threading.Lock()
-        self._given.acquire()
-        self._call: _ThreadCall[Any] | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def give(self, call: _ThreadCall[Any] | None) -> None:
-        """Carry out a call; None to end."""
-        self._call = call
-        self._given.release()
-
-    def _run(self) -> None:
-        while True:
-            self._given.acquire()
-            call, self._call = self._call, None
-            if call is None:
-                return
-            call.run()
-            stays = self._idle(self)  # before the caller goes on: the next call finds this thread
-            call.ended.release()
-            del call
-            if not stays:
-                return
-
-
 def _shut(connection: Any) -> None:
-    """Shut the socket of a driver's connection; its thread sees the end of it, as if the server had gone away."""
+    """Shut the socket of a driver's connection: to the thread that uses it, the server has closed it."""
     holder = connection if hasattr(connection, "fileno") else getattr(connection, "_sock", None)  # psycopg; PyMySQL
     if holder is not None:
         # It may have ended by itself in this moment, or be closed.
@@ -241,45 +129,57 @@ def _shut(connection: Any) -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
-async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
-    """Call ``fn`` on a daemon thread of its own and wait for its result.
-
-    Use this in place of ``asyncio.to_thread``, whose threads the program shares and the interpreter waits for at exit.
+class DaemonExecutor:
+    """Calls on daemon threads, which are reused. Thread-safe; in a forked child it starts anew.
 
     Args:
-        name: of the thread.
-        fn: the call.
+        name: of the threads.
+        most: threads.
     """
-    threads = DaemonExecutor(name, 1)
-    result = threads.call(fn)
-    threads.stop()  # once the call has returned
-    return await result
 
+    _threads: int  # that take calls from the queue
 
-class DaemonExecutor:
-    """As many daemon threads as are needed at a time, up to ``most``. Lives on the loop that it was made on."""
-
-    def __init__(self, name: str, most: int) -> None:
+    def __init__(self, name: str, most: int = 64) -> None:
         self._name = name
         self._most = most
-        self._loop = asyncio.get_running_loop()
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._started = 0
-        self._stopped = False
-        self._busy = 0
+        self._reset()
 
-    def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``fn`` on a thread; the future is that of its result. Cancelling it ends the waiting alone."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        call = partial(self._call, fn, future)
-        self._busy += 1
-        if self._stopped:  # nobody would end a thread that waits for more
-            self._start(call, "late")
-            return future
-        if self._busy > self._started and self._started < self._most:
-            self._started += 1
-            self._start(self._run, self._started)
-        self._calls.put(call)
+    def call(self, fn: Callable[[CancelHandle], T], timeout: float, *, beyond: bool = False) -> T:
+        """Call on another thread, and wait for the result.
+
+        Args:
+            fn: is given the handle that ends it.
+            timeout: seconds.
+            beyond: whether it may have a thread beyond the most: there are as many such calls as workers, say.
+
+        Raises:
+            TimeoutError: it did not return within ``timeout`` seconds.
+        """
+        call = _BlockingCall(fn)
+        self._submit(call.run, beyond=beyond)
+        if not call.ended.acquire(timeout=timeout):
+            call.handle.cut()
+            raise TimeoutError(f"no answer within {timeout:g} s")
+        return call.result()
+
+    @contextlib.contextmanager
+    def cutting(self, timeout: float) -> Iterator[CancelHandle]:
+        """In the block, which stays on its thread, cut what the handle holds after ``timeout`` seconds."""
+        call, over = _BlockingCall(lambda handle: None if over.wait(timeout) else handle.cut()), threading.Event()
+        self._submit(call.run, beyond=True)
+        try:
+            yield call.handle
+        finally:
+            over.set()
+
+    def future(self, fn: Callable[[], T]) -> asyncio.Future[T]:
+        """Call on another thread; return the future of the running loop for the result.
+
+        The call waits while `most` others run. Cancelling the future ends the waiting alone.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._submit(partial(_run_for_future, fn, future, loop), queue=True)
         return future
 
     @property
@@ -287,52 +187,125 @@ class DaemonExecutor:
         """Calls that have not returned, those that nobody waits for any more included."""
         return self._busy
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the threads, each when it has nothing more to do. Does not wait.
 
-        A call that comes later, of a task that is being cancelled, say, has a thread of its own, which ends with it.
+        A later call, of a task that is being cancelled, say, has a thread of its own, which ends with it.
         """
-        self._stopped = True
-        for _ in range(self._started):
-            self._calls.put(None)
-        self._started = 0
+        self._reset_in_child()
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._calls.put(None)
+            self._threads = 0
 
-    def _start(self, run: Callable[[], None], which: int | str) -> None:
-        threading.Thread(target=run, name=f"{self._name}-{which}", daemon=True).start()
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._calls: SimpleQueue[Callable[[], Callable[[], object]] | None] = SimpleQueue()
+        self._threads = 0
+        self._busy = 0
+        self._closed = False
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+    def _reset_in_child(self) -> None:
+        if os.getpid() != self._pid:  # a forked child has none of the threads; one of them may have held the lock
+            self._reset()
 
-    def _call(self, fn: Callable[[], T], future: asyncio.Future[T]) -> None:
-        tell: Callable[[], None]
+    def _submit(self, call: Callable[[], Callable[[], object]], *, beyond: bool = False, queue: bool = False) -> None:
+        """Have `call` made on a thread, and then that which it returns, once the thread counts as idle again."""
+        self._reset_in_child()
+        with self._lock:
+            if self._busy >= self._most and not beyond and not queue:
+                raise TimeoutError(f"{self._busy} earlier questions are without an answer")
+            if self._closed:
+                start_daemon(f"{self._name}-late", self._run_one, call)
+            else:
+                if self._busy >= self._threads and (beyond or self._threads < self._most):
+                    start_daemon(f"{self._name}-{self._threads + 1}", self._run, self._calls)
+                    self._threads += 1
+                self._calls.put(call)
+            self._busy += 1
+
+    def _run(self, calls: SimpleQueue[Callable[[], Callable[[], object]] | None]) -> None:
+        while (call := calls.get()) is not None:
+            self._run_one(call)
+            del call  # or an idle thread keeps its result
+
+    def _run_one(self, call: Callable[[], Callable[[], object]]) -> None:
+        report = call()
+        with self._lock:
+            self._busy -= 1  # before the caller goes on: its next call finds this thread
+        report()
+
+
+class _BlockingCall(Generic[T]):
+    """A call that another thread waits for."""
+
+    __slots__ = ("_error", "_fn", "_result", "ended", "handle")
+
+    def __init__(self, fn: Callable[[CancelHandle], T]) -> None:
+        self.handle = CancelHandle()
+        self.ended = threading.Lock()  # the lightest thing that one thread can wait for and another one end
+        self.ended.acquire()
+        self._fn = fn
+        self._result: T
+        self._error: BaseException | None = None
+
+    def run(self) -> Callable[[], None]:
         try:
-            tell = partial(self._done, future, fn())
-        except BaseException as error:  # noqa: BLE001  # handed on
-            tell = partial(self._failed, future, error)
-        try:
-            self._loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+            self._result = self._fn(self.handle)
+        except BaseException as error:  # noqa: BLE001  # the caller's
+            self._error = error
+        return self.ended.release
 
-    def _done(self, future: asyncio.Future[T], result: T) -> None:
-        self._busy -= 1
-        if not future.done():
-            future.set_result(result)
-
-    def _failed(self, future: asyncio.Future[T], error: BaseException) -> None:
-        self._busy -= 1
-        if isinstance(error, StopIteration):  # which no future takes
-            error = RuntimeError(f"{error!r} came out of a call")
-        if not future.done():
-            future.set_exception(error)
+    def result(self) -> T:
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # or the traceback keeps this frame, and this frame the error
+        return self._result
 
 
-logger = logging.getLogger(__name__)
+def _run_for_future(
+    fn: Callable[[], T], future: asyncio.Future[T], loop: asyncio.AbstractEventLoop
+) -> Callable[[], None]:
+    try:
+        settle: Callable[[], None] = partial(_set_result, future, fn())
+    except BaseException as error:  # noqa: BLE001  # the caller's
+        settle = partial(_set_exception, future, error)
+
+    def report() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle)
+
+    return report
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
+    if isinstance(error, StopIteration):  # which no future takes
+        error = RuntimeError(f"{error!r} came out of a call")
+    if not future.done():
+        future.set_exception(error)
+
+
+async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
+    """Call ``fn`` on a daemon thread of its own and wait for the result.
+
+    ``asyncio.to_thread`` uses threads that the program shares and the interpreter waits for at exit.
+    """
+    executor = DaemonExecutor(name, 1)
+    executor.close()
+    return await executor.future(fn)
 
 
 class CallbackThread:
-    """Runs callbacks, one after the other. Thread-safe."""
+    """Run callbacks one after the other. Thread-safe; signal handlers that interrupt a method may call any other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -343,26 +316,27 @@ class CallbackThread:
         self._over = False
 
     def start(self) -> None:
-        """Start the thread, where it does not run yet and was not stopped.
+        """Start the thread, unless it runs or was stopped.
 
-        The first callback would do it, too; but an interpreter that exits refuses new threads.
+        The first callback would start it, too; but an interpreter that exits refuses new threads.
         """
         with self._lock:
             if self._thread is None and not self._over:
+                # Assigned first: a signal handler that comes in between would start another one.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def put(self, call: Callable[[], object]) -> None:
-        """Run ``call`` soon. Does not block. After `stop`, on a thread that ends with it."""
+    def put(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` soon. Does not block. After `stop` it runs on a thread that ends with it."""
         self.start()
-        self._queue.put(call)
+        self._queue.put(callback)
         if self._over:
             self._queue.put(None)
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            start_daemon(self._name, self._run)
 
     @property
     def backlog(self) -> int:
-        """How many wait to be called."""
+        """The number of callbacks that wait."""
         return self._queue.qsize()
 
     @property
@@ -371,7 +345,7 @@ class CallbackThread:
         return threading.current_thread() in (self._thread, self._stopped)
 
     def stop(self) -> None:
-        """End the thread when it has run what was handed over. Does not wait."""
+        """End the thread after the callbacks that wait. Does not wait."""
         with self._lock:
             self._over = True
             thread, self._thread = self._thread, None
@@ -380,9 +354,9 @@ class CallbackThread:
                 self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the thread that was stopped, for up to ``timeout`` seconds, and say whether it came.
+        """Wait up to ``timeout`` seconds for the end of the stopped thread; return whether it has ended.
 
-        On that thread itself it does not wait.
+        Does not wait on that thread itself.
         """
         thread = self._stopped
         if thread is None:
@@ -393,59 +367,23 @@ class CallbackThread:
         return not thread.is_alive()
 
     def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
+        while (callback := self._queue.get()) is not None:
             try:
-                call()
+                callback()
             except BaseException:  # sys.exit() included: it would end the callbacks, not the program
                 logger.exception("a callback raised")
 
 
-def in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-    """Call `fn` on a new daemon thread; hand what it returned, or the exception it raised, to `done`, there.
-
-    `done` is called exactly once, whatever `fn` does, unless it never returns. Where there can be no more threads, both
-    are called here and now: an interpreter that exits refuses them, and may still have messages to publish.
-    """
-    try:
-        threading.Thread(target=_call, args=(fn, done), name=name, daemon=True).start()
-    except RuntimeError:
-        _call(fn, done)
-
-
-class Cancellable(Generic[T]):
-    """A callback that can be called off. Not thread-safe: both on one thread."""
-
-    def __init__(self, on_done: Callable[[T], None]) -> None:
-        self._on_done: Callable[[T], None] | None = on_done
-
-    def cancel(self) -> bool:
-        """Call it off; return whether it was still to come."""
-        to_come, self._on_done = self._on_done is not None, None
-        return to_come
-
-    def done(self, outcome: T) -> None:
-        """Call back, unless that was done or called off before."""
-        on_done, self._on_done = self._on_done, None
-        if on_done is not None:
-            on_done(outcome)
-
-
-def _call(fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-    outcome: T | Exception = RuntimeError("the call ended its thread")
-    try:
-        with suppress(SystemExit):  # as threading itself does
-            outcome = fn()
-    except Exception as error:  # noqa: BLE001  # handed on
-        outcome = error
-    finally:
-        done(outcome)
-
-
 class Condition(threading.Condition):
-    """See the module."""
+    """A condition variable whose wait a signal handler may end by an exception.
+
+    Python runs signal handlers between any two steps of the main thread, and their exception (``KeyboardInterrupt``)
+    comes out there. The standard library's ``wait`` loses its lock if that is between releasing it and waiting; leaving
+    the block then raises an error of its own in place of the exception.
+    """
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait as ``threading.Condition`` does, for up to ``timeout`` seconds; the caller holds the lock afterwards."""
+        """Wait as ``threading.Condition`` does, up to ``timeout`` seconds; the caller holds the lock afterwards."""
         try:
             return super().wait(timeout)
         except BaseException:

@@ -81,7 +81,7 @@ class StoreAdapter:
             self._begin = _as_task
         elif type(store) is not MemoryStore:  # one that is made of it may well block
             self._threads = DaemonExecutor(name, most)
-            self._begin = self._threads.call
+            self._begin = self._threads.future
         self._asked: set[asyncio.Future[Any]] = set()
 
     async def ask(self, step: Step) -> Any:
@@ -112,7 +112,7 @@ class StoreAdapter:
         for answer in self._asked:
             answer.cancel()
         if self._threads is not None:
-            self._threads.stop()
+            self._threads.close()
 
 
 def awaits(store: Any) -> bool:
@@ -553,17 +553,17 @@ class ThreadPool:
             return True
         thread = DaemonExecutor(f"{self._name}-end", 1)
         try:
-            return await thread.call(partial(self._workers.stop, max(patience, 0.1)))
+            return await thread.future(partial(self._workers.stop, max(patience, 0.1)))
         finally:
-            thread.stop()
+            thread.close()
 
     async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
         """Tell the store again what it did not answer to; see `Workers.tell_owed`."""
         thread = DaemonExecutor(f"{self._name}-owed", 1)
         try:
-            return await thread.call(partial(self._workers.tell_owed, timeout, worth_waiting))
+            return await thread.future(partial(self._workers.tell_owed, timeout, worth_waiting))
         finally:
-            thread.stop()
+            thread.close()
 
     def cancel(self) -> None:
         """Nothing: a thread cannot be cancelled."""

@@ -206,7 +206,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         except (OutboxError, TimeoutError) as error:
             logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
-            self._threads.stop()
+            self._threads.close()
 
     def abort(self) -> None:
         """End without waiting. What is stored stays; the outbox is closed when its threads have ended."""
@@ -214,8 +214,8 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self.relay.stop(0.0)
         self._carrier.cancel()
         self._writer.stop()
-        self._threads.stop()
-        _ = self._threads.call(self._close_outbox)
+        self._threads.close()
+        _ = self._threads.future(self._close_outbox)
 
     # For confirmations
 
@@ -253,8 +253,8 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             claims = await self._ask(partial(self._take_hold, hold), float("inf"))
             self._check_open()
         except BaseException:
-            _ = self._threads.call(hold.abandon)
-            self._threads.stop()
+            _ = self._threads.future(hold.abandon)
+            self._threads.close()
             raise
         self._begin(claims)
 
@@ -280,7 +280,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
         try:
             async with asyncio.timeout(limit if limit < float("inf") else None):
-                return await self._threads.call(question)
+                return await self._threads.future(question)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 

@@ -282,14 +282,14 @@ def _wait_for_answer(box: Outbox, engine: Engine) -> None:
 
     A frozen server accepts connections and never answers, and drivers wait for ever.
     """
-    from reliable_mq._util.threads import DeadlineExecutor
+    from reliable_mq._util.threads import DaemonExecutor
 
     def connect(_lifeline: object) -> None:
         with suppress(Exception), engine.connect():
             pass
 
     try:
-        DeadlineExecutor("reliable_mq outbox database").call(connect, _ANSWERS)
+        DaemonExecutor("reliable_mq outbox database").call(connect, _ANSWERS)
     except TimeoutError:
         raise OutboxError(f"opening failed in {box!r}: the database did not answer within {_ANSWERS:g} s") from None
 

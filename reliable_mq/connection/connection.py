@@ -33,7 +33,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from reliable_mq._util.threads import in_background
+from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.core.consumer.attempts import printable
@@ -254,7 +254,7 @@ class Connector:
         if self._settings.tls is None and not callable(self._settings.credentials):
             self._on_credentials(self._read_credentials())
         elif self._asking.begin(time.monotonic()):  # if not, an earlier call is still running: its result will do
-            in_background(
+            call_in_background(
                 f"{self._name} credentials",
                 self._read_credentials,
                 lambda result: self._loop.call_soon(partial(self._on_credentials_read, result)),

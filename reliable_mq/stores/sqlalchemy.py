@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
-from reliable_mq._util.threads import CancelHandle, DeadlineExecutor
+from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import CommitState
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
@@ -277,7 +277,7 @@ class SQLAlchemyStore(SQLStoreBase):
         self._engine = engine
         self._session = session
         # SQLite waits by itself, and has no server that could hang.
-        self._calls = None if engine.dialect.name == "sqlite" else DeadlineExecutor("reliable-mq-store")
+        self._calls = None if engine.dialect.name == "sqlite" else DaemonExecutor("reliable-mq-store")
 
     def create_table(self) -> None:
         """Create the table where it is not there. Any number of processes may. Blocks; not bounded by the timeout.

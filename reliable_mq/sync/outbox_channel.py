@@ -17,7 +17,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from reliable_mq._util.threads import CallbackThread, Condition, DeadlineExecutor
+from reliable_mq._util.threads import CallbackThread, Condition, DaemonExecutor, start_daemon
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
@@ -99,7 +99,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._room = WindowWaiters(self.lock, self._window, self._ask_for_room)
         self._asked = False  # the writer's thread will look for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._questions = DeadlineExecutor(f"{options.name}-outbox-question", QUESTIONS)
+        self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
         self._closing = f"{options.name}-outbox-close"
@@ -121,7 +121,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
                 return
             if self._opening is None:
                 self._opening = _Opening()
-                threading.Thread(target=self._open, args=(self._opening,), name=self._open_name, daemon=True).start()
+                start_daemon(self._open_name, self._open, self._opening)
             opening = self._opening
             opening.waiting += 1
             try:
@@ -214,7 +214,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
-        threading.Thread(target=self._close_outbox, name=self._closing, daemon=True).start()
+        start_daemon(self._closing, self._close_outbox)
 
     # On a thread of its own
 

@@ -214,7 +214,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.states: list[ConnectionState] = [ConnectionState.WAITING]
         self.patches = [
             patch.object(connection_module, "time", SimpleNamespace(monotonic=lambda: self.loop.now)),
-            patch.object(connection_module, "in_background", lambda _name, _fn, done: self.asking.append(done)),
+            patch.object(connection_module, "call_in_background", lambda _name, _fn, done: self.asking.append(done)),
         ]
         for one in self.patches:
             one.start()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
-from reliable_mq._util.threads import in_background
+from reliable_mq._util.threads import call_in_background
 from reliable_mq.core.channel_setup import publisher_setup
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
@@ -173,7 +173,7 @@ def test_a_call_in_the_background_is_answered_whatever_it_does() -> None:
         raise SystemExit
 
     for call in (lambda: 42, lambda: 1 / 0, leave):
-        in_background("test", call, done)
+        call_in_background("test", call, done)
         assert answered.acquire(timeout=5)
     assert answers[0] == 42
     assert isinstance(answers[1], ZeroDivisionError)
@@ -190,5 +190,5 @@ def test_a_call_in_the_background_is_made_here_where_there_can_be_no_more_thread
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     answers: list[object] = []
-    in_background("test", lambda: 42, answers.append)
+    call_in_background("test", lambda: 42, answers.append)
     assert answers == [42]

@@ -18,9 +18,9 @@ def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
 
     async def main() -> None:
         threads = DaemonExecutor("test", 2)
-        assert await threads.call(lambda: 1) == 1
-        threads.stop()
-        assert await threads.call(lambda: 2) == 2
+        assert await threads.future(lambda: 1) == 1
+        threads.close()
+        assert await threads.future(lambda: 2) == 2
         await until(lambda: not running())
         assert threads.busy == 0
 
@@ -32,10 +32,10 @@ def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
 
     async def main() -> None:
         threads = DaemonExecutor("test", 1)
-        hanging = threads.call(lambda: go_on.wait(20))
-        threads.stop()
+        hanging = threads.future(lambda: go_on.wait(20))
+        threads.close()
         async with asyncio.timeout(10):
-            assert await threads.call(lambda: 2) == 2
+            assert await threads.future(lambda: 2) == 2
         go_on.set()
         assert await hanging
         await until(lambda: not running())

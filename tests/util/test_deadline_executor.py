@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from reliable_mq._util.threads import CancelHandle, DeadlineExecutor
+from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 
 
 class Connection:
@@ -22,7 +22,7 @@ class Connection:
 
 
 def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
-    calls = DeadlineExecutor("test")
+    calls = DaemonExecutor("test")
     assert calls.call(lambda _: 7, 5) == 7
     with pytest.raises(ZeroDivisionError):
         calls.call(lambda _: 1 // 0, 5)
@@ -30,7 +30,7 @@ def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
 
 
 def test_calls_one_after_the_other_share_a_thread() -> None:
-    calls = DeadlineExecutor("test")
+    calls = DaemonExecutor("test")
     assert len({calls.call(lambda _: threading.get_ident(), 5) for _ in range(50)}) == 1
     calls.close()
     assert calls.call(lambda _: 7, 5) == 7
@@ -39,7 +39,7 @@ def test_calls_one_after_the_other_share_a_thread() -> None:
 
 def test_a_call_that_waits_for_its_socket_is_ended() -> None:
     """Its thread is there for the next one."""
-    calls, connection = DeadlineExecutor("test", most=1), Connection()
+    calls, connection = DaemonExecutor("test", most=1), Connection()
     ended = threading.Event()
 
     def wait(lifeline: CancelHandle) -> bytes:
@@ -66,7 +66,7 @@ def test_a_call_that_waits_for_its_socket_is_ended() -> None:
 
 
 def test_a_call_that_comes_to_its_connection_too_late_gives_it_up() -> None:
-    calls, go_on, given_up = DeadlineExecutor("test"), threading.Event(), threading.Event()
+    calls, go_on, given_up = DaemonExecutor("test"), threading.Event(), threading.Event()
 
     def late(lifeline: CancelHandle) -> None:
         assert go_on.wait(10)
@@ -81,7 +81,7 @@ def test_a_call_that_comes_to_its_connection_too_late_gives_it_up() -> None:
 
 
 def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
-    calls, go_on = DeadlineExecutor("test", most=2), threading.Event()
+    calls, go_on = DaemonExecutor("test", most=2), threading.Event()
     for _ in range(2):
         with pytest.raises(TimeoutError):
             calls.call(lambda _: go_on.wait(10), 0.02)
@@ -92,7 +92,7 @@ def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
 
 
 def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
-    calls, connection = DeadlineExecutor("test"), Connection()
+    calls, connection = DaemonExecutor("test"), Connection()
     begun = time.monotonic()
     with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
         assert connection.near.recv(1) == b""
@@ -104,7 +104,7 @@ def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
 
 def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
     """Also when its time is over afterwards; its thread is there for the next one."""
-    calls, connection = DeadlineExecutor("test", most=1), Connection()
+    calls, connection = DaemonExecutor("test", most=1), Connection()
     with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
         pass
     lifeline.cut()  # as late as can be
@@ -117,7 +117,7 @@ def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
 
 def test_where_every_thread_hangs_a_block_has_its_time_looked_at_all_the_same() -> None:
     """So has a call whose number others bound: a handler's transaction must not fail for want of a thread."""
-    calls, connection, over = DeadlineExecutor("test", most=1), Connection(), threading.Event()
+    calls, connection, over = DaemonExecutor("test", most=1), Connection(), threading.Event()
     with pytest.raises(TimeoutError, match="no answer"):
         calls.call(lambda _: over.wait(30), 0.05)
     with pytest.raises(TimeoutError, match="without an answer"):
@@ -130,7 +130,7 @@ def test_where_every_thread_hangs_a_block_has_its_time_looked_at_all_the_same() 
     close(connection)
 
 
-def call_when_idle(calls: DeadlineExecutor) -> int:
+def call_when_idle(calls: DaemonExecutor) -> int:
     """When the one thread has ended what it did, which nobody waits for."""
     deadline = time.monotonic() + 10
     while True:

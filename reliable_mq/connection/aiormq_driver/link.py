@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiormq
 
-from reliable_mq._util.threads import in_background
+from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
@@ -242,7 +242,7 @@ class Link:
             else:
                 found.set_result(answer)
 
-        in_background(
+        call_in_background(
             "reliable_mq host name",
             partial(socket.getaddrinfo, self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM),
             lambda answer: self._loop.call_soon(partial(tell, answer)),

@@ -20,7 +20,7 @@ import pika
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
-from reliable_mq._util.threads import Cancellable, in_background
+from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.driver_logs import demoted_driver_logs
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         socktype: int = 0,
         proto: int = 0,
         flags: int = 0,
-    ) -> Cancellable[Any]:
-        lookup = Cancellable[Any](on_done)
+    ) -> _Lookup:
+        lookup = _Lookup(on_done)
         resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
 
         def found(result: Any) -> None:
@@ -198,5 +198,23 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         try:
             found(resolve(flags | socket.AI_NUMERICHOST))
         except (OSError, UnicodeError):  # not an address, but a name, or no name at all
-            in_background("reliable_mq host name", partial(resolve, flags), found)
+            call_in_background("reliable_mq host name", partial(resolve, flags), found)
         return lookup
+
+
+class _Lookup:
+    """The callback of a name lookup, which pika may cancel. On the loop only."""
+
+    def __init__(self, on_done: Callable[[Any], None]) -> None:
+        self._on_done: Callable[[Any], None] | None = on_done
+
+    def cancel(self) -> bool:
+        """Cancel the callback; return whether it was still to come."""
+        was_to_come, self._on_done = self._on_done is not None, None
+        return was_to_come
+
+    def done(self, result: Any) -> None:
+        """Call back, unless that was done or cancelled before."""
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done(result)

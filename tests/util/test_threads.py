@@ -1,0 +1,18 @@
+"""Where the package starts threads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import reliable_mq
+
+PLACES = {"_util/threads.py", "sync/io_thread.py", "engine/workers.py", "outbox/relay.py", "outbox/writer.py"}
+STARTS = re.compile(r"threading\.Thread\(|start_new_thread|ThreadPoolExecutor|\bto_thread\(|run_in_executor")
+
+
+def test_threads_start_in_a_few_places() -> None:
+    """Elsewhere `start_daemon` starts them: none may keep the interpreter from ending."""
+    package = Path(reliable_mq.__file__).parent
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if STARTS.search(path.read_text())}
+    assert found == PLACES
