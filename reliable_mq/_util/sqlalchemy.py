@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from sqlalchemy import Engine
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -182,10 +183,7 @@ class AsyncTransactionRunner:
             theirs = self._theirs.sync_engine
             self._engine = type(self._theirs)(Engine(theirs.pool.recreate(), theirs.dialect, theirs.url))
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_run_loop, args=(self._loop,), name="reliable_mq outbox database", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_daemon("reliable_mq outbox database", _run_loop, self._loop)
         return self._loop, self._engine
 
     @staticmethod

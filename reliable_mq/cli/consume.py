@@ -121,8 +121,9 @@ class _Follower:
             OSError: the output cannot be written.
             ReliableMQError: the consumer ended by itself.
         """
-        watch = threading.Thread(target=self._stop_when_over, args=(consumer,), daemon=True)
-        watch.start()
+        from reliable_mq._util.threads import start_daemon
+
+        start_daemon("stop-when-over", self._stop_when_over, consumer)
         consumer.run()  # which takes a signal for a wish to stop
         if self._error is not None:
             raise self._error

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, write_to_textfile
 
 from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Exporter:
         self._failed = False
         self._ended = threading.Event()
         self.write()
-        threading.Thread(target=self._write_on, name="spark-metrics", daemon=True).start()
+        start_daemon("spark-metrics", self._write_on)
 
     def write(self) -> None:
         """Write the file. Blocks for as long as the file system takes."""

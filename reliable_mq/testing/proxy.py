@@ -35,6 +35,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.faults import (
     ConfirmMode,
@@ -110,10 +111,7 @@ class ProxyBase:
             return
         self._server = Server(self._upstream, self._random, self._notify)
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._server, started), name="reliable-mq-fault-proxy", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_daemon("reliable-mq-fault-proxy", self._run, self._server, started)
         try:
             started.result(_CONTROL_TIMEOUT)
         except OSError:
