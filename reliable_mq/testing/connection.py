@@ -1,20 +1,15 @@
-"""One direction of a connection through the proxy.
+"""One connection through the proxy: the client's socket, the broker's socket, and a stream each way between them.
 
-A pipe takes what its source sent, counts, asks the frame faults, and lets bytes out to its target as the line allows.
-What cannot leave yet waits in one queue, in order, and so does the end of the stream: a FIN or a reset behind a black
-hole arrives when the hole is gone, as with TCP, where the middle of a stream is never lost.
+A stream counts the frames of its source, applies the frame faults, and writes to its target as its conditions allow.
+Bytes that cannot leave yet wait in one queue, in order, and so does the end of the stream: a FIN or a reset behind a
+black hole arrives when the hole is gone, as with TCP, where the middle of a stream is never lost.
 
 Invariants:
 - everything here runs on the proxy's thread;
 - without a fault, a chunk is written in the call that read it, whole;
-- the source is read only while the queue is short, so that a slow or silent target is felt by the sender.
-
-One connection through the proxy: the client's socket, the broker's socket, and a pipe each way between them.
-
-Invariants:
-- everything here runs on the proxy's thread;
-- the end of one socket reaches the other through the pipe, behind the bytes that came before it;
-- once `Link.cut` was called, nothing passes any more, and both sockets are closed within `_FIN_PATIENCE`.
+- the source is read only while the queue is short, so that the sender notices a slow or silent target;
+- the end of one socket reaches the other through the stream, behind the bytes that came before it;
+- after `ProxiedConnection.cut` nothing passes, and both sockets are closed within `_FIN_PATIENCE`.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ _SMALLEST_SLICE: Final = 64
 
 
 class _StreamEnd(enum.Enum):
-    """How a stream ends; waits in the queue like bytes."""
+    """The end of a stream; waits in the queue like bytes."""
 
     FIN = enum.auto()
     RESET = enum.auto()
@@ -62,21 +57,21 @@ class Stream:
 
     def __init__(
         self,
-        link: ProxiedConnection,
+        connection: ProxiedConnection,
         direction: Direction,
         source: ProxiedSocket,
         target: ProxiedSocket,
-        line: LinkConditions,
+        conditions: LinkConditions,
     ) -> None:
         self.finished = False
-        self.line = line
-        self._clear = _is_clear(line)
-        self._link = link
+        self.conditions = conditions
+        self._clear = _is_clear(conditions)
+        self._connection = connection
         self._direction: Direction = direction
         self._source = source
         self._target = target
-        self._board = link.board
-        self._faults = link.board.faults[direction]
+        self._state = connection.state
+        self._faults = connection.state.faults[direction]
         self._splitter = Splitter()
         self._queue: deque[tuple[float, bytes | _StreamEnd, list[int]]] = deque()
         self._backlog = 0
@@ -88,11 +83,11 @@ class Stream:
         self._stopped = False
 
     def feed(self, data: bytes) -> None:
-        """Take what the source sent."""
+        """Process bytes of the source."""
         if self._stopped:
             return
         chunk = self._splitter.feed(data)
-        self._board.seen[self._direction].update(chunk.keys)
+        self._state.seen[self._direction].update(chunk.keys)
         if self._injections and chunk.boundary is not None:
             self._split(chunk, chunk.boundary)
         else:
@@ -100,11 +95,11 @@ class Stream:
         self.update()
 
     def end(self, *, reset: bool) -> None:
-        """The source has ended."""
+        """Process the end of the source."""
         if self._stopped:
             return
         if self._target.lost or self._target.mute:
-            self._link.cut(reset=True)
+            self._connection.cut(reset=True)
             return
         if not reset:
             self._emit(self._splitter.take_rest(), [])
@@ -112,24 +107,24 @@ class Stream:
         self.update()
 
     def target_lost(self) -> None:
-        """Nobody is left to write to: read on and throw away, so that the end of the source is seen."""
+        """Discard all from now on, since the target is closed; read on, to notice the end of the source."""
         self._discarding = True
         self._queue.clear()
         self._backlog = 0
         self.update()
 
-    def set_line(self, line: LinkConditions) -> None:
-        """Change what the line does, for what waits already, too."""
-        if not line.delay and self.line.delay:
+    def set_conditions(self, conditions: LinkConditions) -> None:
+        """Change the conditions, for the bytes that wait, too."""
+        if not conditions.delay and self.conditions.delay:
             self._queue = deque((0.0, item, keys) for _, item, keys in self._queue)
             self._late_until = 0.0
         self._free_at = 0.0
-        self.line = line
-        self._clear = _is_clear(line)
+        self.conditions = conditions
+        self._clear = _is_clear(conditions)
         self.update()
 
     def inject(self, data: bytes) -> None:
-        """Put in whole frames, where no content is under way."""
+        """Insert whole frames, as soon as no content is incomplete."""
         if self._splitter.between_contents or self._splitter.opaque:
             self._emit(data, _keys(data))
             self.update()
@@ -137,12 +132,12 @@ class Stream:
             self._injections.append(data)
 
     def emit_frames(self, frames: list[Frame]) -> None:
-        """Let out frames that were held back."""
+        """Send frames that were held."""
         self._emit(b"".join(frame.raw for frame in frames), [frame.key for frame in frames])
         self.update()
 
     def stop(self) -> None:
-        """Nothing leaves any more."""
+        """Send nothing more."""
         self._stopped = True
         self._queue.clear()
         if self._timer is not None:
@@ -150,17 +145,17 @@ class Stream:
             self._timer = None
 
     def update(self) -> None:
-        """Let out what may leave, and read on or not, as the line, the queue and the target now are."""
+        """Send the bytes that may leave; read on or pause, by the conditions, the queue and the target."""
         self._flush()
-        line = self.line
-        if line.black_hole:
+        conditions = self.conditions
+        if conditions.black_hole:
             limit = _BLACK_HOLE_BACKLOG
-        elif line.rate is not None:
+        elif conditions.rate is not None:
             limit = _THROTTLED_BACKLOG
         else:
-            limit = _DELAYED_BACKLOG if line.delay else _BACKLOG
-        self._source.read(self._link.connected and not line.stop_reading and self._backlog < limit)
-        self._board.changed()
+            limit = _DELAYED_BACKLOG if conditions.delay else _BACKLOG
+        self._source.read(self._connection.connected and not conditions.stop_reading and self._backlog < limit)
+        self._state.changed()
 
     def _split(self, chunk: Chunk, boundary: int) -> None:
         before, after = chunk.data[:boundary], chunk.data[boundary:]
@@ -180,7 +175,7 @@ class Stream:
             if isinstance(part, bytes):
                 out.append(part)
                 continue
-            for step in self._ask(part):
+            for step in self._apply_faults(part):
                 if isinstance(step, Cut):
                     self._emit(b"".join(out) + step.data, out_keys)
                     self._enqueue(_StreamEnd.CUT_RESET if step.reset else _StreamEnd.CUT_FIN)
@@ -190,7 +185,7 @@ class Stream:
                 out_keys.append(step.key)
         self._emit(b"".join(out), out_keys)
 
-    def _ask(self, frame: Frame) -> list[Frame | Cut]:
+    def _apply_faults(self, frame: Frame) -> list[Frame | Cut]:
         steps: list[Frame | Cut] = [frame]
         try:
             for fault in tuple(self._faults):
@@ -199,11 +194,11 @@ class Stream:
                     if isinstance(step, Cut):
                         answers.append(step)
                     else:
-                        answers.extend(fault.apply(self._link.number, step))
+                        answers.extend(fault.apply(self._connection.number, step))
                 steps = answers
         except Exception as error:
             logger.exception("a rewrite function raised; the connection is reset")
-            self._board.failed(error)
+            self._state.failed(error)
             return [Cut()]
         self._faults[:] = [fault for fault in self._faults if not fault.spent]
         return steps
@@ -220,9 +215,10 @@ class Stream:
         if self._discarding or self._stopped:
             return
         due = 0.0
-        if self.line.delay:
-            jitter = self._board.random.uniform(-self.line.jitter, self.line.jitter) if self.line.jitter else 0.0
-            due = asyncio.get_running_loop().time() + self.line.delay + jitter
+        delay, jitter = self.conditions.delay, self.conditions.jitter
+        if delay:
+            due = asyncio.get_running_loop().time() + delay
+            due += self._state.random.uniform(-jitter, jitter) if jitter else 0.0
             # Bytes do not overtake one another, however the jitter falls.
             due = self._late_until = max(due, self._late_until)
         if isinstance(item, bytes):
@@ -234,9 +230,9 @@ class Stream:
             self._timer.cancel()
             self._timer = None
         loop = asyncio.get_running_loop()
-        while self._queue and self._target.writable and not self.line.black_hole:
+        while self._queue and self._target.writable and not self.conditions.black_hole:
             due, item, keys = self._queue[0]
-            if self.line.rate is not None:
+            if self.conditions.rate is not None:
                 due = max(due, self._free_at)
             if due > loop.time():
                 self._timer = loop.call_at(due, self.update)
@@ -245,7 +241,7 @@ class Stream:
             if isinstance(item, _StreamEnd):
                 self._finish(item)
                 return
-            rate = self.line.rate
+            rate = self.conditions.rate
             if rate is not None:
                 size = max(_SMALLEST_SLICE, int(rate / _SLICES_PER_SECOND))
                 if len(item) > size:
@@ -256,22 +252,22 @@ class Stream:
             self._write(item, keys)
 
     def _write(self, data: bytes, keys: list[int]) -> None:
-        # Counted first: who has received a frame may ask at once.
-        self._board.forwarded_bytes[self._direction] += len(data)
-        self._board.forwarded[self._direction].update(keys)
+        # Counted first: the receiver of a frame may look at the counters at once.
+        self._state.forwarded_bytes[self._direction] += len(data)
+        self._state.forwarded[self._direction].update(keys)
         self._target.write(data)
 
     def _finish(self, end: _StreamEnd) -> None:
         if end is _StreamEnd.FIN:
             self.finished = True
             self._target.end_writing()
-            self._link.pipe_finished()
+            self._connection.stream_finished()
         else:
-            self._link.cut(reset=end is not _StreamEnd.CUT_FIN)
+            self._connection.cut(reset=end is not _StreamEnd.CUT_FIN)
 
 
-def _is_clear(line: LinkConditions) -> bool:
-    return not (line.black_hole or line.delay or line.rate is not None)
+def _is_clear(conditions: LinkConditions) -> bool:
+    return not (conditions.black_hole or conditions.delay or conditions.rate is not None)
 
 
 def _keys(data: bytes) -> list[int]:
@@ -279,12 +275,12 @@ def _keys(data: bytes) -> list[int]:
 
 
 _FIN_PATIENCE: Final = 5.0
-"""Seconds that a peer has to answer the orderly end of a connection before it is reset."""
+"""Seconds for a peer to answer the orderly end of a connection; then it is reset."""
 _LINGER_ZERO: Final = struct.pack("ii", 1, 0)
 
 
 class ProxyState(Protocol):
-    """What a connection shares with all others of its proxy."""
+    """The state that all connections of a proxy share."""
 
     random: random.Random
     seen: dict[Direction, Counter[int]]
@@ -293,91 +289,91 @@ class ProxyState(Protocol):
     faults: dict[Direction, list[FrameFault]]
 
     def changed(self) -> None:
-        """Something that can be observed has changed."""
+        """Notify waiters: an observable value has changed."""
 
     def failed(self, error: Exception) -> None:
-        """A fault raised."""
+        """Record the exception of a fault."""
 
-    def ended(self, link: ProxiedConnection) -> None:
-        """Both sockets of a connection are closed."""
+    def ended(self, connection: ProxiedConnection) -> None:
+        """Forget a connection whose sockets are both closed."""
 
 
 class ProxiedConnection:
-    """One connection: the client's socket, the broker's socket, and the pipes."""
+    """One connection: two sockets and two streams."""
 
-    def __init__(self, number: int, board: ProxyState, lines: dict[Direction, LinkConditions]) -> None:
+    def __init__(self, number: int, state: ProxyState, conditions: dict[Direction, LinkConditions]) -> None:
         self.number = number
-        self.board = board
+        self.state = state
         self.client = ProxiedSocket(self)
         self.broker = ProxiedSocket(self)
-        self.pipes: dict[Direction, Stream] = {
-            "to_broker": Stream(self, "to_broker", self.client, self.broker, lines["to_broker"]),
-            "to_client": Stream(self, "to_client", self.broker, self.client, lines["to_client"]),
+        self.streams: dict[Direction, Stream] = {
+            "to_broker": Stream(self, "to_broker", self.client, self.broker, conditions["to_broker"]),
+            "to_client": Stream(self, "to_client", self.broker, self.client, conditions["to_client"]),
         }
-        self.client.outbound, self.client.inbound = self.pipes["to_broker"], self.pipes["to_client"]
-        self.broker.outbound, self.broker.inbound = self.pipes["to_client"], self.pipes["to_broker"]
+        self.client.outbound, self.client.inbound = self.streams["to_broker"], self.streams["to_client"]
+        self.broker.outbound, self.broker.inbound = self.streams["to_client"], self.streams["to_broker"]
         self.connected = False
         self.closing = False
         self.orphaned = False
-        self._guard: asyncio.TimerHandle | None = None
+        self._fin_timer: asyncio.TimerHandle | None = None
 
     @property
     def live(self) -> bool:
-        """Both sockets are connected, and neither end has begun to close."""
+        """Whether both sockets are connected and neither end has begun to close."""
         return self.connected and not (self.closing or self.client.ended or self.broker.ended)
 
     def start(self) -> None:
-        """Let bytes flow: the broker's socket is connected."""
+        """Forward bytes: the broker's socket is connected."""
         self.connected = True
-        for pipe in self.pipes.values():
-            pipe.update()
-        self.board.changed()
+        for stream in self.streams.values():
+            stream.update()
+        self.state.changed()
 
     def cut(self, *, reset: bool) -> None:
-        """End both sides now; what has not left is lost."""
+        """End both sides now; bytes that have not left are lost."""
         self.closing = True
-        for pipe in self.pipes.values():
-            pipe.stop()
+        for stream in self.streams.values():
+            stream.stop()
         for side in (self.client, self.broker):
             side.reset() if reset else side.finish()
         if not reset:
             loop = asyncio.get_running_loop()
-            self._guard = loop.call_later(_FIN_PATIENCE, lambda: self.cut(reset=True))
-        self.board.changed()
+            self._fin_timer = loop.call_later(_FIN_PATIENCE, lambda: self.cut(reset=True))
+        self.state.changed()
 
     def cut_side(self, side: ProxiedSocket, *, reset: bool) -> None:
-        """End one side; the other stays open, and hears nothing of it."""
+        """End one side; the other stays open and silent."""
         self.orphaned = True
         side.orphan()
         side.reset() if reset else side.finish()
-        self.board.changed()
+        self.state.changed()
 
-    def pipe_finished(self) -> None:
-        """One direction has come to its end, with all that was in it."""
-        if all(pipe.finished for pipe in self.pipes.values()):
+    def stream_finished(self) -> None:
+        """Close, once both directions have ended and their bytes have left."""
+        if all(stream.finished for stream in self.streams.values()):
             self.cut(reset=False)
 
     def side_lost(self) -> None:
-        """A socket was closed."""
+        """Process the close of a socket."""
         if self.client.lost and (self.broker.lost or not self.connected):
-            if self._guard is not None:
-                self._guard.cancel()
-            for pipe in self.pipes.values():
-                pipe.stop()
-            self.board.ended(self)
-        self.board.changed()
+            if self._fin_timer is not None:
+                self._fin_timer.cancel()
+            for stream in self.streams.values():
+                stream.stop()
+            self.state.ended(self)
+        self.state.changed()
 
 
 class ProxiedSocket(asyncio.Protocol):
     """One socket of a connection."""
 
     outbound: Stream
-    """What it reads goes in here."""
+    """Takes the bytes that this socket reads."""
     inbound: Stream
-    """What it writes comes from here."""
+    """Writes to this socket."""
 
-    def __init__(self, link: ProxiedConnection) -> None:
-        self._link = link
+    def __init__(self, connection: ProxiedConnection) -> None:
+        self._connection = connection
         self._transport: asyncio.Transport | None = None
         self.mute = False
         self.writable = False
@@ -386,16 +382,16 @@ class ProxiedSocket(asyncio.Protocol):
 
     @property
     def opened(self) -> bool:
-        """It is, or was, connected."""
+        """Whether it is, or was, connected."""
         return self._transport is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # The transport buffers nothing beyond one write, so that the pipe's queue is the only one, and is bounded.
+        # The transport buffers nothing beyond one write: the stream's queue is the only one, and is bounded.
         self._transport.set_write_buffer_limits(high=0)
         self._transport.pause_reading()
         self.writable = True
-        if self._link.closing:
+        if self._connection.closing:
             self.reset()
 
     def data_received(self, data: bytes) -> None:
@@ -403,7 +399,7 @@ class ProxiedSocket(asyncio.Protocol):
             self.outbound.feed(data)
 
     def eof_received(self) -> bool:
-        already_closing = self.mute or self._link.closing
+        already_closing = self.mute or self._connection.closing
         self._end(reset=False)
         return not already_closing
 
@@ -412,14 +408,14 @@ class ProxiedSocket(asyncio.Protocol):
         self.writable = False
         self._end(reset=error is not None)
         self.inbound.target_lost()
-        self._link.side_lost()
+        self._connection.side_lost()
 
     def pause_writing(self) -> None:
         self.writable = False
 
     def resume_writing(self) -> None:
         self.writable = True
-        # Not at once: asyncio (of 3.11) closes a transport twice where a write from in here finds the peer gone.
+        # Not at once: asyncio (of 3.11) closes a transport twice if a write from here finds the peer gone.
         asyncio.get_running_loop().call_soon(self.inbound.update)
 
     def write(self, data: bytes) -> None:
@@ -427,26 +423,26 @@ class ProxiedSocket(asyncio.Protocol):
             self._transport.write(data)
 
     def end_writing(self) -> None:
-        """Send a FIN; go on reading, which tells where the peer has reset the connection already."""
+        """Send a FIN; read on, to notice that the peer has reset the connection."""
         if self._transport is not None and not self._transport.is_closing():
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
 
     def read(self, wanted: bool) -> None:
-        """Read on, or stop."""
+        """Read on, or pause."""
         if self._transport is not None and not self._transport.is_closing():
-            if wanted or self._link.closing or self.mute:
+            if wanted or self._connection.closing or self.mute:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
 
     def orphan(self) -> None:
-        """From now on nothing passes between here and the other side."""
+        """Separate this socket from the other side."""
         self.mute = True
         self.inbound.target_lost()
 
     def finish(self) -> None:
-        """Send a FIN and close once the peer has: a close with unread bytes would be a reset."""
+        """Send a FIN and close after the peer: a close with unread bytes would be a reset."""
         if self._transport is None or self._transport.is_closing():
             return
         if self.ended:

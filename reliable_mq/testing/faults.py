@@ -1,13 +1,13 @@
-"""The faults that the proxy can set: on the line (bytes), and on single frames.
+"""The faults of the proxy: on a direction's bytes, and on single frames.
 
-A fault on the line is a value (`LinkConditions`), the same for every connection or for some. A fault on frames is an
-object with `apply`, which answers each frame with what is to leave in its place; `FrameFault` is the general primitive,
-and cutting, holding back confirms and a user's own function are all built on it.
+A fault on bytes is a value (`LinkConditions`), the same for every connection or for some. A fault on frames is an
+object whose `apply` returns the frames that leave in place of a frame: cutting, holding confirms and a user's own
+function are such faults (`FrameFault`).
 
 Invariants:
-- faults are changed and asked on the proxy's thread only;
-- they are asked in the order in which they were set, each about what the one before it let through;
-- confirms held back leave in the order in which they came, and never after the close of their channel.
+- faults are changed and applied on the proxy's thread only;
+- they are applied in the order in which they were set, each to the output of the one before it;
+- held confirms leave in the order in which they came, and never after the close of their channel.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ __all__ = [
     "ConfirmGate",
     "ConfirmMode",
     "Cut",
-    "CutAfter",
-    "CutInBody",
+    "CutAt",
     "Direction",
     "FrameFault",
     "LinkConditions",
@@ -56,13 +55,13 @@ RewriteFunction = Callable[[Direction, Frame], Iterable[Step]]
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
-    """What one direction of a connection does to the bytes that pass.
+    """How one direction of a connection passes bytes.
 
     Attributes:
-        delay: seconds by which every byte is late.
+        delay: seconds that every byte takes.
         jitter: seconds by which the delay varies at most, either way.
         rate: bytes per second; None for no limit.
-        black_hole: bytes are read, and do not leave.
+        black_hole: bytes are read and kept.
         stop_reading: bytes are not read.
     """
 
@@ -78,11 +77,11 @@ class FrameFault(Protocol):
 
     @property
     def spent(self) -> bool:
-        """It will not do anything any more, and can be taken out."""
+        """Whether it has no more effect, and can be removed."""
         ...
 
-    def apply(self, link: int, frame: Frame, /) -> Iterable[Step]:
-        """Say what leaves on connection number `link` in place of a frame."""
+    def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
+        """Return the frames that leave on connection number `connection` in place of one."""
         ...
 
 
@@ -94,62 +93,45 @@ class Rewrite:
     direction: Direction
     spent: bool = False
 
-    def apply(self, _link: int, frame: Frame, /) -> Iterable[Step]:
+    def apply(self, _connection: int, frame: Frame, /) -> Iterable[Step]:
         return self.function(self.direction, frame)
 
 
 @dataclass(slots=True, eq=False)
-class CutAfter:
-    """Cuts a connection behind the n-th frame, counted per connection from when the fault was set."""
+class CutAt:
+    """Cuts a connection at the n-th frame that matches, counted per connection from when the fault was set.
 
-    frames: int
-    reset: bool
-    key: int | None
-    times: int | None
-    _counts: dict[int, int] = field(default_factory=dict)
+    Attributes:
+        share: of the frame's payload, the part that leaves before the cut; None for the whole frame.
+        times: connections that are still to be cut; None for every one.
+    """
 
-    @property
-    def spent(self) -> bool:
-        return self.times == 0
-
-    def apply(self, link: int, frame: Frame, /) -> Iterable[Step]:
-        if self.spent or (self.key is not None and frame.key != self.key):
-            return (frame,)
-        count = self._counts[link] = self._counts.get(link, 0) + 1
-        if count != self.frames:
-            return (frame,)
-        if self.times is not None:
-            self.times -= 1
-        return frame, Cut(self.reset)
-
-
-@dataclass(slots=True, eq=False)
-class CutInBody:
-    """Cuts a connection inside the n-th body frame, counted per connection from when the fault was set."""
-
-    share: float
+    matches: Callable[[Frame], bool]
     nth: int
     reset: bool
     times: int | None
+    share: float | None = None
     _counts: dict[int, int] = field(default_factory=dict)
 
     @property
     def spent(self) -> bool:
         return self.times == 0
 
-    def apply(self, link: int, frame: Frame, /) -> Iterable[Step]:
-        if self.spent or frame.kind != BODY:
+    def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
+        if self.spent or not self.matches(frame):
             return (frame,)
-        count = self._counts[link] = self._counts.get(link, 0) + 1
+        count = self._counts[connection] = self._counts.get(connection, 0) + 1
         if count != self.nth:
             return (frame,)
         if self.times is not None:
             self.times -= 1
+        if self.share is None:
+            return frame, Cut(self.reset)
         return (Cut(self.reset, frame.raw[: 7 + int(self.share * len(frame.payload))]),)
 
 
 class ConfirmMode(enum.Enum):
-    """What happens to the broker's confirms and returns."""
+    """How the broker's confirms and returns pass."""
 
     PASS = enum.auto()
     HOLD = enum.auto()
@@ -158,11 +140,11 @@ class ConfirmMode(enum.Enum):
 
 @dataclass(slots=True)
 class _HeldFrame:
-    """One ack, nack or return. A return has a content, and its fate decides about what of that is still to come."""
+    """One ack, nack or return. A return has a content, and its mode decides about the frames of it that follow."""
 
-    link: int
+    connection: int
     channel: int
-    fate: ConfirmMode
+    mode: ConfirmMode
     frames: list[Frame]
     missing: int = 0
 
@@ -172,7 +154,7 @@ class ConfirmGate:
     """Holds back or drops ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker.
 
     Attributes:
-        mode: what happens to those that come from now on.
+        mode: of those that come from now on.
     """
 
     mode: ConfirmMode = ConfirmMode.PASS
@@ -185,57 +167,57 @@ class ConfirmGate:
 
     @property
     def held(self) -> int:
-        """How many are held back; a return counts as one, with its content."""
+        """The number that is held; a return counts as one, with its content."""
         return len(self._held)
 
-    def apply(self, link: int, frame: Frame, /) -> Iterable[Step]:
+    def apply(self, connection: int, frame: Frame, /) -> Iterable[Step]:
         if frame.kind in (HEADER, BODY):
-            return self._content(link, frame)
+            return self._content(connection, frame)
         if frame.name in ("basic.ack", "basic.nack", "basic.return") and self.mode is not ConfirmMode.PASS:
-            entry = _HeldFrame(link, frame.channel, self.mode, [frame])
+            entry = _HeldFrame(connection, frame.channel, self.mode, [frame])
             if frame.name == "basic.return":
-                self._open[link, frame.channel] = entry
+                self._open[connection, frame.channel] = entry
             if self.mode is ConfirmMode.HOLD:
                 self._held.append(entry)
             return ()
-        # A confirm behind the close of its channel is what no broker sends: those that are held are lost with it.
+        # No broker sends a confirm after the close of its channel: those that are held are lost with it.
         if frame.name in ("channel.close", "channel.close-ok"):
-            self._forget(lambda entry: entry.link == link and entry.channel == frame.channel)
+            self._forget(lambda entry: entry.connection == connection and entry.channel == frame.channel)
         elif frame.name in ("connection.close", "connection.close-ok"):
-            self.forget(link)
+            self.forget(connection)
         return (frame,)
 
     def release(self, count: int | None) -> list[tuple[int, list[Frame]]]:
-        """Take the first `count` (None: all) that are held: (connection number, frames) each, to be sent now."""
-        return [(entry.link, entry.frames) for entry in self._take(count, ConfirmMode.PASS)]
+        """Remove the first `count` (None: all) that are held; return (connection number, frames) of each."""
+        return [(entry.connection, entry.frames) for entry in self._take(count, ConfirmMode.PASS)]
 
     def drop(self, count: int | None) -> int:
-        """Drop the first `count` (None: all) that are held. Returns how many."""
+        """Drop the first `count` (None: all) that are held; return their number."""
         return len(self._take(count, ConfirmMode.DROP))
 
-    def forget(self, link: int) -> None:
-        """Drop what is held of a connection: it is gone."""
-        self._forget(lambda entry: entry.link == link)
+    def forget(self, connection: int) -> None:
+        """Drop the held frames of a connection that has ended."""
+        self._forget(lambda entry: entry.connection == connection)
 
-    def _content(self, link: int, frame: Frame) -> Iterable[Step]:
-        entry = self._open.get((link, frame.channel))
+    def _content(self, connection: int, frame: Frame) -> Iterable[Step]:
+        entry = self._open.get((connection, frame.channel))
         if entry is None:
             return (frame,)
         size = frame.content_size
         entry.missing = size if size is not None else entry.missing - len(frame.payload)
         if entry.missing <= 0:
-            del self._open[link, frame.channel]
-        if entry.fate is ConfirmMode.PASS:
+            del self._open[connection, frame.channel]
+        if entry.mode is ConfirmMode.PASS:
             return (frame,)
-        if entry.fate is ConfirmMode.HOLD:
+        if entry.mode is ConfirmMode.HOLD:
             entry.frames.append(frame)
         return ()
 
-    def _take(self, count: int | None, fate: ConfirmMode) -> list[_HeldFrame]:
+    def _take(self, count: int | None, mode: ConfirmMode) -> list[_HeldFrame]:
         taken: list[_HeldFrame] = []
         while self._held and (count is None or len(taken) < count):
             entry = self._held.popleft()
-            entry.fate = fate
+            entry.mode = mode
             taken.append(entry)
         return taken
 

@@ -1,18 +1,21 @@
-"""AMQP 0-9-1 frames as the fault proxy sees them: cut out of a byte stream, named, built.
+"""AMQP 0-9-1 frames for the fault proxy: cut out of a byte stream, named, built.
 
-Nothing here decodes more than a frame's head, its class and method, and a content's size, so that the proxy
-can count and cut frames at line rate and never fails on arguments or headers that it does not know.
+Only a frame's head, its class and method, and the size of a content are decoded, so that the proxy can count and cut
+frames at line rate and never fails on arguments or headers that it does not know.
 
 Invariants:
-- what `Splitter.feed` hands out ends at a frame boundary, and all that was fed comes out, once, in order;
-- a stream that is not AMQP 0-9-1 is handed out as it is (`Splitter.opaque`), never refused.
+- every chunk of `Splitter.feed` ends at a frame boundary, and all bytes come out, once, in order;
+- a stream that is not AMQP 0-9-1 passes unchanged (`Splitter.opaque`) and is never refused.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from pamqp.commands import INDEX_MAPPING
 
 from reliable_mq.errors import ConfigurationError
 
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "FRAME_NAMES",
     "Chunk",
     "Frame",
     "Splitter",
@@ -44,7 +46,7 @@ HEARTBEAT: Final = 8
 _FRAME_END: Final = 0xCE
 _OVERHEAD: Final = 8
 _LARGEST_FRAME: Final = 16 * 1024 * 1024
-"""A larger size is taken for a sign that the stream is not AMQP 0-9-1 (RabbitMQ's frame_max is 128 KiB)."""
+"""A larger frame shows that the stream is not AMQP 0-9-1 (RabbitMQ's frame_max is 128 KiB)."""
 
 _HEAD = struct.Struct(">BHI")
 _KEY = struct.Struct(">I")
@@ -52,60 +54,17 @@ _BODY_SIZE = struct.Struct(">Q")
 _PROTOCOL_HEADER = b"AMQP"
 _PROTOCOL_HEADER_SIZE = 8
 
-_METHODS: Final = {
-    10: (
-        "connection",
-        {
-            10: "start",
-            11: "start-ok",
-            20: "secure",
-            21: "secure-ok",
-            30: "tune",
-            31: "tune-ok",
-            40: "open",
-            41: "open-ok",
-        }
-        | {50: "close", 51: "close-ok", 60: "blocked", 61: "unblocked", 70: "update-secret", 71: "update-secret-ok"},
-    ),
-    20: ("channel", {10: "open", 11: "open-ok", 20: "flow", 21: "flow-ok", 40: "close", 41: "close-ok"}),
-    40: (
-        "exchange",
-        {10: "declare", 11: "declare-ok", 20: "delete", 21: "delete-ok", 30: "bind", 31: "bind-ok"}
-        | {40: "unbind", 51: "unbind-ok"},
-    ),
-    50: (
-        "queue",
-        {10: "declare", 11: "declare-ok", 20: "bind", 21: "bind-ok", 30: "purge", 31: "purge-ok", 40: "delete"}
-        | {41: "delete-ok", 50: "unbind", 51: "unbind-ok"},
-    ),
-    60: (
-        "basic",
-        {10: "qos", 11: "qos-ok", 20: "consume", 21: "consume-ok", 30: "cancel", 31: "cancel-ok", 40: "publish"}
-        | {50: "return", 60: "deliver", 70: "get", 71: "get-ok", 72: "get-empty", 80: "ack", 90: "reject"}
-        | {100: "recover-async", 110: "recover", 111: "recover-ok", 120: "nack"},
-    ),
-    85: ("confirm", {10: "select", 11: "select-ok"}),
-    90: (
-        "tx",
-        {10: "select", 11: "select-ok", 20: "commit", 21: "commit-ok", 30: "rollback", 31: "rollback-ok"},
-    ),
-}
-
 _HEADER_KEY: Final = -HEADER
 _BODY_KEY: Final = -BODY
 _HEARTBEAT_KEY: Final = -HEARTBEAT
-_KEYS: Final = {
-    f"{class_name}.{method_name}": class_id << 16 | method_id
-    for class_id, (class_name, methods) in _METHODS.items()
-    for method_id, method_name in methods.items()
+_KEYS: Final = {  # pamqp writes "Basic.GetOk" for "basic.get-ok"
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "-", method.name).lower(): key
+    for key, method in cast("dict[int, Any]", INDEX_MAPPING).items()
 } | {"header": _HEADER_KEY, "body": _BODY_KEY, "heartbeat": _HEARTBEAT_KEY}
 _NAMES: Final = {key: name for name, key in _KEYS.items()}
 _CONTENT_KEYS: Final = frozenset(
     _KEYS[name] for name in ("basic.publish", "basic.return", "basic.deliver", "basic.get-ok")
 )
-
-FRAME_NAMES: Final = frozenset(_KEYS)
-"""Every name that a frame can have: ``"basic.publish"`` and the like, ``"header"``, ``"body"``, ``"heartbeat"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +74,7 @@ class Frame:
     Attributes:
         kind: 1 method, 2 content header, 3 content body, 8 heartbeat.
         channel: the channel number, 0 for the connection itself.
-        payload: what is between the frame's head and its end octet; a method's begins with its class and method ids.
+        payload: the bytes between the head and the end octet; a method's begins with its class and method ids.
     """
 
     kind: int
@@ -134,7 +93,7 @@ class Frame:
 
     @property
     def raw(self) -> bytes:
-        """The frame as it is on the wire."""
+        """The frame's bytes on the wire."""
         return b"%b%b\xce" % (_HEAD.pack(self.kind, self.channel, len(self.payload)), self.payload)
 
     @property
@@ -144,12 +103,12 @@ class Frame:
 
 
 def name_of(key: int) -> str:
-    """Give the name of a frame's key; one that is not in the protocol is written ``"class.method"`` in numbers."""
+    """Return the name of a frame's key; ``"class.method"`` in numbers if the protocol does not have it."""
     return _NAMES.get(key) or f"{key >> 16}.{key & 0xFFFF}"
 
 
 def key_of(name: str) -> int:
-    """Give the key of a frame's name.
+    """Return the key of a frame's name.
 
     Raises:
         ConfigurationError: there is no frame of that name.
@@ -164,13 +123,13 @@ def key_of(name: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Bytes that end at a frame boundary, and what they hold."""
+    """Bytes that end at a frame boundary, and the keys of their frames."""
 
     data: bytes
     keys: list[int]
     """The keys of the frames in it, in order."""
     boundary: int | None
-    """The last offset in `data` at which no content was under way on any channel."""
+    """The last offset in `data` at which no content was incomplete on any channel."""
 
 
 @dataclass(slots=True)
@@ -179,7 +138,7 @@ class Splitter:
 
     Attributes:
         opaque: the stream is not AMQP 0-9-1 (TLS, another version, broken frames): bytes pass uncounted.
-        between_contents: no content is under way, so that a frame may be put in here.
+        between_contents: no content is incomplete, so that a frame may be inserted here.
     """
 
     opaque: bool = False
@@ -192,7 +151,7 @@ class Splitter:
         return not self._open
 
     def feed(self, data: bytes) -> Chunk:
-        """Take what was read; give what is complete. What is not is kept for the next call."""
+        """Return the complete frames of the bytes read so far; keep the rest for the next call."""
         if self.opaque:
             return Chunk(data, [], None)
         if self._rest:
@@ -209,7 +168,7 @@ class Splitter:
         return self._scan(data, position)
 
     def take_rest(self) -> bytes:
-        """Give up the incomplete frame at the end of the stream."""
+        """Return the incomplete frame at the end of the stream, and forget it."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -262,7 +221,7 @@ _SHORTEST: Final = {METHOD: 4, HEADER: 12, BODY: 0, HEARTBEAT: 0}
 
 
 def parse(data: bytes) -> Iterator[Frame | bytes]:
-    """Take the frames of a chunk apart; a protocol header, or what is no frame, comes as bytes."""
+    """Yield the frames of a chunk; a protocol header, or bytes that are no frame, as bytes."""
     position = _PROTOCOL_HEADER_SIZE if data.startswith(_PROTOCOL_HEADER) else 0
     if position:
         yield data[:position]
@@ -300,7 +259,7 @@ def basic_nack(channel: int, delivery_tag: int, *, multiple: bool = False, reque
 
 
 def basic_cancel(channel: int, consumer_tag: str) -> Frame:
-    """Build a ``basic.cancel`` as a broker sends it (no answer wanted)."""
+    """Build a ``basic.cancel`` as a broker sends it (without an answer)."""
     return method(channel, "basic.cancel", _short_string(consumer_tag) + b"\x01")
 
 

@@ -1,6 +1,6 @@
-"""A proxy on loopback between an AMQP client and its broker, which fails the way networks and brokers do, on demand.
+"""A proxy on loopback between an AMQP client and its broker that fails as networks and brokers do, on demand.
 
-For the tests of this package, and for those of services that use RabbitMQ by whatever library::
+For the tests of this package, and for those of services that use RabbitMQ by any library::
 
     with FaultProxy("amqp://guest:guest@localhost:5672/") as proxy:
         publisher = Publisher(proxy.url)
@@ -10,17 +10,10 @@ For the tests of this package, and for those of services that use RabbitMQ by wh
         proxy.cut()                                          # and now it never will, on this connection
 
 Invariants:
-- every control is in effect for all that the proxy reads once the call has returned, may be called from any thread, and
-  adds to the faults that are set already; `heal` takes all of them back;
-- frames are never torn or mixed up, save where a control says so; bytes of a connection are lost only with it;
+- every control may be called from any thread, takes effect on the proxy's thread before the call returns (`_call`), and
+  adds to the faults that are set already; `heal` removes all of them;
+- frames are never torn or mixed up, unless a control says so; bytes of a connection are lost only with it;
 - every wait has a deadline; the only randomness is the jitter, drawn from the seed;
-- `close` leaves no thread and no file descriptor.
-
-The part of the fault proxy that every control stands on: its thread, its counters, and waiting for them.
-
-Invariants:
-- what touches a connection runs on the proxy's thread: `_call` brings it there, and returns when it has taken effect;
-- a wait has a deadline, and is woken by what it waits for;
 - `close` leaves no thread and no file descriptor.
 """
 
@@ -39,14 +32,13 @@ from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.faults import (
     ConfirmMode,
-    CutAfter,
-    CutInBody,
+    CutAt,
     Direction,
     LinkConditions,
     Rewrite,
     RewriteFunction,
 )
-from reliable_mq.testing.frames import Frame, key_of, name_of
+from reliable_mq.testing.frames import BODY, Frame, key_of, name_of
 from reliable_mq.testing.server import DIRECTIONS, Server
 
 if TYPE_CHECKING:
@@ -55,18 +47,36 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["FaultProxy", "FaultProxyFactory", "ProxyBase", "host_and_port", "one_direction"]
+__all__ = ["FaultProxy", "FaultProxyFactory"]
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT: Final = 10.0
 _DEFAULT_PORT: Final = 5672
 
 
-class ProxyBase:
-    """A proxy that sets no fault: its life and its observations. See `reliable_mq.testing.FaultProxy`."""
+Directions = Literal["to_broker", "to_client", "both"]
+
+
+class FaultProxy:
+    """A fault-injecting proxy in front of one AMQP broker. Thread-safe; a context manager.
+
+    It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
+    the broker for each that it accepts. Directions are ``"to_broker"`` (sent by the client) and ``"to_client"``.
+
+    A broker that cannot be reached shows as a connection that is reset right after it was accepted. TLS is not
+    supported, on either side: the proxy has to read the frames.
+
+    Args:
+        url: of the broker, ``amqp://user:password@host:port/vhost``; user, password, virtual host and query are those
+            of the attribute `url`, too.
+        seed: of the jitter of `delay`.
+
+    Raises:
+        ConfigurationError: `url` is not an ``amqp://`` URL of one host.
+    """
 
     def __init__(self, url: str, *, seed: int = 0) -> None:
-        self._upstream = host_and_port(url)
+        self._upstream = _host_and_port(url)
         self._upstream_url = url
         self._random = random.Random(seed)
         self._changed = threading.Condition()
@@ -99,7 +109,7 @@ class ProxyBase:
     # life
 
     def start(self) -> None:
-        """Begin to listen. Does nothing where it does already.
+        """Start listening; do nothing if it listens already.
 
         Raises:
             UsageError: it was closed.
@@ -119,7 +129,7 @@ class ProxyBase:
             raise
 
     def close(self) -> None:
-        """Reset every connection, stop to listen, end the thread. Does nothing where it is closed already.
+        """Reset every connection, stop listening, end the thread. May be called again.
 
         Raises:
             UsageError: a function given to `rewrite` had raised (its error is the cause), blocks, or calls this.
@@ -171,41 +181,41 @@ class ProxyBase:
         return _count(self._observed().seen, name, direction)
 
     def forwarded(self, name: str | None = None, direction: Direction | None = None) -> int:
-        """Count the frames that the proxy has written, those that were put in included. Arguments as for `seen`."""
+        """Count the frames that the proxy has written, injected ones included. Arguments as for `seen`."""
         return _count(self._observed().forwarded, name, direction)
 
     def forwarded_bytes(self, direction: Direction) -> int:
         """Count the bytes that the proxy has written in a direction."""
-        (one,) = one_direction(direction)
+        (one,) = _one_direction(direction)
         return self._observed().forwarded_bytes[one]
 
     @property
     def connections(self) -> int:
-        """How many connections were accepted."""
+        """The number of connections accepted so far."""
         return self._observed().accepted
 
     @property
     def live_connections(self) -> int:
-        """How many connections are open to both sides."""
+        """The number of connections that are open on both sides."""
         return self._observed().live
 
     @property
     def held_confirms(self) -> int:
-        """How many confirms are held back; a return counts as one."""
+        """The number of confirms that are held; a return counts as one."""
         return self._observed().gate.held
 
     def wait_for(self, condition: Callable[[], object], timeout: float = 10.0, *, what: str = "the condition") -> None:
-        """Block until something that the proxy observes is as wanted.
+        """Block until a condition on the proxy's observations is true.
 
         Args:
-            condition: asked at first and after each change, on the calling thread, e.g.
-                ``lambda: proxy.seen("basic.ack", "to_client") >= 3``. It should look at nothing but the proxy, whose
-                changes alone wake this call.
+            condition: called at first and after each change, on the calling thread, e.g.
+                ``lambda: proxy.seen("basic.ack", "to_client") >= 3``. It should depend on the proxy alone, whose
+                changes wake this call.
             timeout: seconds.
-            what: what is waited for, to be named in the error.
+            what: the condition's name in the error.
 
         Raises:
-            TimeoutError: it did not come true in time; says what was seen.
+            TimeoutError: it did not come true in time; the text lists the frames seen.
             UsageError: called by a rewrite function; or one has raised (its error is the cause).
         """
         if threading.current_thread() is self._thread:
@@ -227,6 +237,268 @@ class ProxyBase:
         finally:
             with self._changed:
                 self._waiters -= 1
+
+    # cutting connections
+
+    def cut(self, *, reset: bool = True, side: Literal["both", "client", "broker"] = "both") -> int:
+        """End every connection now. Bytes that have not left the proxy are lost.
+
+        Args:
+            reset: True for a TCP reset, False for an orderly end (FIN).
+            side: which end sees it. With ``"client"`` the broker's side stays open and silent until the broker gives it
+                up or `heal` resets it, as when a client's host dies; with ``"broker"`` the other way round.
+
+        Returns:
+            The number of connections.
+        """
+        if side not in ("both", "client", "broker"):
+            raise ConfigurationError(f"side is 'both', 'client' or 'broker', not {side!r}")
+        return self._call(lambda server: server.cut(reset=reset, side=side))
+
+    def cut_after(
+        self, frames: int, direction: Direction, *, of: str | None = None, reset: bool = True, times: int | None = 1
+    ) -> None:
+        """Cut a connection right behind a frame.
+
+        Frames are counted for each connection by itself, from now on, or from its first one if it is made later. The
+        bytes before the frame are handed to the operating system before the cut; a peer may or may not read the last
+        bytes before a reset, as in life.
+
+        Args:
+            frames: behind which one, from 1.
+            direction: in which direction they are counted.
+            of: count frames of this name only, e.g. ``"basic.publish"``.
+            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
+            times: how many connections are cut like this; None for every one until `heal`.
+
+        Raises:
+            ConfigurationError: a value is out of range, or there is no frame of that name.
+        """
+        _at_least_one("frames", frames)
+        if times is not None:
+            _at_least_one("times", times)
+        (one,) = _one_direction(direction)
+        key = None if of is None else key_of(of)
+        fault = CutAt(lambda frame: key in (None, frame.key), frames, reset, times)
+        self._call(lambda server: server.add(one, fault))
+
+    def cut_in_body(
+        self,
+        share: float,
+        direction: Direction = "to_broker",
+        *,
+        nth: int = 1,
+        reset: bool = True,
+        times: int | None = 1,
+    ) -> None:
+        """Cut a connection in the middle of a body frame, after a share of its bytes has left.
+
+        Args:
+            share: how much of the frame's payload leaves, at least 0 and less than 1; the frame's head always does.
+            direction: in which direction.
+            nth: in which body frame, from 1, counted as by `cut_after`.
+            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
+            times: how many connections are cut like this; None for every one until `heal`.
+
+        Raises:
+            ConfigurationError: a value is out of range.
+        """
+        if not 0 <= share < 1:
+            raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
+        _at_least_one("nth", nth)
+        if times is not None:
+            _at_least_one("times", times)
+        (one,) = _one_direction(direction)
+        fault = CutAt(lambda frame: frame.kind == BODY, nth, reset, times, share)
+        self._call(lambda server: server.add(one, fault))
+
+    # confirms
+
+    def hold_confirms(self) -> None:
+        """Keep back ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker; everything else flows.
+
+        Those that are held when their channel or connection closes are dropped: no broker sends them behind the close.
+        """
+        self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
+
+    def drop_confirms(self) -> None:
+        """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker from now on.
+
+        Confirms that are held already stay held; see `drop_held_confirms`.
+        """
+        self._call(lambda server: server.set_confirms(ConfirmMode.DROP))
+
+    def release_confirms(self, count: int | None = None) -> int:
+        """Send held confirms to the client, in the order in which they came.
+
+        Args:
+            count: how many; the rest, and those to come, stay held. None sends all, and ends `hold_confirms` and
+                `drop_confirms`.
+
+        Returns:
+            The number sent; a return counts as one, with its content.
+        """
+
+        def release(server: Server) -> int:
+            if count is None:
+                server.set_confirms(ConfirmMode.PASS)
+            return server.release(count)
+
+        return self._call(release)
+
+    def drop_held_confirms(self, count: int | None = None) -> int:
+        """Drop the first `count` held confirms (None: all that are held now); those to come are held as before.
+
+        Returns:
+            The number dropped.
+        """
+        return self._call(lambda server: server.drop_held(count))
+
+    # bytes
+
+    def black_hole(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
+        """Read bytes (up to 64 MiB per connection and direction), and do not forward them, until `resume` or `heal`.
+
+        The end of a connection does not pass either: the other side goes on in the belief that it lives. Afterwards all
+        of it arrives, in order, as after a network partition.
+
+        Args:
+            direction: which way, or both.
+            new_connections: False to do this to the connections that are live now, and spare those to come.
+        """
+        self._set_conditions(
+            direction, lambda conditions: replace(conditions, black_hole=True), new_connections=new_connections
+        )
+
+    def stop_reading(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
+        """Read no more from the sender of a direction, until `resume` or `heal`.
+
+        Its operating system goes on taking bytes until its send buffer and the proxy's receive buffer are full (some
+        MiB on Linux); from then on its writes block.
+
+        Args:
+            direction: which way, or both.
+            new_connections: False to do this to the connections that are live now, and spare those to come.
+        """
+        self._set_conditions(
+            direction, lambda conditions: replace(conditions, stop_reading=True), new_connections=new_connections
+        )
+
+    def resume(self, direction: Directions = "both") -> None:
+        """End `black_hole` and `stop_reading`."""
+        self._set_conditions(direction, lambda now: replace(now, black_hole=False, stop_reading=False))
+
+    def delay(self, seconds: float, *, jitter: float = 0.0, direction: Directions = "both") -> None:
+        """Let every byte arrive later. Order is kept, and the rate is not limited.
+
+        Args:
+            seconds: how much later, one way; 0 for no delay.
+            jitter: by how many seconds that varies, at most, either way; at most `seconds`.
+            direction: which way, or both (an answer is delayed twice).
+
+        Raises:
+            ConfigurationError: a value is out of range.
+        """
+        if not 0 <= jitter <= seconds:
+            raise ConfigurationError(f"0 <= jitter <= seconds must hold, not {jitter!r} and {seconds!r}")
+        self._set_conditions(direction, lambda now: replace(now, delay=seconds, jitter=jitter))
+
+    def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
+        """Limit the rate of each connection. The proxy buffers little, so that the sender notices.
+
+        Args:
+            bytes_per_second: at most so many, in each direction for itself; None for no limit.
+            direction: which way, or both.
+
+        Raises:
+            ConfigurationError: the rate is not above 0.
+        """
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
+        self._set_conditions(direction, lambda now: replace(now, rate=bytes_per_second))
+
+    # new connections
+
+    def refuse_connections(self) -> None:
+        """Refuse new connections (ECONNREFUSED), until `accept_connections` or `heal`. Those that are live go on."""
+        self._call(lambda server: server.refuse())
+
+    def hang_connections(self) -> None:
+        """Accept new connections and never answer, until `accept_connections` or `heal`, which connects them."""
+        self._call(lambda server: server.hang())
+
+    def accept_connections(self) -> None:
+        """End `refuse_connections` and `hang_connections`."""
+        self._call(lambda server: server.admit())
+
+    def redirect(self, url: str) -> None:
+        """Send new connections to another broker, or to the same one at its new port. `url` stays what it is.
+
+        Args:
+            url: only its host and port are used.
+
+        Raises:
+            ConfigurationError: it is not an ``amqp://`` URL of one host.
+        """
+        upstream = _host_and_port(url)
+
+        def redirect(server: Server) -> None:
+            self._upstream = server.upstream = upstream
+
+        self._call(redirect)
+
+    # single frames
+
+    def inject(self, direction: Direction, frame: Frame | bytes) -> None:
+        """Put frames of your own into the most recent live connection.
+
+        They leave at once, or right behind a content (method, header, bodies) that is incomplete in that direction. No
+        frame fault is applied to them; delay, throttle and black hole are. The other end does not know of them: a
+        double ``basic.ack`` to the broker makes it close the channel for real; but the client's answer to an injected
+        ``channel.close`` is a breach of the protocol to the broker, which closes the connection with 503, unless
+        `rewrite` makes a ``channel.close`` of that answer.
+
+        Args:
+            direction: which way.
+            frame: whole frames.
+
+        Raises:
+            UsageError: no connection is live.
+        """
+        data = frame.raw if isinstance(frame, Frame) else frame
+        (one,) = _one_direction(direction)
+        self._call(lambda server: server.newest().streams[one].inject(data))
+
+    def rewrite(self, function: RewriteFunction, direction: Directions = "both") -> Callable[[], None]:
+        """Replace frames by the result of a function.
+
+        It is called with whole frames, of every connection, on the proxy's thread: it must be quick, and may call the
+        other controls, but not wait. If it raises, the connection is reset, and `wait_for` and `close` raise.
+
+        Args:
+            function: called with the direction and the frame; returns the frames that leave, none to drop it, the same
+                one twice to double it; a `Cut` among them ends the connection there.
+            direction: of the frames that it is called with.
+
+        Returns:
+            A call that removes the function.
+        """
+        faults = [Rewrite(function, one) for one in _directions(direction)]
+
+        def add(server: Server) -> None:
+            for fault in faults:
+                server.add(fault.direction, fault)
+
+        self._call(add)
+        return lambda: self._call(lambda server: server.remove(faults))
+
+    def heal(self) -> None:
+        """Remove every fault, also those that have had no effect yet.
+
+        Held confirms and the bytes in a black hole arrive; connections that hang are connected; a side that `cut` left
+        open is reset.
+        """
+        self._call(lambda server: server.heal())
 
     # helpers
 
@@ -303,16 +575,41 @@ class ProxyBase:
             f"frames seen: {frames}"
         )
 
+    def _set_conditions(
+        self, direction: Directions, change: Callable[[LinkConditions], LinkConditions], *, new_connections: bool = True
+    ) -> None:
+        directions = _directions(direction)
+        self._call(lambda server: server.set_conditions(directions, change, new_connections=new_connections))
+
+
+class FaultProxyFactory(Protocol):
+    """The type of the fixture ``fault_proxy``: takes the arguments of `FaultProxy`, returns a started one."""
+
+    def __call__(self, url: str, *, seed: int = 0) -> FaultProxy:
+        """Make a proxy in front of the broker at `url`."""
+        ...
+
+
+def _directions(direction: Directions) -> tuple[Direction, ...]:
+    if direction == "both":
+        return DIRECTIONS
+    return _one_direction(direction)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigurationError(f"{name} is at least 1, not {value!r}")
+
 
 def _count(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    wanted = DIRECTIONS if direction is None else one_direction(direction)
+    wanted = DIRECTIONS if direction is None else _one_direction(direction)
     if name is None:
         return sum(sum(counters[each].values()) for each in wanted)
     key = key_of(name)
     return sum(counters[each][key] for each in wanted)
 
 
-def host_and_port(url: str) -> tuple[str, int]:
+def _host_and_port(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     if parts.scheme == "amqps":
         raise ConfigurationError("the fault proxy has to read frames, so it cannot stand in front of TLS (amqps://)")
@@ -327,311 +624,7 @@ def host_and_port(url: str) -> tuple[str, int]:
     return host, port or _DEFAULT_PORT
 
 
-def one_direction(direction: Direction) -> tuple[Direction]:
+def _one_direction(direction: Direction) -> tuple[Direction]:
     if direction not in DIRECTIONS:
         raise ConfigurationError(f"a direction is 'to_broker' or 'to_client', not {direction!r}")
     return (direction,)
-
-
-Directions = Literal["to_broker", "to_client", "both"]
-
-
-class FaultProxy(ProxyBase):
-    """A fault-injecting proxy in front of one AMQP broker. Thread-safe; a context manager.
-
-    It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
-    the broker for each that it accepts. Directions are ``"to_broker"`` (what the client sends) and ``"to_client"``.
-
-    A broker that cannot be reached shows as a connection that is reset right after it was accepted. TLS is not
-    supported, on either side: the proxy has to read the frames.
-
-    Args:
-        url: where the broker is, ``amqp://user:password@host:port/vhost``; user, password, virtual host and query
-            are those of `url`, too.
-        seed: what the jitter of `delay` is drawn from.
-
-    Raises:
-        ConfigurationError: `url` is not an ``amqp://`` URL of one host.
-    """
-
-    # cutting connections
-
-    def cut(self, *, reset: bool = True, side: Literal["both", "client", "broker"] = "both") -> int:
-        """End every connection now. What has not left the proxy is lost.
-
-        Args:
-            reset: True for a TCP reset, False for an orderly end (FIN).
-            side: which end sees it. With ``"client"`` the broker's side stays open and silent until the broker gives it
-                up or `heal` resets it, as when a client's host dies; with ``"broker"`` the other way round.
-
-        Returns:
-            How many connections there were.
-        """
-        if side not in ("both", "client", "broker"):
-            raise ConfigurationError(f"side is 'both', 'client' or 'broker', not {side!r}")
-        return self._call(lambda server: server.cut(reset=reset, side=side))
-
-    def cut_after(
-        self, frames: int, direction: Direction, *, of: str | None = None, reset: bool = True, times: int | None = 1
-    ) -> None:
-        """Cut a connection right behind a frame.
-
-        Frames are counted for each connection by itself, from now on, or from its first where it is made later. What is
-        ahead in the direction is handed to the operating system before the cut; whether a peer reads what came just
-        before a reset is up to it, as in life.
-
-        Args:
-            frames: behind which one, from 1.
-            direction: in which direction they are counted.
-            of: count frames of this name only, e.g. ``"basic.publish"``.
-            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-            times: how many connections are cut like this; None for every one until `heal`.
-
-        Raises:
-            ConfigurationError: a value is out of range, or there is no frame of that name.
-        """
-        _at_least_one("frames", frames)
-        if times is not None:
-            _at_least_one("times", times)
-        (one,) = one_direction(direction)
-        fault = CutAfter(frames, reset, None if of is None else key_of(of), times)
-        self._call(lambda server: server.add(one, fault))
-
-    def cut_in_body(
-        self,
-        share: float,
-        direction: Direction = "to_broker",
-        *,
-        nth: int = 1,
-        reset: bool = True,
-        times: int | None = 1,
-    ) -> None:
-        """Cut a connection in the middle of a body frame, after a share of its bytes has left.
-
-        Args:
-            share: how much of the frame's payload leaves, at least 0 and less than 1; the frame's head always does.
-            direction: in which direction.
-            nth: in which body frame, from 1, counted as by `cut_after`.
-            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-            times: how many connections are cut like this; None for every one until `heal`.
-
-        Raises:
-            ConfigurationError: a value is out of range.
-        """
-        if not 0 <= share < 1:
-            raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
-        _at_least_one("nth", nth)
-        if times is not None:
-            _at_least_one("times", times)
-        (one,) = one_direction(direction)
-        fault = CutInBody(share, nth, reset, times)
-        self._call(lambda server: server.add(one, fault))
-
-    # confirms
-
-    def hold_confirms(self) -> None:
-        """Keep back ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker; everything else flows.
-
-        Those that are held when their channel or connection closes are dropped: no broker sends them behind the close.
-        """
-        self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
-
-    def drop_confirms(self) -> None:
-        """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker from now on.
-
-        What is held already stays held; see `drop_held_confirms`.
-        """
-        self._call(lambda server: server.set_confirms(ConfirmMode.DROP))
-
-    def release_confirms(self, count: int | None = None) -> int:
-        """Send held confirms to the client, in the order in which they came.
-
-        Args:
-            count: how many; the rest, and those to come, stay held. None sends all, and ends `hold_confirms` and
-                `drop_confirms`.
-
-        Returns:
-            How many were sent; a return counts as one, with its content.
-        """
-
-        def release(server: Server) -> int:
-            if count is None:
-                server.set_confirms(ConfirmMode.PASS)
-            return server.release(count)
-
-        return self._call(release)
-
-    def drop_held_confirms(self, count: int | None = None) -> int:
-        """Drop the first `count` held confirms (None: all that are held now); those to come are held as before.
-
-        Returns:
-            How many were dropped.
-        """
-        return self._call(lambda server: server.drop_held(count))
-
-    # the line
-
-    def black_hole(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
-        """Read bytes (up to 64 MiB per connection and direction), and do not forward them, until `resume` or `heal`.
-
-        The end of a connection does not pass either: the other side goes on in the belief that it lives. Afterwards all
-        of it arrives, in order, as after a network partition.
-
-        Args:
-            direction: which way, or both.
-            new_connections: False to do this to the connections that are live now, and spare those to come.
-        """
-        self._set_lines(direction, lambda line: replace(line, black_hole=True), new_connections=new_connections)
-
-    def stop_reading(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
-        """Read no more from the sender of a direction, until `resume` or `heal`.
-
-        Its operating system goes on taking bytes until its send buffer and the proxy's receive buffer are full (some
-        MiB on Linux); from then on its writes block.
-
-        Args:
-            direction: which way, or both.
-            new_connections: False to do this to the connections that are live now, and spare those to come.
-        """
-        self._set_lines(direction, lambda line: replace(line, stop_reading=True), new_connections=new_connections)
-
-    def resume(self, direction: Directions = "both") -> None:
-        """End `black_hole` and `stop_reading`."""
-        self._set_lines(direction, lambda line: replace(line, black_hole=False, stop_reading=False))
-
-    def delay(self, seconds: float, *, jitter: float = 0.0, direction: Directions = "both") -> None:
-        """Let every byte arrive later. Order is kept, and the rate is not limited.
-
-        Args:
-            seconds: how much later, one way; 0 for no delay.
-            jitter: by how many seconds that varies, at most, either way; at most `seconds`.
-            direction: which way, or both (which delays an answer twice).
-
-        Raises:
-            ConfigurationError: a value is out of range.
-        """
-        if not 0 <= jitter <= seconds:
-            raise ConfigurationError(f"0 <= jitter <= seconds must hold, not {jitter!r} and {seconds!r}")
-        self._set_lines(direction, lambda line: replace(line, delay=seconds, jitter=jitter))
-
-    def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
-        """Limit the rate of each connection. The proxy keeps little of what waits, so that the sender feels it.
-
-        Args:
-            bytes_per_second: at most so many, in each direction for itself; None for no limit.
-            direction: which way, or both.
-
-        Raises:
-            ConfigurationError: the rate is not above 0.
-        """
-        if bytes_per_second is not None and not bytes_per_second > 0:
-            raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
-        self._set_lines(direction, lambda line: replace(line, rate=bytes_per_second))
-
-    # new connections
-
-    def refuse_connections(self) -> None:
-        """Refuse new connections (ECONNREFUSED), until `accept_connections` or `heal`. Those that are live go on."""
-        self._call(lambda server: server.refuse())
-
-    def hang_connections(self) -> None:
-        """Accept new connections and never answer, until `accept_connections` or `heal`, which connects them."""
-        self._call(lambda server: server.hang())
-
-    def accept_connections(self) -> None:
-        """End `refuse_connections` and `hang_connections`."""
-        self._call(lambda server: server.admit())
-
-    def redirect(self, url: str) -> None:
-        """Send new connections to another broker, or to the same one at its new port. `url` stays what it is.
-
-        Args:
-            url: only its host and port are used.
-
-        Raises:
-            ConfigurationError: it is not an ``amqp://`` URL of one host.
-        """
-        upstream = host_and_port(url)
-
-        def redirect(server: Server) -> None:
-            self._upstream = server.upstream = upstream
-
-        self._call(redirect)
-
-    # single frames
-
-    def inject(self, direction: Direction, frame: Frame | bytes) -> None:
-        """Put frames of your own into the most recent live connection.
-
-        They leave at once, or, while a content (method, header, bodies) is under way in that direction, right behind
-        it. No frame fault sees them; delay, throttle and black hole hold for them, too. The other end knows nothing of
-        what was put in: a double ``basic.ack`` to the broker makes it close the channel for real, whereas it takes a
-        client's answer to a ``channel.close`` that was put in for a breach of the protocol, and closes the connection
-        with 503, unless `rewrite` makes a ``channel.close`` of that answer.
-
-        Args:
-            direction: which way.
-            frame: whole frames.
-
-        Raises:
-            UsageError: no connection is live.
-        """
-        data = frame.raw if isinstance(frame, Frame) else frame
-        (one,) = one_direction(direction)
-        self._call(lambda server: server.newest().pipes[one].inject(data))
-
-    def rewrite(self, function: RewriteFunction, direction: Directions = "both") -> Callable[[], None]:
-        """Let a function decide what leaves in place of each frame.
-
-        It is asked about whole frames, on every connection, on the proxy's thread: it must be quick, and may call the
-        other controls, but not wait. Where it raises, the connection is reset, and `wait_for` and `close` raise.
-
-        Args:
-            function: called with the direction and the frame; answers with the frames that leave, none to drop it, the
-                same one twice to double it; a `Cut` among them ends the connection there.
-            direction: of which frames it is asked.
-
-        Returns:
-            A call that takes the function out again.
-        """
-        faults = [Rewrite(function, one) for one in _directions(direction)]
-
-        def add(server: Server) -> None:
-            for fault in faults:
-                server.add(fault.direction, fault)
-
-        self._call(add)
-        return lambda: self._call(lambda server: server.remove(faults))
-
-    def heal(self) -> None:
-        """Take back every fault, also those that have not struck yet.
-
-        Held confirms and what is in a black hole arrive; connections that hang are connected; a side that `cut` left
-        over is reset.
-        """
-        self._call(lambda server: server.heal())
-
-    def _set_lines(
-        self, direction: Directions, change: Callable[[LinkConditions], LinkConditions], *, new_connections: bool = True
-    ) -> None:
-        directions = _directions(direction)
-        self._call(lambda server: server.set_lines(directions, change, new_connections=new_connections))
-
-
-class FaultProxyFactory(Protocol):
-    """What the fixture ``fault_proxy`` is: takes the arguments of `FaultProxy`, gives one that is started."""
-
-    def __call__(self, url: str, *, seed: int = 0) -> FaultProxy:
-        """Make a proxy in front of the broker at `url`."""
-        ...
-
-
-def _directions(direction: Directions) -> tuple[Direction, ...]:
-    if direction == "both":
-        return DIRECTIONS
-    return one_direction(direction)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigurationError(f"{name} is at least 1, not {value!r}")

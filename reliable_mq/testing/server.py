@@ -1,4 +1,4 @@
-"""The proxy's own thread: what listens, the connections, and the faults that are set.
+"""The proxy's listening socket, its connections, and the faults that are set.
 
 Invariants:
 - everything here runs on the proxy's thread; only the counters, `live` and `held` may be read from others;
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Listens, and holds what all connections share (a `reliable_mq.testing.connection.ProxyState`).
+    """Listen, and hold the state that all connections share (`reliable_mq.testing.connection.ProxyState`).
 
     Args:
         upstream: the broker's host and port.
         random: draws the jitter.
-        changed: called on this thread whenever something that can be observed has changed; must be quick.
+        changed: called on this thread whenever an observable value has changed; must be quick.
     """
 
     def __init__(self, upstream: tuple[str, int], random: random.Random, changed: Callable[[], None]) -> None:
@@ -50,8 +50,8 @@ class Server:
         self.gate = ConfirmGate()
         self.accepted = 0
         self.error: Exception | None = None
-        self._lines: dict[Direction, LinkConditions] = {direction: LinkConditions() for direction in DIRECTIONS}
-        self._links: dict[int, ProxiedConnection] = {}
+        self._conditions: dict[Direction, LinkConditions] = {direction: LinkConditions() for direction in DIRECTIONS}
+        self._connections: dict[int, ProxiedConnection] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
         self._admitting = asyncio.Event()
         self._one_ended = asyncio.Event()
@@ -62,16 +62,16 @@ class Server:
         self.port: int = self._keeper.getsockname()[1]
 
     async def close(self) -> None:
-        """End every connection and stop to listen."""
+        """End every connection and stop listening."""
         self.refuse()
         self._keeper.close()
         opening = tuple(self._opening.values())
         for task in opening:
             task.cancel()
         await asyncio.gather(*opening, return_exceptions=True)
-        for link in tuple(self._links.values()):
-            link.cut(reset=True)
-        while self._links:
+        for connection in tuple(self._connections.values()):
+            connection.cut(reset=True)
+        while self._connections:
             self._one_ended.clear()
             await self._one_ended.wait()
 
@@ -79,121 +79,121 @@ class Server:
 
     @property
     def live(self) -> int:
-        """How many connections are open on both sides."""
-        return sum(link.live for link in list(self._links.values()))
+        """The number of connections that are open on both sides."""
+        return sum(connection.live for connection in list(self._connections.values()))
 
     def admit(self) -> None:
-        """Accept connections and connect them; those that hang, too."""
+        """Accept connections and connect them, and those that hang."""
         self._listen()
         self._admitting.set()
 
     def hang(self) -> None:
-        """Accept connections, and leave it at that."""
+        """Accept connections without connecting them to the broker."""
         self._listen()
         self._admitting.clear()
 
     def refuse(self) -> None:
-        """Do not accept connections."""
+        """Stop listening: the system refuses connections."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
     def newest(self) -> ProxiedConnection:
-        """Give the most recent connection that is live.
+        """Return the most recent live connection.
 
         Raises:
             UsageError: there is none.
         """
-        for link in reversed(self._links.values()):
-            if link.live:
-                return link
+        for connection in reversed(self._connections.values()):
+            if connection.live:
+                return connection
         raise UsageError("no connection through the proxy is live")
 
     def cut(self, *, reset: bool, side: str) -> int:
-        """End every connection, or one side of it. Returns how many there were."""
-        links = [link for link in self._links.values() if not link.closing]
-        for link in links:
-            if side == "both" or not link.connected:
-                link.cut(reset=reset)
+        """End every connection, or one side of it; return their number."""
+        connections = [connection for connection in self._connections.values() if not connection.closing]
+        for connection in connections:
+            if side == "both" or not connection.connected:
+                connection.cut(reset=reset)
             else:
-                link.cut_side(link.client if side == "client" else link.broker, reset=reset)
-        return len(links)
+                connection.cut_side(connection.client if side == "client" else connection.broker, reset=reset)
+        return len(connections)
 
     def failed(self, error: Exception) -> None:
-        """Keep the first error of a user's function, to be raised where the user waits or closes."""
+        """Keep the first error of a user's function; it is raised when the user waits or closes."""
         if self.error is None:
             self.error = error
         self.changed()
 
-    def ended(self, link: ProxiedConnection) -> None:
-        """Both sockets of a connection are closed."""
-        self._links.pop(link.number, None)
+    def ended(self, connection: ProxiedConnection) -> None:
+        """Forget a connection whose sockets are both closed."""
+        self._connections.pop(connection.number, None)
         self._one_ended.set()
-        task = self._opening.get(link.number)
+        task = self._opening.get(connection.number)
         if task is not None:
             task.cancel()
-        self.gate.forget(link.number)
+        self.gate.forget(connection.number)
 
     # faults
 
-    def set_lines(
+    def set_conditions(
         self,
         directions: Iterable[Direction],
         change: Callable[[LinkConditions], LinkConditions],
         *,
         new_connections: bool,
     ) -> None:
-        """Change what the line does, on every connection, and on those to come unless `new_connections` is False."""
+        """Change every connection, and with `new_connections` those to come."""
         for direction in directions:
             if new_connections:
-                self._lines[direction] = change(self._lines[direction])
-            for link in tuple(self._links.values()):
-                pipe = link.pipes[direction]
-                pipe.set_line(change(pipe.line))
+                self._conditions[direction] = change(self._conditions[direction])
+            for connection in tuple(self._connections.values()):
+                stream = connection.streams[direction]
+                stream.set_conditions(change(stream.conditions))
 
     def add(self, direction: Direction, fault: FrameFault) -> None:
-        """Set a fault on frames, behind those that are set already."""
+        """Add a fault on frames, behind the others."""
         self.faults[direction].append(fault)
 
     def remove(self, unwanted: Iterable[FrameFault]) -> None:
-        """Take faults out again; nothing happens where one is gone already."""
+        """Remove faults, those that are still there."""
         for direction in DIRECTIONS:
             self.faults[direction][:] = [fault for fault in self.faults[direction] if fault not in unwanted]
 
     def set_confirms(self, mode: ConfirmMode) -> None:
-        """Decide about the broker's confirms that come from now on."""
+        """Set how the broker's confirms pass from now on."""
         self.gate.mode = mode
         if self.gate not in self.faults["to_client"]:
             self.add("to_client", self.gate)
 
     def release(self, count: int | None) -> int:
-        """Send the first `count` confirms that are held. Returns how many were."""
+        """Send the first `count` held confirms; return their number."""
         released = self.gate.release(count)
         for number, frames in released:
-            self._links[number].pipes["to_client"].emit_frames(frames)
+            self._connections[number].streams["to_client"].emit_frames(frames)
         self.changed()
         return len(released)
 
     def drop_held(self, count: int | None) -> int:
-        """Drop the first `count` confirms that are held. Returns how many were."""
+        """Drop the first `count` held confirms; return their number."""
         dropped = self.gate.drop(count)
         self.changed()
         return dropped
 
     def heal(self) -> None:
-        """Take back every fault; what was kept back leaves."""
+        """Remove every fault, and send all held frames and bytes."""
         for direction in DIRECTIONS:
             self.faults[direction][:] = []
-            self._lines[direction] = LinkConditions()
+            self._conditions[direction] = LinkConditions()
         self.set_confirms(ConfirmMode.PASS)
         self.release(None)
-        for link in tuple(self._links.values()):
-            if link.orphaned:
-                link.cut(reset=True)
+        for connection in tuple(self._connections.values()):
+            if connection.orphaned:
+                connection.cut(reset=True)
                 continue
-            for pipe in link.pipes.values():
-                pipe.set_line(LinkConditions())
+            for stream in connection.streams.values():
+                stream.set_conditions(LinkConditions())
         self.admit()
 
     # listening
@@ -216,30 +216,30 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         client, _ = listener.accept()
         self.accepted += 1
-        link = ProxiedConnection(self.accepted, self, self._lines)
-        self._links[link.number] = link
-        task = asyncio.get_running_loop().create_task(self._open(link, client))
-        self._opening[link.number] = task
+        connection = ProxiedConnection(self.accepted, self, self._conditions)
+        self._connections[connection.number] = connection
+        task = asyncio.get_running_loop().create_task(self._open(connection, client))
+        self._opening[connection.number] = task
         # A task that is cancelled before its first step runs none of its own clean-up.
-        task.add_done_callback(lambda _: self._opened(link, client))
+        task.add_done_callback(lambda _: self._opened(connection, client))
         self.changed()
 
-    async def _open(self, link: ProxiedConnection, client: socket.socket) -> None:
+    async def _open(self, connection: ProxiedConnection, client: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.upstream
-        await loop.connect_accepted_socket(lambda: link.client, client)
+        await loop.connect_accepted_socket(lambda: connection.client, client)
         await self._admitting.wait()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
-                await loop.create_connection(lambda: link.broker, host, port)
+                await loop.create_connection(lambda: connection.broker, host, port)
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host name may not be one
             logger.info("the broker at %s:%d cannot be reached: %s", host, port, error)
-            link.cut(reset=True)
+            connection.cut(reset=True)
         else:
-            link.start()
+            connection.start()
 
-    def _opened(self, link: ProxiedConnection, client: socket.socket) -> None:
-        del self._opening[link.number]
-        if not link.client.opened:
+    def _opened(self, connection: ProxiedConnection, client: socket.socket) -> None:
+        del self._opening[connection.number]
+        if not connection.client.opened:
             client.close()
-            del self._links[link.number]
+            del self._connections[connection.number]
