@@ -1,17 +1,16 @@
-"""What an idempotency store says about a key.
+"""Claims of an idempotency store, and retries of settlements without an answer.
 
-Invariants: of all claims on a key that are ``NEW``, at most one at a time has a token that the store accepts; a token
-is never given out twice, and a later one is greater, so a holder whose lease ran out and was taken over cannot settle
-what is no longer its own.
+A settlement without an answer is sent again before the same key is claimed, when the store has answered to another
+claim, and when the consumer stops. So a message that comes again, on another channel or as its own next attempt, finds
+its key done, or free, and not claimed until the lease ends; and a handler that has returned is not called again because
+store and broker were lost together.
 
-What a consumer owes its idempotency store: claims that it has settled, for all it knows, and got no answer.
+Invariants:
 
-The store is told again before the same key is claimed, when it has answered to another claim, and when the consumer
-stops. So a message that
-comes again, on another channel or as its own next attempt, finds its key done, or free, and not claimed until the lease
-ends; and a handler that has returned is not called again because store and broker were lost together.
-
-Invariants: a settlement is owed until the store answers, whatever the answer is; of more than ``capacity``, the latest.
+- of all claims on a key that are ``NEW``, at most one at a time has a token that the store accepts; a token is never
+  issued twice, and a later one is greater, so a holder whose lease ran out and was taken over cannot settle the claim
+  of another;
+- a settlement is retried until the store answers, whatever the answer is; of more than ``capacity``, the latest are.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ __all__ = ["Claim", "ClaimStatus", "CommitState", "InboxClaim", "SettlementRetri
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
-    """Name a virtual host of a broker: equal queue names there and elsewhere are different queues."""
+    """Return a name of a virtual host, in which queue names are unique."""
     return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
 
 
 class ClaimStatus(enum.Enum):
-    """What became of a claim."""
+    """The answer of a store to a claim."""
 
     NEW = "new"
     """The key is ours until the lease ends: do the work, then complete or release it."""
@@ -41,16 +40,16 @@ class ClaimStatus(enum.Enum):
     DONE = "done"
     """The work was completed before, and the store still knows."""
     UNREADABLE = "unreadable"
-    """A newer version of this package wrote what the store has of the key: nothing is to be done now."""
+    """A newer version of this package wrote the record of the key: nothing is to be done now."""
 
 
 class Claim(NamedTuple):
-    """The answer to a claim.
+    """A claim, as a store answered it.
 
     Attributes:
-        key: what was claimed.
-        status: what became of it.
-        token: the fencing token, where the claim is new; else 0.
+        key: the key that was claimed.
+        status: whether it is ours.
+        token: the fencing token of a new claim; else 0.
         attempts: how often a holder released the key as failed before.
     """
 
@@ -61,7 +60,7 @@ class Claim(NamedTuple):
 
 
 class CommitState(enum.Enum):
-    """What is known of a transaction that has a claim as done."""
+    """The state of a transaction that marks a claim as done."""
 
     NONE = "none"
     """There is none, or it was not told to commit."""
@@ -72,7 +71,7 @@ class CommitState(enum.Enum):
 
 
 class InboxClaim:
-    """What a delivery that is being handled holds of a store that has transactions.
+    """The claim of a running delivery, in a store that has transactions.
 
     Args:
         claim: its claim.
@@ -80,7 +79,7 @@ class InboxClaim:
 
     Attributes:
         claim, transaction: as given.
-        commit: what is known of a transaction of the handler that has the claim as done.
+        commit: the state of a transaction of the handler that marks the claim as done.
     """
 
     __slots__ = ("claim", "commit", "transaction")
@@ -92,9 +91,9 @@ class InboxClaim:
 
 
 class SettlementRetries:
-    """See the module. For several threads: whatever is shared is done by one operation of a dict.
+    """Settlements without an answer. Thread-safe: a step is one operation of a dict.
 
-    A settlement is a claim and what became of it: None where it is complete, else whether it failed.
+    A settlement is a claim and its outcome: None if it is complete, else whether it failed.
 
     Args:
         capacity: settlements that are remembered at most.
@@ -108,19 +107,19 @@ class SettlementRetries:
         return len(self._settlements)
 
     def add(self, claims: Iterable[Claim], failed: bool | None) -> None:
-        """The store was told of these, and did not answer."""
+        """Add settlements that the store did not answer to."""
         self._settlements.update(dict.fromkeys((claim, failed) for claim in claims))
         if len(self._settlements) > self._capacity:
             for oldest in list(self._settlements)[: -self._capacity]:
                 self._settlements.pop(oldest, None)
 
     def answered(self, claims: Iterable[Claim], failed: bool | None) -> None:
-        """It has answered to these, some of which may have been owed."""
+        """Remove settlements that the store has answered to."""
         for claim in claims:
             self._settlements.pop((claim, failed), None)
 
     def settlements(self, keys: Container[str] | None = None) -> list[tuple[list[Claim], bool | None]]:
-        """Give what is owed, by what became of it; for these keys alone, where some are given."""
+        """Return the settlements, by outcome; those of ``keys`` alone if given."""
         owed = [each for each in list(self._settlements) if keys is None or each[0].key in keys]
         kinds = dict.fromkeys(failed for _, failed in owed)
         return [([claim for claim, failed in owed if failed is kind], kind) for kind in kinds]

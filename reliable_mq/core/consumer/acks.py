@@ -48,7 +48,7 @@ Frames: TypeAlias = list[tuple[int, bool]]
 
 
 class AckBatcher:
-    """Acknowledgements of one channel at a time; see the module.
+    """The acks of one channel at a time.
 
     Not thread-safe: one thread, or one event loop, owns it.
 
@@ -131,17 +131,17 @@ class AckBatcher:
 
     @property
     def rested_at(self) -> float:
-        """When finished deliveries begin to be acked as soon as no handler runs; infinite for never."""
+        """From when on deliveries are acked once no handler runs; infinite for never."""
         return self._sent_at + self._rest
 
     def deadline_if(self, *, idle: bool) -> float | None:
-        """Return `deadline`, or where no handler runs (``idle``) `rested_at` if that is earlier."""
+        """Return `deadline`, or if no handler runs (``idle``) the earlier `rested_at`."""
         deadline = self.deadline
         return min(deadline, self.rested_at) if idle and deadline is not None else deadline
 
     @property
     def due_after(self) -> int:
-        """The least number of deliveries that must finish before a frame is due by their number; at least 1."""
+        """How many more deliveries must finish before a frame is due; at least 1."""
         left = self._ack_every - self._run
         if self._half:
             left = min(left, self._half - self._run - len(self._ahead))
@@ -176,7 +176,7 @@ class AckBatcher:
         self.generation = generation
 
     def lost(self) -> int:
-        """Forget the channel. Return the number of its unsettled deliveries, which the broker delivers again."""
+        """Forget the channel. Return the number of its unsettled deliveries."""
         outstanding = self.outstanding
         self._clear()
         self.generation = 0
@@ -195,7 +195,7 @@ class AckBatcher:
         self._last_tag = last
 
     def finished(self, generation: int, tags: Collection[int], now: float) -> int:
-        """Mark tags as finished. Return how many of them were unfinished ones of this channel."""
+        """Mark tags as finished. Return how many of them were unfinished, and are now."""
         unfinished = self._unfinished
         accepted = set(tags)
         if generation != self.generation:
@@ -220,7 +220,7 @@ class AckBatcher:
         return count
 
     def take_out(self, generation: int, tag: int) -> bool:
-        """Take out a tag that the caller settles by a frame of its own; False: that must not be sent."""
+        """Take out a tag to settle by another frame; False: that must not be sent."""
         if generation != self.generation or tag not in self._unfinished:
             self.statistics.stale += 1
             return False

@@ -1,8 +1,8 @@
-"""Whether a delivery that came in may be handed to a handler at all.
+"""Decide whether a delivery may be dispatched to a handler.
 
-Invariants: what is above a limit is refused without an attempt; so is what is in a newer format, or undecodable where
-we have to look, unless that would lose it; what has failed as often as it may is refused, whoever counted; refusing
-concerns this delivery alone.
+Invariants: a delivery above a limit is refused without an attempt; so is one in a newer format, or with headers of ours
+that cannot be decoded, unless that would lose it; one that has failed as often as it may is refused, whoever counted;
+a refusal concerns this delivery alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MOST_OF_OURS: Final = 4096  # bytes of headers of ours on a message that has wa
 
 
 class AdmissionResult(NamedTuple):
-    """What a look at a delivery has found.
+    """The result of the checks of a delivery.
 
     Attributes:
-        refusal: why it is to be dead-lettered unseen; None where it is not.
-        path: the delay queues that it has still to go through before its next attempt.
+        refusal: why it is dead-lettered unseen; None where it is not.
+        path: the delay queues that are left before its next attempt.
         suspect: whether it was in quarantine before.
-        lost: how many attempts have failed since it was published last, with the loss of their consumer.
+        lost: the attempts that failed since it was published last, with the loss of their consumer.
     """
 
     refusal: str | None
@@ -44,14 +44,13 @@ class AdmissionResult(NamedTuple):
 
 
 class Admission:
-    """See the module. Not thread-safe.
+    """Checks deliveries. Not thread-safe.
 
     Args:
-        attempts: the failed attempts of messages, as far as they are remembered.
-        max_attempts: after how many failed attempts a message is refused.
-        max_body_bytes, max_header_bytes: above which a message is refused; None for no limit.
-        broker_counts: whether the broker's own count of failures is that of attempts.
-        keeps: whether what is refused is kept somewhere. Else what cannot be understood is passed as a first attempt.
+        attempts: the failed attempts of messages, as far as they are remembered. max_attempts: the failed attempts
+            after which a message is refused. max_body_bytes, max_header_bytes: above which a message is refused; None
+            for no limit. broker_counts: whether the broker's count of failures is that of attempts. keeps: whether a
+            refused message is kept somewhere. Else one that cannot be decoded is passed as a first attempt.
         statistics: where to count.
     """
 
@@ -77,7 +76,7 @@ class Admission:
         self._statistics = statistics
 
     def plain(self, deliveries: list[Delivery]) -> bool:
-        """Whether all of these are ordinary first deliveries, which `look` would pass. Cheap."""
+        """Whether all are first deliveries without headers of ours, within the limits."""
         max_body, max_header = self._max_body, self._max_header
         for delivery in deliveries:
             properties = delivery.properties
@@ -91,13 +90,13 @@ class Admission:
         return True
 
     def look(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
-        """Look closely at a delivery.
+        """Check a delivery.
 
-        One that has waited is what it was before then, and what is known of its failures is on it.
+        One that has waited in a delay queue is restored, and gets its failed attempts.
 
         Args:
             delivery: as it came.
-            forgiven: where each time that the broker took it back is a failed attempt, how many of them are not.
+            forgiven: of a delivery from quarantine, the returns that are no failed attempts; else None.
         """
         if delivery.redelivered:
             self._statistics.redelivered += 1
@@ -123,7 +122,7 @@ class Admission:
         return AdmissionResult(self._given_up(delivery), *transit)._replace(lost=lost)
 
     def without_body(self, delivery: Delivery, size: int) -> str:
-        """Return why a delivery is refused whose body of `size` bytes was not taken in."""
+        """Return why a delivery without its body of `size` bytes is refused."""
         self._statistics.redelivered += delivery.redelivered
         self._statistics.rejected_unseen += 1
         return (
@@ -154,7 +153,7 @@ class Admission:
         return None
 
     def _unpacked(self, delivery: Delivery) -> RetryState | str:
-        """Take over what our headers say of earlier attempts; answer why they cannot be understood, if so."""
+        """Read earlier attempts from our headers. Return a text if that fails."""
         try:
             return decode_retry_headers(delivery)
         except (NewerFormat, ConsumeError) as error:
@@ -163,5 +162,5 @@ class Admission:
 
 
 def used_up(failed: int, max_attempts: int) -> str:
-    """Say that there are no attempts left."""
+    """Return the reason for a dead letter after the last attempt."""
     return f"{failed} of {max_attempts} attempts failed"

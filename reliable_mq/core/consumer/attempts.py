@@ -1,24 +1,22 @@
-"""How often a message has failed, and which of those who claim to know are believed.
+"""Failed attempts: their description, their number, and who counts them.
 
-RabbitMQ's own counts say something else on every version (``x-delivery-count`` counts lost connections on 4.0 to 4.2
-and skips ``basic.nack`` on 4.3), and a client can send them, and ``x-death``, itself: they are never read. What counts
-is a header of ours, within bounds and in a format that is known, the count of the idempotency store, and what this
-process remembers.
-
-Invariants: a count never goes down for as long as it is remembered; a header that is out of range, of the wrong type or
-without a known format counts as none; at most ``capacity`` messages are remembered, the ones that failed last.
-
-An attempt that failed, described where it failed.
-
-The description is made at once, on the thread or task that ran the handler: ``str(exception)`` is the user's code,
-which an I/O thread must not run, and an exception that is kept keeps every frame of its traceback alive.
+An attempt is described where it fails, on the thread or task that ran the handler: ``str(exception)`` is the user's
+code, which an I/O thread must not run, and an exception that is kept keeps every frame of its traceback alive.
 
 Of an exception group, each exception in it counts, however deep. The strictest wins: the first `DeadLetter` is the
-verdict; else the policy gives up where it would on one of the others; else the longest delay that a `RetryLater` asks
-for is waited for; else that of the policy.
+verdict; else the policy gives up if it would on one of the others; else the longest delay of a `RetryLater` is waited
+for; else that of the policy.
 
-Invariants: a description is bounded, printable, and encodable as UTF-8; making one never raises, whatever the
-exception's class, text or attributes do.
+RabbitMQ's own counts mean something else on every version (``x-delivery-count`` counts lost connections on 4.0 to 4.2
+and skips ``basic.nack`` on 4.3), and a client can send them, and ``x-death``, itself: they are not read. Attempts are
+counted by a header of ours, within bounds and in a known format, by the idempotency store, and by this process.
+
+Invariants:
+
+- a description is bounded, printable, and encodable as UTF-8; making one never raises, whatever the exception's class,
+  text or attributes do;
+- a count never goes down while it is remembered; a header that is out of range, of the wrong type or without a known
+  format counts as none; at most ``capacity`` messages are remembered, the ones that failed last.
 """
 
 from __future__ import annotations
@@ -66,14 +64,14 @@ Kinds = tuple[type[BaseException], ...]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a handler raised.
+    """A failed attempt: the exception of the handler.
 
     Attributes:
         exception_type: the class, with its module.
         exception_message: its text, printable and cut.
         at: when, in seconds since 1970.
-        delay: seconds to wait for the next attempt, where the handler chose them.
-        verdict: why it is to be dead-lettered now, where the handler chose that.
+        delay: seconds to the next attempt, if the handler chose them.
+        verdict: why it is dead-lettered now, if the handler chose that.
         kinds: the exceptions for which the policy is to decide: another attempt follows if it does after each of them.
     """
 
@@ -94,7 +92,12 @@ class _Leaf(NamedTuple):
 
 
 def describe(error: BaseException, at: float) -> Failure:
-    """Describe what a handler raised, or returned as its verdict on an item, at ``at`` (seconds since 1970)."""
+    """Describe an exception that a handler raised, or returned as a verdict.
+
+    Args:
+        error: the exception.
+        at: when, in seconds since 1970.
+    """
     name, text = _name(error), _text(error)
     leaves = _leaves(error)
     if leaves[0].error is not error:
@@ -115,7 +118,7 @@ def describe(error: BaseException, at: float) -> Failure:
 
 
 def shown(error: BaseException) -> str:
-    """Name an exception, with its text, whatever is wrong with it."""
+    """Return the name and the text of an exception, whatever is wrong with it."""
     name = _guarded(lambda: printable(type(error).__name__, _TYPE_LIMIT), _NO_NAME)
     text = _text(error)
     return printable(f"{name}: {text}") if text else name
@@ -136,7 +139,7 @@ def _leaves(error: BaseException) -> list[_Leaf]:
 
 
 def _delays(errors: Iterable[BaseException]) -> tuple[list[float], bool]:
-    """Return the delays that these `RetryLater` ask for, and whether all that are asked for can be used."""
+    """Return the delays of `RetryLater` exceptions, and whether all are valid."""
     delays: list[float] = []
     usable = True
     for error in errors:
@@ -167,7 +170,7 @@ def _text(error: BaseException) -> str:
 
 
 def _guarded(make: Callable[[], str], instead: str) -> str:
-    """Run the user's code that makes a text."""
+    """Call the user's code that returns a text."""
     try:
         return make()
     except BaseException:  # noqa: BLE001 -- whatever it raises: SystemExit would end the worker
@@ -175,7 +178,7 @@ def _guarded(make: Callable[[], str], instead: str) -> str:
 
 
 def printable(text: str, limit: int = MESSAGE_LIMIT) -> str:
-    """Escape what does not print (control characters, line ends, lone surrogates) and cut at ``limit`` characters."""
+    """Escape control characters and surrogates; cut at ``limit`` characters."""
     text = str.__str__(text)[: limit + 1]  # a subclass may change what the methods below do
     if not text.isprintable():
         text = "".join(
@@ -186,7 +189,7 @@ def printable(text: str, limit: int = MESSAGE_LIMIT) -> str:
 
 
 class NewerFormat(Exception):
-    """The message carries headers of ours in a format that is newer than this package knows."""
+    """The message has headers of ours in a newer format than this package knows."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"headers of format {version}, and {headers.FORMAT_VERSION} is the newest that is known here")
@@ -226,7 +229,7 @@ class AttemptHistory:
 
 
 def failures_from_headers(table: Mapping[str, object]) -> AttemptHistory | None:
-    """Read what our headers say of earlier attempts; None where they say nothing, or nothing to be trusted.
+    """Read earlier attempts from our headers; None without any, or without valid ones.
 
     Raises:
         NewerFormat: they are from a newer version of this package, and cannot be understood.
@@ -257,7 +260,9 @@ def whole(value: object) -> int:
 
 
 class AttemptTracker:
-    """What this process remembers of messages that failed, by ``message_id``; without one, nothing. Not thread-safe.
+    """The failed attempts of messages, by ``message_id``. Not thread-safe.
+
+    A message without an id is not remembered.
 
     Args:
         capacity: messages that are remembered at most.
@@ -273,7 +278,7 @@ class AttemptTracker:
         return len(self._failures)
 
     def recall(self, delivery: Delivery) -> AttemptHistory | None:
-        """Answer what is known of a message: what is remembered of it, or else what its delivery says."""
+        """Return the attempts of a message: remembered, or else those of its delivery."""
         claimed = delivery.failures
         known = self._failures.get(_identity(delivery)) if self._failures else None
         if known is None:

@@ -1,15 +1,17 @@
-"""The kill switch of a consumer: when too large a share of handlings fails, it stops handing out, probes, and resumes.
+"""The circuit breaker of a consumer, which users call its `KillSwitch`.
+
+It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes.
 
 ::
 
-    RUNNING --too large a share of enough handlings within the window failed--> PAUSED
-    PAUSED --the pause is over--> PROBING --the one that was handed out succeeded--> RUNNING
-                                          --it failed--> PAUSED, for twice as long
+    RUNNING --too large a share of enough results within the window are failures--> PAUSED
+    PAUSED --the pause is over--> PROBING --the probe succeeded--> RUNNING
+                                          --the probe failed--> PAUSED, for twice as long
 
-Invariants: while paused nothing is to be handed out, while probing one at a time, and one beside it that may hang; what
-was handed out before the pause changes nothing; a pause is at least the switch's ``pause`` and at most its
-``longest_pause``, and ends whether or not there is anything to probe with; memory is a fixed number of counts, however
-many results there are.
+Invariants: while it is PAUSED nothing is dispatched, while PROBING one delivery at a time, and one beside it that may
+hang; results of deliveries dispatched before the pause change nothing; a pause is at least ``pause`` and at most
+``longest_pause`` of the switch, and ends whether or not there is a delivery to probe with; memory is a fixed number of
+counts, however many results there are.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ class _BreakerState(enum.Enum):
 
 
 class Transition(enum.Enum):
-    """What a result has led to."""
+    """A change of the circuit breaker that is logged."""
 
     PAUSED = "paused"
     RESUMED = "resumed"
 
 
 class CircuitBreaker:
-    """See the module. Not thread-safe; ``now`` is a monotonic clock, in seconds.
+    """The state of the breaker. Not thread-safe; ``now`` is a monotonic clock.
 
     Args:
-        switch: when.
+        switch: its thresholds.
     """
 
     __slots__ = ("_beside", "_parts", "_pause", "_probe", "_state", "_switch", "_until")
@@ -54,27 +56,27 @@ class CircuitBreaker:
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
         self._pause = switch.pause
         self._until = 0.0
-        self._probe = False  # one is handed out
-        self._beside = False  # one is that no probe is to wait for
+        self._probe = False  # one is dispatched
+        self._beside = False  # another one is, for which no probe waits
 
     @property
     def paused(self) -> bool:
-        """Whether anything is held back."""
+        """Whether deliveries are held back."""
         return self._state is not _BreakerState.RUNNING
 
     @property
     def deadline(self) -> float | None:
-        """When to ask again what may be handed out; None where that depends on results alone."""
+        """When a pause ends; None where nothing but a result changes the state."""
         return self._until if self._state is _BreakerState.PAUSED else None
 
     def due(self, now: float) -> None:
-        """Time passed."""
+        """End the pause if it is over."""
         if self._state is _BreakerState.PAUSED and now >= self._until:
             self._state, self._probe, self._beside = _BreakerState.PROBING, False, False
 
     @property
     def allows(self) -> int | None:
-        """How many may be handed out; None for any number."""
+        """How many deliveries may be dispatched; None for any number."""
         return (
             None
             if self._state is _BreakerState.RUNNING
@@ -82,16 +84,16 @@ class CircuitBreaker:
         )
 
     def handed_out(self, *, beside: bool = False) -> None:
-        """One was, as a probe; ``beside``: one that may hang, and that another probe does not wait for."""
+        """Note a dispatched probe; ``beside``: it may hang, so no other waits for it."""
         self._probe |= not beside
         self._beside |= beside
 
     def withdrawn(self) -> None:
-        """The probe was taken back, or its channel is lost: there may be another."""
+        """Forget the probe: it was recalled, or its channel is lost."""
         self._probe = self._beside = False
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
-        """So many handlings succeeded and failed; answer what that has changed."""
+        """Count results. Return the transition that they lead to, if any."""
         if self._state is _BreakerState.PAUSED:
             return None
         if self._state is _BreakerState.PROBING:

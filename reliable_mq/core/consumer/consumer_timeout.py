@@ -1,15 +1,14 @@
-"""How old the unacked deliveries of a channel are: the broker takes back what is older than its consumer timeout.
+"""Watch the broker's consumer timeout.
 
-That is 30 minutes unless the broker, a policy or the queue says otherwise, and no client can ask. Up to RabbitMQ 4.2
-the broker closes the channel, with 406 and a text that says so; from 4.3 on it cancels the consumer of a quorum queue.
-Either way it does so some time after the deadline (a channel looks once a minute), and does not say which delivery it
-was.
+The broker takes back deliveries that are unacked for too long. The timeout is 30 minutes unless the broker, a policy or
+the queue says otherwise, and no client can ask. Up to RabbitMQ 4.2 the broker closes the channel, with 406 and a text
+that says so; from 4.3 on it cancels the consumer of a quorum queue. Either way it does so some time after the deadline
+(a channel looks once a minute), and does not say which delivery it was.
 
-What came with one read from the socket is kept together, so that a delivery which is handled in time costs nothing of
-its own.
+Deliveries of one read from the socket are kept together, so that one which is handled in time costs nothing of its own.
 
-Invariants: a delivery is overdue once; what is kept of deliveries that are settled is at most as much as is
-outstanding, and a little more.
+Invariants: a delivery is overdue once; the settled deliveries that are kept are at most as many as are outstanding, and
+a few more.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
 
 
 class ConsumerTimeout(NamedTuple):
-    """The broker has taken back what was unacked for too long.
+    """The broker took deliveries back that were unacked for too long.
 
     Attributes:
         timeout: seconds, where the broker said so.
@@ -53,7 +52,7 @@ class ConsumerTimeout(NamedTuple):
 
 
 def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
-    """Say whether a channel was closed for the consumer timeout: the code alone (406) may mean much else."""
+    """Return the timeout that closed a channel; None for other causes of code 406."""
     if loss.code != _PRECONDITION_FAILED or not _TIMED_OUT.search(loss.text):
         return None
     value = _VALUE.search(loss.text)
@@ -81,7 +80,7 @@ class ConsumerTimeoutMonitor:
         self._kept = 0
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
-        """These came in, in the order of their tags; at least one. The list stays as it is."""
+        """Add deliveries, in the order of their tags; at least one. Keeps the list."""
         self._young.append((now, deliveries))
         self._kept += len(deliveries)
         if self._kept > 2 * self._acks.outstanding + _SPARE:
@@ -94,7 +93,7 @@ class ConsumerTimeoutMonitor:
         self._kept = 0
 
     def look(self, now: float) -> list[Delivery]:
-        """Answer what is overdue since the last look, and forget what was finished."""
+        """Return the deliveries overdue since the last call; forget finished ones."""
         lowest, young = self._acks.first_unfinished, self._young
         while young and young[0][1][-1].delivery_tag < lowest:
             self._kept -= len(young.popleft()[1])
@@ -108,7 +107,7 @@ class ConsumerTimeoutMonitor:
         return found
 
     def unacked(self, age: float, now: float) -> list[Delivery]:
-        """Answer what has been unacked for so many seconds, by the broker's clock."""
+        """Return the deliveries that were unacked for so long, by the broker's clock."""
         since = now - age + max(_SLACK, age * _SLACK_SHARE)
         old = [read for at, read in (*self._old, *self._young) if at <= since]
         return [delivery for read in old for delivery in self._acks.unfinished_of(read)]
@@ -121,7 +120,7 @@ class ConsumerTimeoutMonitor:
         return self._young[0][0] + self.timeout * WARN_AT
 
     def _forget(self) -> None:
-        """Keep what is unfinished alone: a delivery that is not has held up all that came later."""
+        """Forget finished deliveries behind an unfinished one."""
         self._kept = 0
         for reads in (self._old, self._young):
             for _ in range(len(reads)):
@@ -138,7 +137,7 @@ class ConsumerTimeoutMonitor:
 
 
 def named(delivery: Delivery) -> str:
-    """Name a message for a log, whatever is wrong with it."""
+    """Return a name of a message for a log, whatever is wrong with it."""
     try:
         message_id = Properties(delivery.properties).message_id
     except CodecError:
@@ -147,6 +146,6 @@ def named(delivery: Delivery) -> str:
 
 
 def names(deliveries: Sequence[Delivery]) -> str:
-    """Name messages for a log, the first few of them."""
+    """Return names of messages for a log, of the first few."""
     others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
     return f"{', '.join(map(named, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

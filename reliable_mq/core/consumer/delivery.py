@@ -1,4 +1,4 @@
-"""A message delivered to a handler: its properties, its channel, its state, and the number of its attempt.
+"""A message delivered to a handler: its properties, channel, state and attempts.
 
 Invariants: properties and headers are decoded on first use, and an error in them concerns this delivery alone; the
 generation of its channel is stamped on a delivery before anybody sees it, so that a result for a lost channel is known
@@ -68,7 +68,7 @@ del _S
 
 
 class ChannelGeneration:
-    """The channel that deliveries came from; one object per generation, compared by identity.
+    """The channel of deliveries; one object per generation, compared by identity.
 
     Attributes:
         generation: of the channel; never used again.
@@ -154,10 +154,10 @@ class Delivery(RawDelivery):
         return 1 if self.failures is None else self.failures.count + 1
 
     def transaction(self) -> Any:
-        """Begin a transaction of the idempotency store, in which the message becomes done (an inbox).
+        """Begin a transaction of the idempotency store that marks the message done.
 
-        What the handler writes in it and the record that the message is done are committed together, when its block
-        ends, or not at all. Where another holder has taken over meanwhile, nothing is committed. In a function, with a
+        The handler's writes in it and the record that the message is done are committed together, when its block ends,
+        or not at all. If another holder has taken over meanwhile, nothing is committed. In a function, with a
         ``SQLAlchemyStore``::
 
             with delivery.transaction() as session:
@@ -169,8 +169,8 @@ class Delivery(RawDelivery):
                 await session.execute(insert(Order), delivery.json())
 
         Returns:
-            The context manager that the store's ``transaction`` gives for this delivery; for several at once, in a
-            batch handler, call that.
+            The context manager of the store's ``transaction`` for this delivery; for several at once, in a batch
+            handler, call that.
 
         Raises:
             UsageError: the consumer has no idempotency store, or one without transactions.
@@ -214,12 +214,12 @@ class Delivery(RawDelivery):
 
     @property
     def correlation_id(self) -> str | None:
-        """The id of what it belongs to, or answers."""
+        """The id of the request that it answers, or of the group that it belongs to."""
         return self._text("correlation_id")
 
     @property
     def reply_to(self) -> str | None:
-        """The queue that answers are to go to."""
+        """The queue for answers."""
         return self._text("reply_to")
 
     @property
@@ -256,7 +256,7 @@ class Delivery(RawDelivery):
 
     @property
     def timestamp(self) -> datetime | int | None:
-        """When it was made, says its publisher; a number where that is no date (milliseconds for seconds)."""
+        """The time set by its publisher; a number if that is no date (milliseconds, say)."""
         timestamp: datetime | int | None = self._read("timestamp")
         return timestamp
 
@@ -272,7 +272,7 @@ class Delivery(RawDelivery):
         return offset if isinstance(offset, int) else None
 
     def headers_beginning(self, prefix: str) -> Mapping[str, object]:
-        """The headers whose names begin with ``prefix``; what is wrong with the values of others does not matter.
+        """Return the headers whose names begin with ``prefix``, however broken others are.
 
         Raises:
             ConsumeError: the header table itself is broken.
@@ -283,7 +283,7 @@ class Delivery(RawDelivery):
             raise self._broken(error) from error
 
     def restore(self, exchange: str, routing_key: str, properties: bytes) -> None:
-        """Make it what it was before it waited for this attempt; before anybody sees it."""
+        """Undo the changes for a delay queue; to be called before anybody sees it."""
         self._exchange = exchange
         self._routing_key = routing_key
         self._properties = properties

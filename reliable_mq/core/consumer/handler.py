@@ -1,8 +1,8 @@
-"""What is done with deliveries on the thread or task that runs the handler, step by step.
+"""Handle deliveries, on the thread or task that runs the handler, step by step.
 
-`handling` is a generator: it yields what it wants done (a handler called, keys claimed, ...), is sent the answer, or
-has the exception thrown in, and returns what became of each delivery. So the order of claim, effect and completion is
-decided here, once, for both faces; carrying a step out may block or await, as the face does.
+`handling` is a generator: it yields the step to carry out (call the handler, claim keys, ...), is sent the answer, or
+gets the exception thrown in, and returns the result of each delivery. So the order of claim, effect and completion is
+decided here, once, for the sync and the asyncio API; a step may block there, or be awaited.
 
 Without a store: call the handler. With one::
 
@@ -16,8 +16,8 @@ Without a store: call the handler. With one::
                                                            --token stale--> claim again later
                                                            --store failed--> complete again later, without the handler
 
-Where the store did not answer when a claim was released or completed, it is told again before that key is claimed, and
-at the end (`settling`).
+If the store did not answer when a claim was released or completed, that is done again before the key is claimed, and at
+the end (`settling`).
 
 Invariants:
 
@@ -26,13 +26,10 @@ Invariants:
   as done;
 - a handler that has returned is not called again for want of the store's answer;
 - a failed attempt is released before it is reported, or before its key is claimed again, so that the next one may;
-- where the handler's own transaction may be committed though it raised, no attempt is counted unless the store still
-  has the claim: else its last attempt would be dead-lettered with its effect done.
-
-What a handler may be, and what its return value means.
-
-Calling a generator function, or a coroutine function, runs nothing of it. A verdict that is returned is meant as one
-that is raised. Invariant: a delivery is never taken for handled because of either; acking it would lose it.
+- if the handler's own transaction may be committed though it raised, no attempt is counted unless the store still has
+  the claim: else its last attempt would be dead-lettered with its effect done;
+- a delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
+  nothing, or because a verdict was returned instead of raised: acking it would lose it.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ _UNREADABLE: Final = "its record was written by a newer version of this package:
 
 
 class SkipReason(enum.Enum):
-    """What became of a delivery whose handler was not called, or not for the last time."""
+    """Why the handler of a delivery was not called, or will be called again."""
 
     DUPLICATE = "duplicate"
     """The store has it as done."""
@@ -91,13 +88,13 @@ class SkipReason(enum.Enum):
     STORE_FAILED = "store failed"
     """The store did not answer, or refused the token."""
     NOT_BEGUN = "not begun"
-    """The shell did not call the handler; the claim was given up."""
+    """The handler was not called; the claim was given up."""
     CANCELLED = "cancelled"
     """The handler's task was cancelled; the claim was given up."""
 
 
 class NotStarted(Exception):
-    """Thrown in by the shell in place of a `RunHandler` that it does not carry out (now)."""
+    """Raised into the generator when the handler is not to be called now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +103,8 @@ class Skipped:
 
     Attributes:
         delivery: which.
-        what: what became of it.
-        detail: what the store said, where it failed.
+        what: why.
+        detail: the error of the store, if it failed.
     """
 
     delivery: Delivery
@@ -117,13 +114,13 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A delivery whose handler raised, or gave a verdict that is no ack.
+    """A delivery whose handler raised, or returned a verdict that is no ack.
 
     Attributes:
         delivery: which.
-        failure: what the handler raised.
-        alone: whether the failure is this delivery's own; else it was in a batch, and nobody knows whose fault it was.
-        detail: what the store said, where it failed to release the claim.
+        failure: the exception of the handler.
+        alone: whether the failure is this delivery's own; else it is that of a batch, which names no culprit.
+        detail: the error of the store, if it failed to release the claim.
     """
 
     delivery: Delivery
@@ -132,20 +129,20 @@ class Failed:
     detail: str = ""
 
 
-#: What became of a delivery: itself where it was handled.
+#: The result of a delivery; the delivery itself if it was handled.
 Result: TypeAlias = Delivery | Skipped | Failed
 
 
 @dataclass(slots=True)  # not frozen: there is one for each delivery, and that would double its cost
 class RunHandler:
-    """Call the handler with ``argument``; answer with what it returns, or throw what it raises."""
+    """Call the handler with ``argument``; send its return value, or throw its error."""
 
     argument: Delivery | list[Delivery]
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimKeys:
-    """Claim; answer with one `Claim` per key."""
+    """Claim keys; send one `Claim` per key."""
 
     keys: list[str]
     lease: float
@@ -153,14 +150,14 @@ class ClaimKeys:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Complete; answer with one truth value per claim."""
+    """Complete claims; send one truth value per claim."""
 
     claims: list[Claim]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release, as failed or as not tried; answer with one truth value per claim."""
+    """Release claims, as failed or as not tried; send one truth value per claim."""
 
     claims: list[Claim]
     failed: bool
@@ -170,19 +167,19 @@ Step: TypeAlias = RunHandler | ClaimKeys | Complete | Release
 
 
 class ClaimPolicy:
-    """How deliveries are claimed.
+    """The keys and the lease by which deliveries are claimed.
 
     Args:
         queue: its name.
         namespace: of the queue; None for that of the virtual host that a delivery comes from.
-        key: gives the key of a delivery, None where it has none; by default its ``message_id``.
+        key: returns the key of a delivery, or None; by default its ``message_id``.
         lease: seconds after which a claim that nobody settled may be taken over.
-        max_attempts: after how many failed attempts the handler is not called any more.
+        max_attempts: the failed attempts after which the handler is not called any more.
         transaction: the store's method of that name, for the handler; None where it has none.
 
     Attributes:
         key, lease, max_attempts, transaction: as given.
-        owed: what the store is to be told again.
+        owed: the settlements to retry.
     """
 
     __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "owed", "transaction")
@@ -207,7 +204,7 @@ class ClaimPolicy:
         self.owed = SettlementRetries()
 
     def key_of(self, delivery: Delivery) -> str | None:
-        """Answer what to claim for a delivery; None where it has no key."""
+        """Return the key to claim for a delivery; None if it has none."""
         key = delivery.message_id if self.key is None else self.key(delivery)
         if not key:
             return None
@@ -226,16 +223,16 @@ Handling: TypeAlias = Generator[Step, Any, list[Result]]
 def handling(
     deliveries: Sequence[Delivery], *, batch: bool, claiming: ClaimPolicy | None, wall_clock: Callable[[], float]
 ) -> Handling:
-    """Handle deliveries; see the module.
+    """Handle deliveries, step by step.
 
     Args:
         deliveries: at least one. The handler is called for one after the other, or once if ``batch``.
         batch: whether the handler takes a list.
-        claiming: how they are claimed; None without a store.
-        wall_clock: the time of a failure, in seconds since 1970.
+        claiming: how to claim; None without a store.
+        wall_clock: returns the time of a failure, in seconds since 1970.
 
     Returns:
-        What became of each delivery, in any order.
+        The result of each delivery, in any order.
     """
     results: list[Result] = []
     if claiming is None:
@@ -260,18 +257,18 @@ def handling(
 
 
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
-    """Tell the store again of all that it did not answer to. What it still does not answer to stays owed."""
+    """Retry the settlements that the store did not answer to."""
     for claims, failed in claiming.owed.settlements():
         yield from _settle(claiming, claims, failed)
 
 
 def _is_completed(delivery: Delivery) -> bool:
-    """Whether its handler has completed it, in a transaction of the store."""
+    """Whether the handler has completed the claim, in a transaction of the store."""
     return delivery.hold is not None and delivery.hold.commit is CommitState.DONE
 
 
 def _failed_or_unknown(result: Failed, released: object) -> Result:
-    """Say what became of a delivery whose handler raised, and whose claim was released: True, False or an error."""
+    """Return the result after a failure. ``released``: True, False or an error's text."""
     detail = released if isinstance(released, str) else ""
     hold = result.delivery.hold
     if (detail or not released) and hold is not None and hold.commit is CommitState.UNKNOWN:
@@ -283,7 +280,7 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
 def _judge(
     deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float]
 ) -> Generator[Step, Any, tuple[list[Delivery], list[Failed], list[Delivery]]]:
-    """Call the handler; answer with the deliveries that it handled, those that it did not, and those not begun."""
+    """Call the handler. Return the deliveries handled, failed, and not begun."""
     handled: list[Delivery] = []
     failed: list[Failed] = []
     left: list[Delivery] = []
@@ -322,7 +319,7 @@ def _judge(
 def _claim(
     deliveries: list[Delivery], claiming: ClaimPolicy, results: list[Result], wall_clock: Callable[[], float]
 ) -> Generator[Step, Any, dict[Delivery, Claim]]:
-    """Claim; answer with the deliveries that are to be handled, and put the others among the results."""
+    """Claim keys. Return the deliveries to handle; put the others among the results."""
     keys: dict[Delivery, str] = {}
     for delivery in deliveries:
         try:
@@ -369,7 +366,7 @@ def _claim(
 
 
 def _give_up(claiming: ClaimPolicy, claims: list[Claim]) -> Generator[Step, Any, str]:
-    """Release what was not tried. Where the store did not answer, answer with what it said."""
+    """Release claims of deliveries not tried. Return the store's error, or ""."""
     answer = yield from _settle(claiming, claims, failed=False)
     return answer if isinstance(answer, str) else ""
 
@@ -391,7 +388,7 @@ def _complete(
 def _settle_before(
     claiming: ClaimPolicy, keys: dict[Delivery, str], results: list[Result]
 ) -> Generator[Step, Any, None]:
-    """Tell the store again what it did not answer to of these keys; where it still does not, they are not claimed."""
+    """Retry the settlements of these keys; leave out those that the store still fails."""
     for claims, failed in claiming.owed.settlements(set(keys.values())):
         answer = yield from _settle(claiming, claims, failed)
         if isinstance(answer, str):
@@ -402,7 +399,7 @@ def _settle_before(
 
 
 def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
-    """Complete claims, or release them, as ``failed`` or not; answer as `_ask` does."""
+    """Complete claims, or release them, as ``failed`` or not. Returns as `_ask`."""
     answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):
         claiming.owed.add(claims, failed)
@@ -412,7 +409,7 @@ def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> 
 
 
 def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:
-    """Ask the store for ``count`` answers; a text where it did not give them. It is not asked for none."""
+    """Return ``count`` answers of the store, or the text of its error."""
     if not count:
         return []
     try:
@@ -425,12 +422,12 @@ def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, An
 
 
 def is_coroutine_function(handler: object) -> bool:
-    """Whether this is to be awaited: a coroutine function, or an object that is called as one."""
+    """Whether this is a coroutine function, or an object that is called as one."""
     return _is(inspect.iscoroutinefunction, handler)
 
 
 def check_handler(handler: object) -> None:
-    """Refuse what cannot handle anything.
+    """Refuse a handler that cannot handle anything.
 
     Raises:
         ConfigurationError: it cannot be called, or is a generator function.
@@ -442,15 +439,15 @@ def check_handler(handler: object) -> None:
 
 
 def check_answer(answer: object, *, batch: bool) -> None:
-    """Raise what a handler returned, if that is a verdict; refuse it where it shows that nothing was done.
+    """Raise a verdict that a handler returned; refuse a value of one that did nothing.
 
     Args:
-        answer: what it returned.
+        answer: the return value.
         batch: whether the handler takes a list; its verdicts are read elsewhere.
 
     Raises:
-        RetryLater, DeadLetter: it is that, or that class.
-        UsageError: it is a coroutine or a generator.
+        RetryLater, DeadLetter: the value is that, or that class.
+        UsageError: the value is a coroutine or a generator.
     """
     if not batch:
         if isinstance(answer, (RetryLater, DeadLetter)):

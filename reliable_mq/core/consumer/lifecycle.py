@@ -1,4 +1,4 @@
-"""The life of a consumer, from its first subscription to the end of its connection.
+"""The life of a consumer, from its subscription to the end of its connection.
 
 `TRANSITIONS` is the whole of it. A consumer that stops first cancels its subscription; what it requeues leaves after
 that, or the broker would deliver it here again. Then it waits for a moment before it sends anything: if quick handlers
@@ -83,7 +83,7 @@ _SILENT: Final = frozenset({_S.CANCELLING, _S.SETTLING})
 
 
 class Unsubscribe(NamedTuple):
-    """Cancel the subscriptions of the open channel; `ConsumerSession.unsubscribed` follows, or the loss."""
+    """Cancel the subscriptions of the channel; `unsubscribed` follows, or `lost`."""
 
 
 class Resubscribe(NamedTuple):
@@ -112,7 +112,7 @@ SubscriptionChange = Unsubscribe | Resubscribe | ReopenChannel | SubscribeToQuar
 
 
 class ConsumerLifecycle:
-    """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock, in seconds.
+    """The state of one consumer. Not thread-safe; ``now`` is a monotonic clock.
 
     Args:
         consumer_tag: of the first subscription.
@@ -177,7 +177,7 @@ class ConsumerLifecycle:
             self.unsubscribed(-inf)  # there is nothing to wait for
 
     def cancelled(self, now: float) -> bool:
-        """Note that the broker cancelled the subscription; False where that changes nothing."""
+        """Note that the broker cancelled the subscription; False if that is no news."""
         if self.state is not ConsumerState.SUBSCRIBED:
             return False
         self.state = ConsumerState.RESUBSCRIBING
@@ -227,7 +227,7 @@ class ConsumerLifecycle:
         self.prefetch = self._wanted = prefetch
 
     def change_prefetch(self, prefetch: int) -> bool:
-        """Subscribe anew with this prefetch; False where that waits until nothing is unacked."""
+        """Subscribe anew with this prefetch; False: as soon as nothing is unacked."""
         self._wanted = prefetch
         if self.subscribed and self._single_active:
             return False
@@ -249,7 +249,7 @@ class ConsumerLifecycle:
     # Progress
 
     def tick(self, now: float, *, drained: bool) -> None:
-        """Advance to ``now``; ``drained``: nothing runs. To be called before anything is sent."""
+        """Advance the timers to ``now``, before data is sent; ``drained``: nothing runs."""
         if self._patience is not None and now >= self._patience:
             self._patience = None
             if self.state is ConsumerState.RESUBSCRIBING:
@@ -264,7 +264,7 @@ class ConsumerLifecycle:
             self.end()
 
     def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
-        """Take the next steps, after everything was sent; ``unacked``: some deliveries are.
+        """Take the next steps, after data was sent; ``unacked``: some deliveries are.
 
         Returns:
             The changes of the subscription to carry out.
@@ -313,7 +313,7 @@ class ConsumerLifecycle:
         return min((time for time in times if time is not None), default=None)
 
     def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
-        """Reopen the channel after a moment in which nothing came: acks on their way would be lost with this one."""
+        """Reopen the channel after an idle moment: acks on their way are lost with it."""
         idle = self.state is ConsumerState.SUBSCRIBED and self.subscribed and not unacked
         if not idle or self.prefetch == self._wanted:
             self._renewal = None

@@ -1,4 +1,4 @@
-"""Apply handler outcomes: ack, retry, dead-letter or requeue; and the outcomes of what is published for deliveries.
+"""Apply outcomes of handlers and publishes: ack, retry, dead-letter or requeue.
 
 Invariants: a result of a lost channel changes nothing but the failed attempts that are remembered of its message; a
 result that comes after the consumer timeout has taken its delivery back not even those, since that was counted as a
@@ -54,6 +54,7 @@ class OutcomeHandler:
         breaker: the circuit breaker; None where there is none.
 
     Attributes:
+        recall: whether to recall dispatched deliveries, since the circuit breaker has opened; for the reader to reset.
         overrunning: handlers that run on with deliveries that the consumer timeout took back.
     """
 
@@ -78,7 +79,7 @@ class OutcomeHandler:
         self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._breaker = breaker
-        self._recall = False
+        self.recall = False
         self.overrunning = 0
         self._logged: Failure | None = None  # of the last batch that failed
         self._outcomes = {
@@ -89,11 +90,6 @@ class OutcomeHandler:
             SkipReason.STORE_FAILED: self._store_failed,
             SkipReason.CANCELLED: self._cancelled,
         }
-
-    def take_recall(self) -> bool:
-        """Whether the circuit breaker has opened: dispatched deliveries that no handler began with are recalled."""
-        recall, self._recall = self._recall, False
-        return recall
 
     def finished(self, results: Sequence[Result], now: float, since: float) -> None:
         """Apply the results of handlers, which had ended at ``since``."""
@@ -122,7 +118,7 @@ class OutcomeHandler:
                     self._stale(result.delivery)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
-        """Count a failed attempt, as of a ``TimeoutError``: the broker took the delivery back from its handler.
+        """Count a failed attempt: the broker took the delivery back from its handler.
 
         Args:
             delivery: which; its handler runs on.
@@ -193,9 +189,10 @@ class OutcomeHandler:
         return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
-        """Retry a delivery that was returned to quarantine without a result, as after a failed attempt.
+        """Retry a delivery that came back to quarantine without a result.
 
-        Without a delay, it would kill one consumer of its queue after the other, until none is left for its neighbours.
+        That counts as a failed attempt.         Without a delay, it would kill one consumer of its queue after the
+        other, until none is left for its neighbours.
         """
         failures = delivery.failures = delivery.failures or AttemptHistory()
         delay = self._retry.delay(failures.count, self._random) or 0.0
@@ -216,7 +213,7 @@ class OutcomeHandler:
         return None
 
     def still_running(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Return those of these recalled deliveries that are of the open channel, and not timed out by the broker."""
+        """Return the recalled deliveries of the open channel that did not time out."""
         current = []
         for delivery in deliveries:
             if delivery.state is DeliveryState.TIMED_OUT:
@@ -250,7 +247,7 @@ class OutcomeHandler:
             return
         change = breaker.settled(handled, failed, now)
         if change is Transition.PAUSED:
-            self._recall = True
+            self.recall = True
             self._statistics.pauses += 1
             self._settlement.log(LogEventKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
         elif change is Transition.RESUMED:
@@ -377,7 +374,7 @@ class OutcomeHandler:
         self._settlement.hold(outcome.delivery, now + _backoff(outcome.delivery.store_failures))
 
     def _cancelled(self, outcome: Skipped, now: float) -> None:
-        """Requeue a delivery, without an attempt. A redelivered one is held first, or it might come back at once."""
+        """Requeue a delivery; hold a redelivered one first, or it might come back at once."""
         delivery = outcome.delivery
         self._settlement.log(LogEventKind.CANCELLED, delivery, outcome.detail)
         if delivery.redelivered or self._settlement.stream_offset is not None:

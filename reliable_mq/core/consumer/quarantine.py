@@ -1,17 +1,18 @@
-"""The quarantine of a queue: where messages are handled one at a time that may be what kills or hangs their consumer.
+"""The quarantine of a queue, for messages that may kill or hang their consumer.
 
-A message that kills its consumer comes again, and so do all that were prefetched beside it. The broker counts how often
-(``x-delivery-count``); what has come back twice without a verdict is suspect, more often where this process has lost
-channels itself and lives, unless that was over the consumer timeout. A suspect is moved, confirmed, to a queue of its
-own beside the first, which is consumed with a prefetch of 1: there, a return is the message's own fault, and counts as
-a failed attempt. The next one follows after its delay, and so does the first one there: at once, a killer would have
-one consumer after the other, and its neighbours none. So a killer is handed out twice from its queue and
-``max_attempts`` times from quarantine, and then dead-lettered; its neighbours are handed out twice beside it, then by
-themselves.
+It is a second queue, whose messages are handled one at a time. A message that kills its consumer comes again, and so do
+all that were prefetched beside it. The broker counts how often (``x-delivery-count``); a message that has come back
+twice without a result is suspect, or more often if this process has lost channels itself and lives, unless that was
+over the consumer timeout. A suspect is moved, confirmed, to a queue of its own beside the first, which is consumed with
+a prefetch of 1: there, a return is the message's own fault, and counts as a failed attempt. The next one follows after
+its delay, and so does the first one there: without a delay, a killer would kill one consumer after the other, and its
+neighbours would have none. So a killer is dispatched twice from its queue and ``max_attempts`` times from quarantine,
+and then dead-lettered; its neighbours are dispatched twice beside it, then without it.
 
-From 4.3 on, what a consumer hands back as it stops is counted in ``x-acquired-count`` alone, with every return; so is
-what the consumer timeout takes back. Only a process that has seen that suspects for it as soon; for others it takes
-more than a few restarts. Up to 4.2 there is one count of all returns, and two restarts are as good as two crashes.
+From 4.3 on, deliveries that a consumer requeues as it stops are counted in ``x-acquired-count`` alone, with every
+return; so are those that the consumer timeout takes back. Only a process that has seen such a timeout suspects them as
+soon; for others it takes more than a few restarts. Up to 4.2 there is one count of all returns, and two restarts count
+as two crashes.
 
 Invariants: the broker's counts are believed of deliveries only that the broker says are redelivered (a client can send
 them itself; that costs a detour, no attempt); quarantine is subscribed to a moment after the queue is, so that a
@@ -45,7 +46,9 @@ QUARANTINE_SUFFIX: Final = ".quarantine"
 
 
 class Quarantine:
-    """What a session knows of the quarantine of its queue. Not thread-safe.
+    """A quarantine, and the evidence against the messages of its queue.
+
+    Not thread-safe.
 
     Args:
         queue: as it is declared.
@@ -89,11 +92,11 @@ class Quarantine:
         )
 
     def opened(self) -> None:
-        """A channel is open."""
+        """Begin with a channel."""
         self._open, self._due, self._here = True, None, True
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
-        """It is gone; ``timed_out``: what the consumer timeout has taken back then, where that was the reason."""
+        """Forget the channel; ``timed_out``: the deliveries for which it was closed."""
         self.losses += self._here and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
         self.active = self._open = self._here = self._received = False
@@ -104,11 +107,11 @@ class Quarantine:
         self._timed_out = True
 
     def ended(self) -> None:
-        """The subscription to the queue has ended: there is to be none to quarantine on this channel."""
+        """Subscribe to quarantine no more on this channel: the consumer is stopping."""
         self._open, self._due = False, None
 
     def subscribe(self, now: float) -> bool:
-        """Whether it is time to subscribe; true once per channel."""
+        """Whether to subscribe now; true once per channel."""
         if self._open and self._due is None:
             self._due = now + AFTER
         if self._due is None or now < self._due:
@@ -118,20 +121,20 @@ class Quarantine:
 
     @property
     def deadline(self) -> float | None:
-        """When to ask `subscribe` again."""
+        """When to subscribe; None if that is done, or not known yet."""
         return self._due
 
     def has(self, delivery: Delivery) -> bool:
-        """Whether it came from quarantine."""
+        """Whether the delivery came from quarantine."""
         return delivery.consumer_tag == self.consumer_tag
 
     def received(self) -> int:
-        """A delivery came from it: answer how many of its returns are no failed attempts."""
+        """Note a delivery from quarantine. Return how many of its returns count as none."""
         self._received = True
         return self.forgiven
 
     def suspects(self, delivery: Delivery) -> bool:
-        """Whether a delivery from the queue is to be moved."""
+        """Whether to move a delivery of the queue to quarantine."""
         if not delivery.redelivered:
             return False
         if _crashes(delivery) >= SUSPECT_FROM + self.losses:
@@ -140,27 +143,27 @@ class Quarantine:
 
 
 def returns(delivery: Delivery) -> int:
-    """How often the broker has taken a delivery back from a consumer, by its own count; 0 where it does not say."""
+    """Return how often a delivery came back, by the broker's count; 0 without one."""
     return max(_counts(delivery))
 
 
 def failures_by_broker(delivery: Delivery) -> int:
-    """How many attempts have failed by the count of a broker from 4.3 on, lost consumers included.
+    """Return the failed attempts by the count of a broker from 4.3 on.
 
-    A client can send that count, until the broker has one; but not one of returns beside it, which a delivery that came
-    back always has from the broker, and which is never less.
+    Lost consumers are included. A client can send that count, until the broker has one; but not one of returns beside
+    it, which a delivery that came back always has from the broker, and which is never less.
     """
     return min(_counts(delivery))
 
 
 def _crashes(delivery: Delivery) -> int:
-    """How often it came back since its consumer was lost, or rejected it; up to 4.2, how often at all."""
+    """Return how often its consumer was lost or rejected it; up to 4.2, all returns."""
     failed, acquired = _counts(delivery)
     return min(failed, acquired) if acquired else failed
 
 
 def _counts(delivery: Delivery) -> tuple[int, int]:
-    """Read what the broker counts."""
+    """Read the counts of the broker."""
     view = Properties(delivery.properties)
     try:
         failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in _COUNTS)

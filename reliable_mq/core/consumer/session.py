@@ -191,7 +191,7 @@ class ConsumerSession:
     # Events: the channel
 
     def opened(self, generation: int, channel: int, namespace: str = "") -> None:
-        """Begin with a channel that is open and subscribed, in the virtual host of this namespace."""
+        """Begin with a subscribed channel, in the virtual host of this namespace."""
         self._settlement.opened(ChannelGeneration(generation, channel, self._queue, namespace))
         self._timeouts.clear()
         if self._quarantine is not None:
@@ -199,7 +199,7 @@ class ConsumerSession:
         self.lifecycle.opened()
 
     def delivered(self, deliveries: list[Delivery], now: float) -> None:
-        """Take in deliveries of the open channel, in their order; at least one. The list is the session's to keep.
+        """Take in deliveries, in their order; at least one. The session keeps the list.
 
         Raises:
             ValueError: they break the protocol: a delivery tag does not follow the one before, or far more deliveries
@@ -231,7 +231,7 @@ class ConsumerSession:
         self._dispatcher.add(deliveries, now)
 
     def oversized(self, delivery: Delivery, size: int, now: float) -> None:
-        """Take in a delivery of the open channel without its body of `size` bytes, which only the broker has."""
+        """Take in a delivery without its body of `size` bytes, which only the broker has."""
         source = self._settlement.source
         if source is None:
             self.statistics.stale += 1
@@ -250,7 +250,7 @@ class ConsumerSession:
             self._settlement.requeue([delivery])
 
     def cancelled(self, now: float) -> bool:
-        """End a subscription that the broker cancelled, while the channel is open. Returns whether there was one.
+        """End a subscription that the broker cancelled; False if there is none.
 
         Dispatched deliveries that no handler began with are to be `withdrawn`.
         """
@@ -295,7 +295,10 @@ class ConsumerSession:
         self._timed_out = found
 
     def lost(self, generation: int) -> None:
-        """Forget a lost channel. Dispatched deliveries that no handler began with are to be `withdrawn`."""
+        """Forget a lost channel.
+
+        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        """
         if self._settlement.source is None or generation != self._settlement.source.generation:
             return
         self._settlement.lost(self._take_queued())
@@ -349,12 +352,15 @@ class ConsumerSession:
         return True
 
     def end(self) -> None:
-        """Stop at once. Dispatched deliveries that no handler began with are to be `withdrawn`."""
+        """Stop at once.
+
+        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        """
         self.lifecycle.end()
         self._end_subscription()
 
     def subscribing(self, prefetch: int) -> None:
-        """Fit the session to a new channel, which is being subscribed with this prefetch. Errors as `set_prefetch`."""
+        """Fit the session to a channel that is being subscribed. Errors as `set_prefetch`."""
         self.set_prefetch(prefetch)
         self.lifecycle.subscribing(prefetch)
         self._bound(prefetch)
@@ -387,9 +393,9 @@ class ConsumerSession:
 
     def poll(self, now: float) -> Actions:
         """Advance to ``now``, and return the actions to carry out."""
-        settlement, dispatcher, lifecycle = self._settlement, self._dispatcher, self.lifecycle
+        settlement, dispatcher, lifecycle, outcomes = self._settlement, self._dispatcher, self.lifecycle, self._outcomes
         for item in settlement.due(now):
-            delivery = self._outcomes.due(item)
+            delivery = outcomes.due(item)
             if delivery is not None:
                 dispatcher.add_alone(delivery)
         dispatcher.due(now)
@@ -398,17 +404,17 @@ class ConsumerSession:
             self._warn(overdue)
         if self._quarantine is not None and lifecycle.consuming and self._quarantine.subscribe(now):
             lifecycle.subscribe_to_quarantine()
-        if self._outcomes.take_recall():
+        if outcomes.recall:
+            outcomes.recall = False
             return Actions(lifecycle.state, recall=True)
         dispatch, count = dispatcher.take()
         self._running += count
-        declare = settlement.republish.take_declarations()
-        publish = settlement.republish.take()
+        declare, publish = settlement.republish.take_all()
         steady = lifecycle.steady
         if not steady:
             lifecycle.tick(now, drained=self.drained)
         data = b""
-        if not lifecycle.silent:
+        if steady or not lifecycle.silent:
             data = settlement.take_output(now, idle=not self._running)
             if data:
                 lifecycle.sent(len(data), now)
@@ -420,26 +426,29 @@ class ConsumerSession:
         if not steady:
             subscribe = lifecycle.advance(now, drained=self.drained, unacked=bool(self._acks.outstanding))
         report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_LOOK else 1
-        return Actions(
+        log, wake_at = settlement.take_log(), self._wake_at(now, report_after)
+        return Actions(  # by position: that is twice as fast
             lifecycle.state,
-            recall=False,
-            dispatch=dispatch,
-            declare=declare,
-            publish=publish,
-            data=data,
-            dispatch_quarantined=quarantined,
-            subscribe=subscribe,
-            log=settlement.take_log(),
-            wake_at=self._wake_at(now, report_after),
-            report_after=report_after,
+            False,  # recall
+            dispatch,
+            declare,
+            publish,
+            data,
+            quarantined,
+            subscribe,
+            log,
+            wake_at,
+            report_after,
         )
 
     @property
     def deadline(self) -> float | None:
         """When `poll` is to be called if nothing happens until then; None for never."""
-        acks = self._acks.deadline_if(idle=not self._running)
-        times = (acks, self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline)
-        return min((time for time in times if time is not None), default=None)
+        at = self._acks.deadline_if(idle=not self._running)
+        for other in (self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline):
+            if other is not None and (at is None or other < at):
+                at = other
+        return at
 
     # For anyone
 
@@ -476,12 +485,12 @@ class ConsumerSession:
 
     @property
     def held(self) -> int:
-        """The number of deliveries that wait for their next attempt, or to be published again."""
+        """The number of deliveries held: for their next attempt, or to be published."""
         return self._settlement.held
 
     @property
     def rested_at(self) -> float:
-        """When handled deliveries begin to be acked as soon as no handler runs; infinite for never."""
+        """From when on deliveries are acked once no handler runs; infinite for never."""
         return self._acks.rested_at
 
     @property
@@ -490,7 +499,7 @@ class ConsumerSession:
         return self._acks.outstanding
 
     def _bound(self, prefetch: int, unacked: int = 0) -> None:
-        """Bound the memory that a broker which ignores the prefetch can fill. A stream may send a whole chunk."""
+        """Bound the unacked deliveries. A stream may send a whole chunk at once."""
         bounded = prefetch and not self.automatic and self.stream_offset is None
         self._most = 4 * (prefetch + unacked) + _SPARE if bounded else None
 
@@ -518,7 +527,7 @@ class ConsumerSession:
         return False
 
     def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
-        """Move a delivery to quarantine, if it is suspect, not from there, and can be moved."""
+        """Move a suspect to quarantine; False if it is none, or cannot be moved."""
         quarantine = self._quarantine
         if quarantine is None or quarantine.has(delivery):
             return False
@@ -548,14 +557,17 @@ class ConsumerSession:
         return [] if self.automatic else [*self._dispatcher.clear(), *self._settlement.release()]
 
     def _wake_at(self, now: float, report_after: int) -> float | None:
-        if self.lifecycle.state is ConsumerState.ENDED:
+        lifecycle = self.lifecycle
+        if lifecycle.state is ConsumerState.ENDED:
             return None
         at = self.deadline
         if report_after > 1 and self._running:
             look = now + self._acks.interval
             rested = self._acks.rested_at  # results that come before are not reported one by one
             at = min(look, rested if rested > now else look, look if at is None else at)
-        if at is not None and self.lifecycle.silent:
+        if lifecycle.steady:
+            return at
+        if at is not None and lifecycle.silent:
             at = max(at, now + _SHORTEST_LOOK)
-        ends = self.lifecycle.deadline
+        ends = lifecycle.deadline
         return ends if at is None or (ends is not None and ends < at) else at

@@ -1,5 +1,6 @@
-"""Settle deliveries: ack, reject, requeue, or republish and then ack; and hold them until then.
+"""Settle deliveries: ack, reject, requeue, or republish and then ack.
 
+Until then they are held here, if they wait for a time.
 Which of these happens is decided elsewhere (`ConsumerSession`, `OutcomeHandler`).
 
 Invariants:
@@ -31,7 +32,7 @@ from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishReques
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reliable_mq.core.consumer.acks import Frames
     from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
@@ -45,7 +46,7 @@ __all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "Settlement"]
 
 
 class RepublishQueue:
-    """Messages to publish in place of deliveries: dead letters, retries, and those that go to quarantine.
+    """Messages to publish in place of deliveries: dead letters, retries, suspects.
 
     A retry goes to the first delay queue of its path. A queue that is not known to exist on this channel's broker is
     declared first, and its messages wait for that; one that turns out to be missing is declared again. Not thread-safe.
@@ -87,13 +88,13 @@ class RepublishQueue:
         return True
 
     def delay(self, delivery: Delivery, delay: float, *, suspect: bool = False) -> bool:
-        """Send a delivery through delay queues for ``delay`` seconds; False where it must be held instead."""
+        """Delay a delivery in delay queues, for seconds; False: it must be held instead."""
         return self._delay_queues is not None and self.forward(
             delivery, self._delay_queues.path(delay), suspect=suspect
         )
 
     def forward(self, delivery: Delivery, path: Sequence[int], *, suspect: bool = False) -> bool:
-        """Send a delivery through these delay queues, one after the other; False where it must be held instead."""
+        """Send a delivery through these delay queues; False: it must be held instead."""
         if self._delay_queues is None or not path:
             return False
         path = self._delay_queues.through(path)
@@ -108,7 +109,7 @@ class RepublishQueue:
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
-        """Move a delivery to quarantine, which is declared with the queue; False where that cannot be.
+        """Move a delivery to quarantine, which is declared; False if that cannot be.
 
         With a ``delay``, in seconds, it waits in delay queues first, and goes on to quarantine from its own queue.
         """
@@ -137,13 +138,13 @@ class RepublishQueue:
         self._undeclared.setdefault(queue.name, []).append(republish)
 
     def missing(self, republish: RepublishRequest) -> None:
-        """Declare the queue of a message that was returned, since it does not exist any more, and publish it again."""
+        """Declare the missing queue of a returned message, and publish it again."""
         if republish.queue is not None:
             self._known.discard(republish.queue.name)
         self.again(republish)
 
     def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
-        """End a declaration. Return the messages that cannot be published for want of the queue."""
+        """End a declaration. Return the messages that have no queue to go to."""
         waiting = self._undeclared.pop(name, [])
         if not ok:
             self._refused.add(name)
@@ -156,23 +157,25 @@ class RepublishQueue:
         """End a publish, whatever its outcome."""
         self._publishing.discard(republish)
 
+    def take_all(self) -> tuple[Sequence[Queue], Sequence[RepublishRequest]]:
+        """Take the queues to declare, and the messages to publish now."""
+        if self._ready or self._declarations:
+            return self.take_declarations(), self.take()
+        return (), ()
+
     def take(self) -> list[RepublishRequest]:
         """Take the messages to publish now; each is to be `settled`."""
-        if not self._ready:
-            return []
         ready, self._ready = self._ready, []
         self._publishing.update(ready)
         return ready
 
     def take_declarations(self) -> list[Queue]:
-        """Take the queues to declare; each is to be `declared`, unless the channel is lost."""
-        if not self._declarations:
-            return []
+        """Take the queues to declare; each is `declared`, unless the channel is lost."""
         declarations, self._declarations = self._declarations, []
         return declarations
 
     def quarantining(self, source: ChannelGeneration | None) -> bool:
-        """Whether a delivery of this channel is being moved to quarantine, and is not acked yet."""
+        """Whether a delivery of this channel is being moved to quarantine."""
         return any(
             one.purpose is RepublishReason.QUARANTINE and one.delivery.source is source for one in self._publishing
         )
@@ -202,6 +205,7 @@ class LogEventKind(enum.Enum):
     DROPPED = "failed, and acknowledged automatically"
 
 
+_FINISHED: Final = DeliveryState.FINISHED  # a global is looked up faster than a member of an enum
 #: After these no consumer has the message any more, and people look for the reason in the log.
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
@@ -214,7 +218,7 @@ class LogEvent(NamedTuple):
     text: str
 
     def line(self, consumer: str) -> str:
-        """Return the line for the log of the consumer of this name: the message, its failed attempts, the reason."""
+        """Return the line for the log: the message, its failed attempts, the reason."""
         if self.delivery is None:
             return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
         line = f"{named(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
@@ -229,7 +233,9 @@ class LogEvent(NamedTuple):
 
 
 class Settlement:
-    """The deliveries that no handler has and none waits for, and the frames to send for them. Not thread-safe.
+    """The deliveries that wait for no handler, and the frames to send.
+
+    Not thread-safe.
 
     Args:
         acks: batches the acks; None with automatic acks.
@@ -291,14 +297,14 @@ class Settlement:
         self._requeued.clear()
 
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
-        """Have deliveries acked, in time or ``at_once``. Return how many were not finished before."""
+        """Ack deliveries, in time or ``at_once``. Return how many were unfinished."""
         self._flush |= at_once
         for delivery in deliveries:
-            delivery.state = DeliveryState.FINISHED
+            delivery.state = _FINISHED
         return self.acks.finished(self.acks.generation, [delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
-        """Hold a delivery, or a publish of it, until then; requeue it where no deliveries are dispatched any more."""
+        """Hold a delivery, or a publish of it, until then; requeue it in a stop."""
         delivery = item.delivery if isinstance(item, RepublishRequest) else item
         if self._lifecycle.consuming:
             delivery.state = DeliveryState.HELD
@@ -306,10 +312,14 @@ class Settlement:
         else:
             self.requeue([delivery])
 
-    def due(self, now: float) -> Iterator[Delivery | RepublishRequest]:
-        """Yield everything that was held until now."""
+    def due(self, now: float) -> Iterable[Delivery | RepublishRequest]:
+        """Take everything that was held until now."""
+        if not self._held or self._held[0][0] > now:
+            return ()
+        items = []
         while self._held and self._held[0][0] <= now:
-            yield heapq.heappop(self._held)[2]
+            items.append(heapq.heappop(self._held)[2])
+        return items
 
     def release(self) -> list[Delivery]:
         """Return the deliveries that are held, and hold them no longer."""
@@ -318,7 +328,7 @@ class Settlement:
         return released
 
     def dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """Publish the dead letter of a delivery, or where there is no queue for that, reject it."""
+        """Publish the dead letter of a delivery; without a queue for that, reject it."""
         if delivery.failures is not None:
             delivery.failures.verdict = reason
         if self.republish.dead_letter(delivery, reason):
@@ -334,11 +344,11 @@ class Settlement:
             self.attempts.forget(delivery)
 
     def reject_for_retry(self, delivery: Delivery) -> None:
-        """Send ``basic.reject`` with ``requeue``: the broker counts a failure, and delays the delivery."""
+        """Reject and requeue: the broker counts a failure, and delays the delivery."""
         self._send_reject(delivery, requeue=True)
 
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Requeue deliveries with the next output: the later that is, the fewer frames it takes."""
+        """Requeue deliveries with the next output: a late one takes fewer frames."""
         deliveries = list(deliveries)
         for delivery in deliveries:
             delivery.state = DeliveryState.SETTLED
@@ -349,15 +359,15 @@ class Settlement:
         """Add a line to the log."""
         self._log.append(LogEvent(kind, delivery, text))
 
-    def take_log(self) -> list[LogEvent]:
+    def take_log(self) -> Sequence[LogEvent]:
         """Take the lines to log."""
         if not self._log:
-            return []
+            return ()
         events, self._log = self._log, []
         return events
 
     def take_output(self, now: float, *, idle: bool) -> bytes:
-        """Take the bytes to write on the open channel, where no handler runs if it is ``idle``; empty for none."""
+        """Take the bytes to write on the open channel; ``idle``: no handler runs."""
         flush, self._flush = self._flush or not self._lifecycle.consuming, False
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:

@@ -1,4 +1,6 @@
-"""Where to go on in a stream when its channel is lost: a stream keeps what was consumed, and no count of acks.
+"""The offset at which to go on in a stream when its channel is lost.
+
+A stream keeps consumed messages, and no count of acks.
 
 Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; what was settled behind
 an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams. Memory is
@@ -38,7 +40,7 @@ class StreamOffset:
         self._unseen = 0  # offsets below were delivered on this channel or an earlier one
 
     def delivered(self, deliveries: Iterable[Delivery], lowest: int) -> None:
-        """These came in, in order; all with a delivery tag below ``lowest`` are settled."""
+        """Add deliveries, in order; all with a tag below ``lowest`` are settled."""
         self._forget(lowest)
         for delivery in deliveries:
             offset = _offset(delivery)
@@ -53,7 +55,7 @@ class StreamOffset:
                     self._unseen = self.upcoming
 
     def lost(self, lowest: int) -> None:
-        """The channel is lost: what is not below ``lowest`` is to be delivered again."""
+        """Go on at the first delivery that is not below ``lowest``: the channel is lost."""
         self._forget(lowest)
         self.following = self.upcoming = self._offsets[0] if self._offsets else self.upcoming
         self._offsets.clear()
