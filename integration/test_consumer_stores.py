@@ -100,7 +100,7 @@ def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path:
 
 
 @pytest.mark.both_faces
-@pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "sqlite"])
+@pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "mysql", "sqlite"])
 def test_f36_copies_that_arrive_together_take_effect_once(
     vhost: VirtualHost, checker: Checker, new_store: Callable[..., Any], kind: str
 ) -> None:
@@ -450,7 +450,7 @@ def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
     urls = [database("redis").fresh()]
     if face == "sync":
         urls.append(f"file://{tmp_path / 'store.db'}")
-    for kind, driver in (("postgresql", "asyncpg"), ("mariadb", "asyncmy")):
+    for kind, driver in (("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")):
         url = database(kind).fresh()
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
         urls.append(with_driver(url, "" if face == "sync" else driver))

@@ -48,7 +48,7 @@ class Inbox:
         self.engine.dispose()
 
 
-@pytest.fixture(params=["postgresql", "mariadb", "sqlite"])
+@pytest.fixture(params=["postgresql", "mariadb", "mysql", "sqlite"])
 def inbox(request: pytest.FixtureRequest, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Inbox]:
     made = Inbox(
         f"sqlite:///{tmp_path / 'orders.db'}" if request.param == "sqlite" else database(request.param).fresh()
@@ -207,6 +207,7 @@ def test_the_users_own_sessions_are_used(vhost: VirtualHost, inbox: Inbox) -> No
         ("postgresql", "psycopg_async"),
         ("postgresql", "asyncpg"),
         ("mariadb", "asyncmy"),
+        ("mysql", "asyncmy"),
     ],
 )
 def test_a_coroutine_has_the_same_on_its_loop(

@@ -133,7 +133,7 @@ def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_
 
 
 @pytest.mark.both_faces
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     vhost: VirtualHost,
     database: Callable[[str], Database],
@@ -182,7 +182,7 @@ def in_time(begun: float) -> None:
     assert time.monotonic() - begun < TIMEOUT + 5.0  # while the server is frozen, it takes for ever
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
     database: Callable[[str], Database], kind: str
 ) -> None:
@@ -250,7 +250,7 @@ def all_new(store: SQLAlchemyStore, keys: list[str]) -> bool:
         ("postgresql", "psycopg_async"),
         *(
             pytest.param(kind, driver, marks=pytest.mark.soak)
-            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+            for kind, driver in [("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")]
         ),
     ],
 )
@@ -312,7 +312,7 @@ async def frozen_async(server: Database, session: AsyncSession) -> float:
     return time.monotonic()
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str], Database], kind: str) -> None:
     """Eight processes, say; on asyncio, too. None fails, however often."""
     server = database(kind)
@@ -340,7 +340,8 @@ def test_a_fleet_that_starts_creates_its_table_at_once(database: Callable[[str],
 
 
 @pytest.mark.parametrize(
-    ("kind", "driver"), [("postgresql", "psycopg_async"), ("postgresql", "asyncpg"), ("mariadb", "asyncmy")]
+    ("kind", "driver"),
+    [("postgresql", "psycopg_async"), ("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")],
 )
 def test_a_fleet_on_asyncio_that_starts_creates_its_table_at_once(
     database: Callable[[str], Database], kind: str, driver: str

@@ -92,7 +92,8 @@ def subject(request: pytest.FixtureRequest, database: Callable[[str], Database])
 
 @pytest.fixture
 def examples() -> int:
-    return 50 if soaking() else 5
+    """A soak multiplies them by its seeds."""
+    return 20 if soaking() else 5
 
 
 class TestStores(StoreContract):

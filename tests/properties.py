@@ -53,9 +53,10 @@ def machine(examples: int, *, steps: int) -> settings:
 
 
 def allow_time(items: list[pytest.Item]) -> None:
-    """Give the properties of a soak the time that so many examples need."""
+    """Give the properties of a soak the time that so many examples need; those with a fixture ``examples``, too."""
     for item in items:
-        if soaking() and item.get_closest_marker("hypothesis") and not item.get_closest_marker("timeout"):
+        property_based = item.get_closest_marker("hypothesis") or "examples" in getattr(item, "fixturenames", ())
+        if soaking() and property_based and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_TIMEOUT * soak_seeds()))
 
 
