@@ -197,7 +197,7 @@ def test_a_purge_reads_what_is_over_by_the_index(two_stores: tuple[SQLAlchemySto
 def statements_of_a_purge(store: SQLAlchemyStore, connection: Connection) -> list[str]:
     """Carry them out, in a transaction that is left open, and return the server's plan for each."""
     plans: list[str] = []
-    steps = store.purging(250)(0)
+    steps = store._sql.purge(250, now=0)
     ask = next(steps)
     with contextlib.suppress(StopIteration):
         while True:

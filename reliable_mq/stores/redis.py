@@ -1,19 +1,16 @@
 """Idempotency stores in Redis (or Valkey), for fleets: the fastest that processes on several machines can share.
 
-Invariants: a question is one script per thousand keys, all sent in one write; each attempt at it ends within the
-timeout, and there are two at most, the second at once and only where a connection broke; both ask in the name of the
-same holder.
-
-The transitions of a store in Redis, each a Lua script that is given all keys of a question at once.
-
-A record is a string, ``1|state|token|holder|attempts|lease ends``, where the first number is the format, the state is
-``f`` (free, with failures behind it), ``c`` (claimed) or ``d`` (done), and the lease ends at a number of microseconds
-since 1970. Redis itself forgets the record when its time to live is over.
+A call is one Lua script per thousand keys, all sent in one write. A record is a string,
+``1|state|token|holder|attempts|lease ends``: the first number is the format, the state is ``f`` (free, with failures
+behind it), ``c`` (claimed) or ``d`` (done), and the lease ends at a number of microseconds since 1970. Redis itself
+deletes the record when its time to live is over.
 
 Invariants:
 
+- an attempt at a call ends within the timeout, and there are two at most: the second at once, in the name of the same
+  holder, and only if the connection broke;
 - the clock is that of the server, so that those of the clients do not matter;
-- a claim that finds its own holder changes no token: a question that was delayed and then asked again does no harm;
+- a claim that finds its own holder changes no token: a script that was delayed and then repeated does no harm;
 - a token is greater than that of the key before, and not below the time: it does not come again after the record is
   gone;
 - a record of another format is neither changed nor understood.
@@ -22,7 +19,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, Self
+import hashlib
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -34,27 +32,16 @@ from redis.retry import Retry
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
-from reliable_mq.stores.keys import (
-    DAY,
-    ClaimAnswer,
-    UnansweredClaims,
-    claims_in_order,
-    held_by,
-    microseconds,
-    stored_key,
-    taken_in_order,
-    the_one_loop,
-    unique,
-)
+from reliable_mq.stores.base import AsyncStore, Queries, StoreBase, SyncStore
+from reliable_mq.stores.keys import DAY, ClaimAnswer, Held, microseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from reliable_mq.core.idempotency import Claim
+__all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "AsyncRedisStore", "RedisStore"]
 
-__all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "TOGETHER", "AsyncRedisStore", "RedisStore", "answers"]
-
-TOGETHER: Final = 1000  # keys given to a script at once, at most: Lua's stack holds no more than some 8000
+T = TypeVar("T")
+_KEYS_PER_SCRIPT: Final = 1000  # at most: Lua's stack holds no more than some 8000
 
 _PARSE: Final = """
 local found = redis.call('MGET', unpack(KEYS))
@@ -63,7 +50,7 @@ local function parse(record)
 end
 """
 
-#: The lease in microseconds, the retention in milliseconds, then a holder per key; answers with status, token and
+#: Arguments: the lease in microseconds, the retention in milliseconds, a holder per key. Reply: status, token and
 #: attempts per key.
 CLAIM: Final = (
     _PARSE
@@ -100,7 +87,7 @@ return answers
 """
 )
 
-#: The retention in milliseconds, then a token per key; answers with 1 or 0 per key.
+#: Arguments: the retention in milliseconds, a token per key. Reply: 1 or 0 per key.
 COMPLETE: Final = (
     _PARSE
     + """
@@ -121,7 +108,7 @@ return answers
 """
 )
 
-#: The retention in milliseconds, 1 or 0 for a failed attempt, then a token per key; answers with 1 or 0 per key.
+#: Arguments: the retention in milliseconds, 1 or 0 for a failed attempt, a token per key. Reply: 1 or 0 per key.
 RELEASE: Final = (
     _PARSE
     + """
@@ -141,7 +128,7 @@ return answers
 """
 )
 
-#: No arguments; answers with 1 or 0 per key.
+#: No arguments. Reply: 1 or 0 per key.
 RESET: Final = (
     _PARSE
     + """
@@ -168,85 +155,102 @@ _STATUS: Final = {
 }
 
 
-def answers(reply: Sequence[bytes | str]) -> list[ClaimAnswer]:
-    """Read what `CLAIM` answered."""
-    fields = [field.encode() if isinstance(field, str) else field for field in reply]
-    return [
-        ClaimAnswer(_STATUS[status], int(token), int(attempts))
-        for status, token, attempts in zip(fields[::3], fields[1::3], fields[2::3], strict=True)
-    ]
-
-
 _PREFIX: Final = "{reliable-mq}:claim:"  # in braces: in a cluster, all keys of a script must be in one slot
-_BROKEN: Final = (redis.ConnectionError, OSError)  # also where a server that was restarted has closed a connection
-
-Script = tuple[list[str], list[object]]
+_BROKEN: Final = (redis.ConnectionError, OSError)  # also after a restart of the server has closed a connection
 
 
-class _RedisStoreBase:
-    """What both faces ask, and how they read the answers."""
+class _RedisBase(StoreBase):
+    """The scripts of the calls. A query is a list of commands, sent together; its reply is the list of theirs."""
 
     def __init__(self, where: str, retention: Duration, timeout: Duration, prefix: str) -> None:
+        super().__init__()
         self._where = where
         self._retention = max(int(seconds("retention", retention, positive=True) * 1000), 1)
         self._timeout = seconds("timeout", timeout, positive=True)
         if not isinstance(prefix, str):
             raise ConfigurationError(f"prefix must be text, not {prefix!r}")
         self._prefix = prefix
-        self._doubts = UnansweredClaims()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
 
-    def _claims(self, holders: Mapping[str, int], lease: float) -> list[Script]:
+    def _claim(self, holders: Mapping[str, int], lease: float) -> Queries[dict[str, ClaimAnswer]]:
         settings = [microseconds(lease), self._retention]
-        return [(names, [*settings, *(holders[name] for name in names)]) for names in _parts(list(holders))]
+        reply = yield from self._evaluate(CLAIM, list(holders), settings, list(holders.values()))
+        fields = [field.encode() if isinstance(field, str) else field for field in reply]
+        answers = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
+        return {
+            key: ClaimAnswer(_STATUS[status], int(token), int(attempts))
+            for key, (status, token, attempts) in zip(holders, answers, strict=True)
+        }
 
-    def _settlements(self, held: Sequence[tuple[str, int]], *settings: object) -> list[Script]:
-        return [([key for key, _ in part], [*settings, *(token for _, token in part)]) for part in _parts(held)]
+    def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:
+        return self._settle(COMPLETE, held, [self._retention])
 
-    def _fill(self, pipeline: Any, script: Any, scripts: list[Script]) -> None:
-        """By their digest: a script that is given a pipeline asks first, in a round trip more, whether it is there."""
-        for names, arguments in scripts:
-            pipeline.evalsha(script.sha, len(names), *self._keys(names), *arguments)
+    def _release(self, held: Sequence[Held], failed: bool) -> Queries[set[Held]]:
+        return self._settle(RELEASE, held, [self._retention, int(failed)])
 
-    def _keys(self, names: Sequence[str]) -> list[str]:
-        return [self._prefix + name for name in names]
+    def _settle(self, script: str, held: Sequence[Held], settings: list[int]) -> Queries[set[Held]]:
+        keys, tokens = [key for key, _ in held], [token for _, token in held]
+        reply = yield from self._evaluate(script, keys, settings, tokens)
+        return {item for item, changed in zip(held, reply, strict=True) if changed}
+
+    def _reset(self, keys: Sequence[str]) -> Queries[set[str]]:
+        reply = yield from self._evaluate(RESET, keys, [], [])
+        return {key for key, changed in zip(keys, reply, strict=True) if changed}
+
+    def _evaluate(
+        self, script: str, keys: Sequence[str], settings: list[int], values: Sequence[int]
+    ) -> Queries[list[Any]]:
+        """Run a script on all keys, and the values that belong to them; return its replies as one list."""
+        commands = []
+        for start in range(0, len(keys), _KEYS_PER_SCRIPT):
+            part = slice(start, start + _KEYS_PER_SCRIPT)
+            names = [self._prefix + key for key in keys[part]]
+            commands.append(("EVALSHA", _SHA1[script], len(names), *names, *settings, *values[part]))
+        try:
+            try:
+                replies = yield from _load_and_send(script, commands)
+            except _BROKEN:
+                replies = yield from _load_and_send(script, commands)
+        except (redis.RedisError, OSError) as error:
+            raise self._failed(error) from error
+        return [field for reply in replies for field in reply]
 
     def _failed(self, error: Exception) -> IdempotencyStoreError:
         return IdempotencyStoreError(f"{self!r} failed: {type(error).__name__}: {error}")
 
 
-def _parts(items: Sequence[Any]) -> Iterator[Any]:
-    for start in range(0, len(items), TOGETHER):
-        yield items[start : start + TOGETHER]
+_SHA1: Final = {
+    script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+    for script in (CLAIM, COMPLETE, RELEASE, RESET)
+}
 
 
-def _claimed(
-    keys: Sequence[str], stored: Mapping[str, str], holders: Mapping[str, int], replies: list[Any]
-) -> list[Claim]:
-    found = dict(zip(holders, (answer for reply in replies for answer in answers(reply)), strict=True))
-    return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
+def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list[Any]]:
+    """Send commands that name a script by its digest; load the script first if the server does not have it."""
+    try:
+        replies: list[Any] = yield commands
+    except redis.exceptions.NoScriptError:
+        yield [("SCRIPT LOAD", script)]
+        replies = yield commands
+    return replies
 
 
-def _taken(items: Sequence[Any], replies: list[Any]) -> set[Any]:
-    marks = (mark for reply in replies for mark in reply)
-    return {item for item, mark in zip(items, marks, strict=True) if mark}
+class RedisStore(_RedisBase, SyncStore):
+    """Deduplicate among all processes that use the same Redis. Thread-safe; a call costs one round trip.
 
-
-class RedisStore(_RedisStoreBase):
-    """Deduplicates among all processes that use the same Redis. Thread-safe; a question costs one round trip.
-
-    Connects at the first question. Redis 6 or newer, with ``maxmemory-policy noeviction``; what Redis forgets, by
-    eviction, by a restart without persistence or by a failover to a replica that is behind, takes effect again.
+    Connects at the first call. Redis 6 or newer, with ``maxmemory-policy noeviction``; a message whose record Redis
+    loses, by eviction, by a restart without persistence or by a failover to a replica that is behind, takes effect
+    again.
 
     Args:
         url: ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``; or a
             ``redis.Redis`` of your own (from a ``Sentinel``, say), which must have a ``socket_timeout``.
         retention: seconds for which a done key is remembered, and the failures of one that is not.
-        timeout: seconds that Redis may take to connect, or to answer; where the connection breaks, it is asked again
-            once. Of a client of your own, its ``socket_timeout`` holds instead.
-        prefix: what the keys begin with, in Redis; keep braces in it in a cluster.
+        timeout: seconds that Redis may take to connect, or to reply; if the connection breaks, the call is repeated
+            once. For a client of your own, its ``socket_timeout`` holds instead.
+        prefix: the beginning of the keys in Redis; keep braces in it in a cluster.
         options: further arguments of ``redis.Redis``, such as ``ssl_ca_certs``.
 
     Raises:
@@ -264,52 +268,10 @@ class RedisStore(_RedisStoreBase):
     ) -> None:
         super().__init__(_where(url), retention, timeout, prefix)
         self._own = isinstance(url, str)
-        if isinstance(url, str):
-            self._redis: Any = _from_url(redis.Redis, url, self._timeout, Retry(NoBackoff(), 0), options)
-        elif isinstance(url, redis.Redis):
-            _check_client(url, options)
-            self._redis = url
-        else:
-            raise ConfigurationError(f"url must be a URL or a redis.Redis, not {type(url).__name__}")
-        self._claim, self._complete, self._release, self._reset = (
-            self._redis.register_script(script) for script in (CLAIM, COMPLETE, RELEASE, RESET)
-        )
-
-    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `IdempotencyStore.claim_many`.
-
-        Raises:
-            IdempotencyStoreError: Redis cannot be reached, does not answer in time, or answers with an error.
-        """
-        stored = unique(keys)
-        holders = self._doubts.holders(stored.values())
-        try:
-            replies = self._run(self._claim, self._claims(holders, lease))
-        except BaseException:
-            self._doubts.unanswered(holders)
-            raise
-        return _claimed(keys, stored, holders, replies)
-
-    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `IdempotencyStore.complete_many`. Errors as for `claim_many`."""
-        held = held_by(claims)
-        replies = self._run(self._complete, self._settlements(held, self._retention))
-        return taken_in_order(claims, _taken(held, replies))
-
-    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `IdempotencyStore.release_many`. Errors as for `claim_many`."""
-        held = held_by(claims)
-        replies = self._run(self._release, self._settlements(held, self._retention, int(failed)))
-        return taken_in_order(claims, _taken(held, replies))
-
-    def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """See `ResettableStore.reset_many`. Errors as for `claim_many`."""
-        names = list(unique(keys).values())
-        reset = _taken(names, self._run(self._reset, [(part, []) for part in _parts(names)]))
-        return [stored_key(key) in reset for key in keys]
+        self._redis = _client(redis.Redis, "redis.Redis", url, self._timeout, Retry(NoBackoff(), 0), options)
 
     def close(self) -> None:
-        """Close the connections. Another question opens some again. A client of your own is left as it is."""
+        """Close the connections; another call opens them again. A client of your own is left as it is."""
         if self._own:
             self._redis.close()
 
@@ -319,35 +281,20 @@ class RedisStore(_RedisStoreBase):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, script: Any, scripts: list[Script]) -> list[Any]:
-        try:
-            try:
-                return self._run_once(script, scripts)
-            except _BROKEN:
-                return self._run_once(script, scripts)
-        except (redis.RedisError, OSError) as error:
-            raise self._failed(error) from error
-
-    def _run_once(self, script: Any, scripts: list[Script]) -> list[Any]:
-        if len(scripts) < 2:
-            return [script(keys=self._keys(names), args=arguments) for names, arguments in scripts]
-        try:
-            return self._run_together(script, scripts)
-        except redis.exceptions.NoScriptError:
-            self._redis.script_load(script.script)
-            return self._run_together(script, scripts)
-
-    def _run_together(self, script: Any, scripts: list[Script]) -> list[Any]:
+    def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
+        if len(query) == 1:
+            return [self._redis.execute_command(*query[0])]
         with self._redis.pipeline(transaction=False) as pipeline:
-            self._fill(pipeline, script, scripts)
+            for command in query:
+                pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute()
             return replies
 
 
-class AsyncRedisStore(_RedisStoreBase):
-    """The same for ``AsyncConsumer``, on ``redis.asyncio``, with the arguments of `RedisStore`.
+class AsyncRedisStore(_RedisBase, AsyncStore):
+    """Deduplicate as `RedisStore` does, for ``AsyncConsumer``: on ``redis.asyncio``, with the same arguments.
 
-    To be used by one event loop. The timeout is that of a whole question.
+    For one event loop. The timeout is that of a whole call.
     """
 
     def __init__(
@@ -361,49 +308,11 @@ class AsyncRedisStore(_RedisStoreBase):
     ) -> None:
         super().__init__(_where(url), retention, timeout, prefix)
         self._own = isinstance(url, str)
-        if isinstance(url, str):
-            self._redis: Any = _from_url(redis.asyncio.Redis, url, self._timeout, AsyncRetry(NoBackoff(), 0), options)
-        elif isinstance(url, redis.asyncio.Redis):
-            _check_client(url, options)
-            self._redis = url
-        else:
-            raise ConfigurationError(f"url must be a URL or a redis.asyncio.Redis, not {type(url).__name__}")
-        self._claim, self._complete, self._release, self._reset = (
-            self._redis.register_script(script) for script in (CLAIM, COMPLETE, RELEASE, RESET)
-        )
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `RedisStore.claim_many`."""
-        stored = unique(keys)
-        holders = self._doubts.holders(stored.values())
-        try:
-            replies = await self._run(self._claim, self._claims(holders, lease))
-        except BaseException:
-            self._doubts.unanswered(holders)
-            raise
-        return _claimed(keys, stored, holders, replies)
-
-    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `RedisStore.complete_many`."""
-        held = held_by(claims)
-        replies = await self._run(self._complete, self._settlements(held, self._retention))
-        return taken_in_order(claims, _taken(held, replies))
-
-    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `RedisStore.release_many`."""
-        held = held_by(claims)
-        replies = await self._run(self._release, self._settlements(held, self._retention, int(failed)))
-        return taken_in_order(claims, _taken(held, replies))
-
-    async def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """See `RedisStore.reset_many`."""
-        names = list(unique(keys).values())
-        reset = _taken(names, await self._run(self._reset, [(part, []) for part in _parts(names)]))
-        return [stored_key(key) in reset for key in keys]
+        retry = AsyncRetry(NoBackoff(), 0)
+        self._redis = _client(redis.asyncio.Redis, "redis.asyncio.Redis", url, self._timeout, retry, options)
 
     async def close(self) -> None:
-        """See `RedisStore.close`."""
+        """Close the connections; another call opens them again. A client of your own is left as it is."""
         if self._own:
             await self._redis.aclose()
 
@@ -413,35 +322,25 @@ class AsyncRedisStore(_RedisStoreBase):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _run(self, script: Any, scripts: list[Script]) -> list[Any]:
-        self._loop = the_one_loop(self, self._loop)
+    async def _run(self, queries: Queries[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout):
-                try:
-                    return await self._run_once(script, scripts)
-                except _BROKEN:
-                    return await self._run_once(script, scripts)
-        except (redis.RedisError, OSError) as error:
+                return await super()._run(queries)
+        except TimeoutError as error:
             raise self._failed(error) from error
 
-    async def _run_once(self, script: Any, scripts: list[Script]) -> list[Any]:
-        if len(scripts) < 2:
-            return [await script(keys=self._keys(names), args=arguments) for names, arguments in scripts]
-        try:
-            return await self._run_together(script, scripts)
-        except redis.exceptions.NoScriptError:
-            await self._redis.script_load(script.script)
-            return await self._run_together(script, scripts)
-
-    async def _run_together(self, script: Any, scripts: list[Script]) -> list[Any]:
+    async def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
+        if len(query) == 1:
+            return [await self._redis.execute_command(*query[0])]
         async with self._redis.pipeline(transaction=False) as pipeline:
-            self._fill(pipeline, script, scripts)
+            for command in query:
+                pipeline.execute_command(*command)
             replies: list[Any] = await pipeline.execute()
             return replies
 
 
 def _where(url: object) -> str:
-    """Return where the server is, without what is secret."""
+    """Return the address of the server, without secrets."""
     if not isinstance(url, str):
         return "a client of yours"
     try:
@@ -450,7 +349,7 @@ def _where(url: object) -> str:
     except ValueError:
         parts, port = None, 0
     if parts is None or "@" in parts.path + parts.query + parts.fragment:
-        # What urlsplit says shows the text, and so maybe the password: its beginning may be taken for a port.
+        # The error of urlsplit shows the text, and so maybe the password: its beginning may be taken for a port.
         raise ConfigurationError(
             "url is none of Redis's, redis://[user:password@]host[:port][/database]: its port is no number, or its "
             "password holds '/', '?', '#', '[' or '@': percent-encode them (%2F, %3F, %23, %5B, %40)"
@@ -459,16 +358,18 @@ def _where(url: object) -> str:
     return parts.path if parts.scheme == "unix" else f"{host}:{port}"
 
 
-def _from_url(kind: Any, url: str, timeout: float, retry: object, options: dict[str, Any]) -> Any:
-    settings = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": retry, **options}
-    try:
-        return kind.from_url(url, **settings)
-    except ValueError as error:
-        raise ConfigurationError(f"url is none of Redis's: {error}") from error
-
-
-def _check_client(client: Any, options: dict[str, Any]) -> None:
+def _client(kind: Any, name: str, url: object, timeout: float, retry: object, options: dict[str, Any]) -> Any:
+    """Return a client for a URL, or the client of the user's own that is given in its place."""
+    if isinstance(url, str):
+        settings = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": retry, **options}
+        try:
+            return kind.from_url(url, **settings)
+        except ValueError as error:
+            raise ConfigurationError(f"url is none of Redis's: {error}") from error
+    if not isinstance(url, kind):
+        raise ConfigurationError(f"url must be a URL or a {name}, not {type(url).__name__}")
     if options:
         raise ConfigurationError(f"{', '.join(options)}: to be given to the client of your own")
-    if client.get_connection_kwargs().get("socket_timeout") is None:
+    if url.get_connection_kwargs().get("socket_timeout") is None:
         raise ConfigurationError("the client must have a socket_timeout, or a Redis that hangs would hang the consumer")
+    return url

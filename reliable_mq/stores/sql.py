@@ -1,54 +1,53 @@
-"""The questions of a store in the SQL of MariaDB and MySQL.
+"""The SQL of a store, for each database that is known, and the calls that are made of it.
 
-The questions of a store in SQL, for each database that is known, as steps for whoever has a connection.
+The work of a call is a generator of statements: it yields them, is sent their rows and returns its result. So each
+statement is written once, for the sync and the asyncio API and the transaction of a handler.
 
-A question is a generator: it yields statements, is sent their rows, and returns the answer. So what is asked is said
-once, for the sync face, the async one and the transaction of a handler.
-
-One row per key. ``state`` is 0 free, 1 claimed or 2 done; ``token`` is that of the newest claim, whatever became of it;
-``holder`` tells one question from another while it is claimed, and is 0 else. Times are microseconds since 1970, by the
-clock of the database server; SQLite has none, and is told the time.
+One row per key. ``state`` is 0 free, 1 claimed or 2 done; ``token`` is that of the newest claim, also after its end;
+``holder`` tells one claim call from another while the key is claimed, and is 0 else. Times are microseconds since 1970,
+by the clock of the database server. SQLite has none but the wall clock of the caller, which jumps; its statements are
+told the time of :mod:`reliable_mq._util.boottime`, which goes on from boot to boot of the machine, never backwards.
 
 Invariants:
 
 - a row is changed by one statement that finds it as it is then, and locks it: of two that would claim it, one does;
-- a claim that finds its own holder changes no token: a question that was delayed and then asked again does no harm;
+- a claim that finds its own holder changes no token: a call that was delayed and then repeated does no harm;
 - a token is greater than that of the key before, and not below the time: it does not come again after the row is gone;
 - a row of another format is neither changed nor understood;
 - rows are locked in the order of their keys, so that nobody waits in a circle;
 - ``expires``, which has an index, is changed as seldom as can be: an update of the other columns costs PostgreSQL no
   index entry. So a row may be kept for a lease longer than the retention asks for.
-
-The questions of a store in SQLite's SQL, and the clock that its processes share.
-
-SQLite has no clock but the wall clock of whoever asks, which jumps. What is asked is therefore told the time, of
-:mod:`reliable_mq._util.boottime`, which goes on from boot to boot of the machine, and never backwards.
-
-The questions of a store in PostgreSQL's SQL: one statement, and so one round trip, for each.
 """
+
+# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
+from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import ClaimStatus
-from reliable_mq.errors import ConfigurationError
-from reliable_mq.stores.keys import FORMAT, ClaimAnswer
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
+from reliable_mq.stores.base import Queries, StoreBase
+from reliable_mq.stores.keys import FORMAT, ClaimAnswer, Held, PurgePace, microseconds
 
-__all__ = ["Dialect", "Held", "MySQL", "PostgreSQL", "Query", "SQLite", "Steps", "checked_table", "judged"]
+__all__ = ["Dialect", "MySQL", "PostgreSQL", "Query", "SQLStoreBase", "SQLite", "Steps", "Transaction", "checked_table"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_ROWS_PER_PURGE: Final = 500
 _TABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,47}\.)?[A-Za-z_][A-Za-z0-9_]{0,47}")
-
-Held: TypeAlias = tuple[str, int]
-"""What is stored for a key, and the token of its claim."""
 
 
 class Query(NamedTuple):
-    """A statement, with parameters by name; answer with its rows, or nothing."""
+    """A statement, with parameters by name; the reply is its rows, if it has any."""
 
     sql: str
     parameters: Mapping[str, object]
@@ -58,7 +57,7 @@ Steps: TypeAlias = Generator[Query, Sequence[Sequence[Any]], T]
 
 
 def checked_table(name: str) -> str:
-    """Check the name of a table, with its schema or without.
+    """Return the name of a table, with its schema or without.
 
     Raises:
         ConfigurationError: it is no plain name.
@@ -69,14 +68,17 @@ def checked_table(name: str) -> str:
 
 
 class Dialect:
-    """What the databases have in common.
+    """The statements of the calls, in the SQL of a database.
+
+    Keys are given as they are stored, each once, in order, and at least one. Durations are microseconds; ``now`` is the
+    time for a database that has no clock.
 
     Args:
         table: its name, checked.
 
     Attributes:
-        ddl: the statements that create the table, where it is not there.
-        transactional: whether the steps of a question need a transaction around them.
+        ddl: the statements that create the table if it does not exist.
+        transactional: whether a call needs a transaction around its statements.
     """
 
     transactional = False
@@ -87,70 +89,66 @@ class Dialect:
         self.table = table
         names = {"table": table, "index": table.rpartition(".")[2] + "_expires"}
         self.ddl = tuple(statement.format(**names) for statement in self._create)
-        self._one_transition = (
-            f"token = CASE WHEN c.state = 1 AND c.holder = excluded.holder THEN c.token "
+        self._on_conflict = (
+            "ON CONFLICT (claim_key) DO UPDATE SET "
+            "token = CASE WHEN c.state = 1 AND c.holder = excluded.holder THEN c.token "
             f"ELSE {self._greatest}(c.token + 1, excluded.token) END, "
             "state = 1, holder = excluded.holder, "
             "attempts = CASE WHEN c.expires <= excluded.token THEN 0 ELSE c.attempts END, "
             "lease_ends = excluded.lease_ends, expires = excluded.expires "
             f"WHERE c.format = {FORMAT} AND (c.state = 0 OR c.expires <= excluded.token OR "
-            "(c.state = 1 AND (c.lease_ends <= excluded.token OR c.holder = excluded.holder)))"
+            "(c.state = 1 AND (c.lease_ends <= excluded.token OR c.holder = excluded.holder))) "
+            "RETURNING claim_key, token, attempts"
         )
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """Claim what is stored for keys, each in the name of its holder.
-
-        Args:
-            holders: by what is stored for a key, in its order; at least one.
-            lease: microseconds.
-            retention: microseconds.
-            now: the time, for a database that has none.
-        """
+        """Claim keys, each in the name of its holder."""
         raise NotImplementedError
 
     def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """Mark as done; answer with what is done by it. ``held`` is in the order of keys, and not empty."""
-        raise NotImplementedError
+        """Mark claims as done; return those that are done on account of it."""
+        return self._settle(held, "1, 2", "state = 2, holder = 0", retention, now)
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """Give up; answer with what was held. ``held`` as for `complete`."""
+        """Give up claims; return those that were held."""
+        change = f"state = 0, holder = 0, attempts = attempts + {int(failed)}"
+        return self._settle(held, "1", change, retention, now)
+
+    def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
+        """Change the rows of claims that are in one of these states, and keep them for the retention; return those."""
         raise NotImplementedError
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
-        """Forget failed attempts; answer with the keys that had some."""
+        """Forget failed attempts; return the keys that had some."""
         raise NotImplementedError
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """Delete up to ``limit`` rows that are over; answer with how many it were."""
+        """Delete up to ``limit`` expired rows; return how many."""
         raise NotImplementedError
 
 
-def judged(
+def _with_others(
     holders: Mapping[str, int], granted: dict[str, ClaimAnswer], rows: Sequence[Sequence[Any]]
 ) -> dict[str, ClaimAnswer]:
-    """Add to what is granted what is said of the other keys: key, format, whether it is done, attempts."""
-    found = granted
+    """Add the replies for keys that were not granted to ``granted``, by rows of key, format, is done, attempts."""
     for key, version, done, attempts in rows:
-        if key in found:
+        if key in granted:
             continue
         if version != FORMAT:
-            found[key] = ClaimAnswer(ClaimStatus.UNREADABLE)
+            granted[key] = ClaimAnswer(ClaimStatus.UNREADABLE)
         else:
-            found[key] = ClaimAnswer(ClaimStatus.DONE if done else ClaimStatus.IN_PROGRESS, attempts=attempts)
-    for key in holders:  # a row that came, or went, between the two looks: whoever brought it has it
-        found.setdefault(key, ClaimAnswer(ClaimStatus.IN_PROGRESS))
-    return found
-
-
-# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
+            granted[key] = ClaimAnswer(ClaimStatus.DONE if done else ClaimStatus.IN_PROGRESS, attempts=attempts)
+    for key in holders:  # a row that appeared, or went, between the two statements: another caller has it
+        granted.setdefault(key, ClaimAnswer(ClaimStatus.IN_PROGRESS))
+    return granted
 
 
 class MySQL(Dialect):
-    """MariaDB 10.5 and newer, MySQL 8: no ``RETURNING`` for both, so a question is a change and a look at it.
+    """MariaDB 10.5 and newer, MySQL 8: they have no common ``RETURNING``, so a call changes rows and then reads them.
 
-    A statement locks whatever it reads. Of a small table the server would rather read all rows than look up many keys;
+    A statement locks whatever it reads. The server would rather read all rows of a small table than look up many keys;
     so each statement that locks is told to look them up.
     """
 
@@ -173,10 +171,10 @@ class MySQL(Dialect):
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """See `Dialect.claim`. An assignment sees those before it: ``holder`` says to the later ones what was found."""
-        yield from self._find_out()
+        """Claim keys. An assignment sees those before it: ``holder`` tells the later ones whether the row was free."""
+        yield from self._find_version()
         old = self.table.rpartition(".")[2]
-        # Of VALUES() MySQL warns, once for each question; MariaDB knows no name for the new row.
+        # MySQL warns of each VALUES(); MariaDB has no name for the new row.
         named = not (self._is_mariadb or self._older_than(8, 0, 19))
         token, holder, lease_ends, expires = (
             f"new_row.{column}" if named else f"VALUES({column})"
@@ -218,45 +216,26 @@ class MySQL(Dialect):
                 granted[key] = ClaimAnswer(ClaimStatus.NEW, token, attempts)
             else:
                 others.append((key, version, state == 2 and lives, attempts))
-        return judged(holders, granted, others)
+        return _with_others(holders, granted, others)
 
-    def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.complete`."""
-        rows = yield from self._lock(held)
-        taken = {(key, token) for key, token, state in rows if state in (1, 2)} & set(held)
+    def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
+        names, keys = _named([key for key, _ in held])
+        rows = yield Query(
+            f"SELECT claim_key, token FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} "
+            f"AND state IN ({states}) AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
+            keys,
+        )
+        taken = {(key, token) for key, token in rows} & set(held)
         if taken:
             names, keys = _named(sorted(key for key, _ in taken))
             yield Query(
-                f"UPDATE {self._by_key} SET state = 2, holder = 0, "
-                f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
+                f"UPDATE {self._by_key} SET {change}, expires = GREATEST(expires, {self._now} + :retention) "
+                f"WHERE claim_key IN ({names})",
                 {**keys, "retention": retention},
             )
         return taken
 
-    def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.release`."""
-        rows = yield from self._lock(held)
-        taken = {(key, token) for key, token, state in rows if state == 1} & set(held)
-        if taken:
-            names, keys = _named(sorted(key for key, _ in taken))
-            yield Query(
-                f"UPDATE {self._by_key} SET state = 0, holder = 0, attempts = attempts + :failed, "
-                f"expires = GREATEST(expires, {self._now} + :retention) WHERE claim_key IN ({names})",
-                {**keys, "retention": retention, "failed": int(failed)},
-            )
-        return taken
-
-    def _lock(self, held: Sequence[Held]) -> Steps[Sequence[Sequence[Any]]]:
-        names, keys = _named([key for key, _ in held])
-        rows = yield Query(
-            f"SELECT claim_key, token, state FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} "
-            f"AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
-            keys,
-        )
-        return rows
-
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
-        """See `Dialect.reset`."""
         names, parameters = _named(keys)
         rows = yield Query(
             f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
@@ -270,29 +249,29 @@ class MySQL(Dialect):
         return set(found)
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """See `Dialect.purge`.
+        """Delete up to ``limit`` expired rows; return how many.
 
-        Looks for what is over without a lock: a locking look at the index of ``expires`` would lock the gap behind what
-        it found, too, where claims that are made now belong. Then it locks what it found, key by key, and waits for
-        nobody.
+        They are found without a lock: a locking read of the index of ``expires`` would lock the gap behind them, too,
+        where the rows of new claims belong. Then they are locked key by key, and rows that others have locked are left
+        out.
         """
-        yield from self._find_out()
+        yield from self._find_version()
         locking = "FOR UPDATE" if self._is_mariadb and self._older_than(10, 6) else "FOR UPDATE SKIP LOCKED"
-        over = f"expires <= {self._now} AND format = {FORMAT}"
-        rows = yield Query(  # twice as many as wanted: others may be at the first of them
-            f"SELECT claim_key FROM {self.table} WHERE {over} ORDER BY expires LIMIT {2 * limit}", {}
+        expired = f"expires <= {self._now} AND format = {FORMAT}"
+        rows = yield Query(  # twice as many as wanted: others may have locked the first of them
+            f"SELECT claim_key FROM {self.table} WHERE {expired} ORDER BY expires LIMIT {2 * limit}", {}
         )
         if not rows:
             return 0
         names, keys = _named([key for (key,) in rows])
         rows = yield Query(
-            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND {over} "
+            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND {expired} "
             f"LIMIT {int(limit)} {locking}",
             keys,
         )
         if rows:
             names, keys = _named([key for (key,) in rows])
-            # Each has its own way to be told, and takes no notice of the other's.
+            # Each has a hint of its own, and ignores that of the other.
             delete = (
                 f"DELETE {self.table} FROM {self._by_key}"
                 if self._is_mariadb
@@ -301,8 +280,8 @@ class MySQL(Dialect):
             yield Query(f"{delete} WHERE claim_key IN ({names})", keys)
         return len(rows)
 
-    def _find_out(self) -> Steps[None]:
-        """Ask the server which it is, once."""
+    def _find_version(self) -> Steps[None]:
+        """Ask the server for its version, once."""
         if not self._version:
             [(said,)] = yield Query("SELECT VERSION()", {})
             self._is_mariadb = "mariadb" in said.lower()
@@ -313,12 +292,9 @@ class MySQL(Dialect):
 
 
 def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:
-    """Give keys names, as parameters of a statement."""
+    """Return names for keys, and the keys as parameters of these names."""
     parameters: dict[str, object] = {f"k{number}": key for number, key in enumerate(keys)}
     return ", ".join(f":{name}" for name in parameters), parameters
-
-
-# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
 
 
 class SQLite(Dialect):
@@ -339,12 +315,10 @@ class SQLite(Dialect):
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """See `Dialect.claim`."""
         rows = yield Query(
             f"INSERT INTO {self.table} AS c (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"SELECT g.k, {FORMAT}, 1, :now, g.n, 0, :now + :lease, :now + :lease + :retention "
-            f"FROM {self._given} WHERE true ON CONFLICT (claim_key) DO UPDATE SET {self._one_transition} "
-            "RETURNING claim_key, token, attempts",
+            f"FROM {self._given} WHERE true {self._on_conflict}",
             {"given": json.dumps(list(holders.items())), "now": now, "lease": lease, "retention": retention},
         )
         granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, attempts in rows}
@@ -354,32 +328,19 @@ class SQLite(Dialect):
                 "WHERE claim_key IN (SELECT value FROM json_each(:keys))",
                 {"keys": json.dumps([key for key in holders if key not in granted]), "now": now},
             )
-            judged(holders, granted, rows)
+            _with_others(holders, granted, rows)
         return granted
 
-    def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.complete`."""
+    def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
         rows = yield Query(
-            f"UPDATE {self.table} AS c SET state = 2, holder = 0, expires = max(c.expires, :now + :retention) "
+            f"UPDATE {self.table} AS c SET {change}, expires = max(c.expires, :now + :retention) "
             f"FROM {self._given} WHERE c.claim_key = g.k AND c.token = g.n AND c.format = {FORMAT} "
-            "AND c.state IN (1, 2) AND c.expires > :now RETURNING claim_key, token",
+            f"AND c.state IN ({states}) AND c.expires > :now RETURNING claim_key, token",
             {"given": json.dumps(held), "now": now, "retention": retention},
         )
         return {(key, token) for key, token in rows}
 
-    def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.release`."""
-        rows = yield Query(
-            f"UPDATE {self.table} AS c SET state = 0, holder = 0, attempts = c.attempts + :failed, "
-            f"expires = max(c.expires, :now + :retention) FROM {self._given} WHERE c.claim_key = g.k "
-            f"AND c.token = g.n AND c.format = {FORMAT} AND c.state = 1 AND c.expires > :now "
-            "RETURNING claim_key, token",
-            {"given": json.dumps(held), "now": now, "retention": retention, "failed": int(failed)},
-        )
-        return {(key, token) for key, token in rows}
-
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
-        """See `Dialect.reset`."""
         rows = yield Query(
             f"UPDATE {self.table} SET attempts = 0 WHERE claim_key IN (SELECT value FROM json_each(:keys)) "
             f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > :now RETURNING claim_key",
@@ -388,7 +349,6 @@ class SQLite(Dialect):
         return {key for (key,) in rows}
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """See `Dialect.purge`."""
         rows = yield Query(
             f"DELETE FROM {self.table} WHERE claim_key IN (SELECT claim_key FROM {self.table} "
             f"WHERE expires <= :now AND format = {FORMAT} LIMIT :most) RETURNING claim_key",
@@ -397,24 +357,24 @@ class SQLite(Dialect):
         return len(rows)
 
     def lock(self) -> Steps[None]:
-        """Take the lock of the database for this transaction: where it is taken after a look, it may be refused.
+        """Lock the database for this transaction: after a read, the lock may be refused.
 
         Not by BEGIN IMMEDIATE: a driver, or an event of the engine, may have begun already.
         """
         yield Query(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
     def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
-        """Return what to add to the microseconds since this boot of the machine, so that all processes read one clock.
+        """Return the time at which this boot of the machine began, on the one clock of all processes with this file.
 
-        In the first boot that the file sees, that is the wall clock. From boot to boot the clock goes on from its
-        newest claim, and the wall clock is not asked: it may be wrong at a boot, by years, until it is set over the
-        network. If it were believed, what is done would be forgotten, or claims be held for years. So the time for
-        which the machine is off does not count.
+        For the first boot that uses the file, it is that of the wall clock. From boot to boot the clock goes on from
+        the newest claim, and the wall clock is not read: until it is set over the network, it may be wrong by years,
+        and then done keys would be forgotten, or claims be held for years. So the time for which the machine is off
+        does not count.
 
         Args:
-            boot: names this boot.
-            offset: what the wall clock would add.
-            since: the microseconds since this boot.
+            boot: the name of this boot.
+            offset: when it began by the wall clock.
+            since: the microseconds since then.
         """
         rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
         if not rows:
@@ -429,11 +389,8 @@ class SQLite(Dialect):
         return base
 
 
-# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
-
-
 class PostgreSQL(Dialect):
-    """PostgreSQL 12 and newer: one statement per question."""
+    """PostgreSQL 12 and newer: one statement, and so one round trip, per call."""
 
     _create = (
         (
@@ -444,22 +401,20 @@ class PostgreSQL(Dialect):
         "CREATE INDEX IF NOT EXISTS {index} ON {table} (expires)",
     )
     _now = "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000000 AS bigint)"
-    # As the joins say already: for PostgreSQL, which expects few rows in a table that is new, and would read them all
-    # for each key.
+    # The joins say so already. But PostgreSQL expects few rows in a new table, and would read them all for each key.
     _listed = "c.claim_key = ANY(CAST(:keys AS text[]))"
     _given = "unnest(CAST(:keys AS text[]), CAST(:numbers AS bigint[])) AS g(k, n)"
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """See `Dialect.claim`. What is not granted is said from before the statement, or not at all."""
+        """Claim keys. The rows of those that were not granted are as before the statement, or missing."""
         rows = yield Query(
             f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given}), "
             f"taken AS (INSERT INTO {self.table} AS c "
             "(claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"SELECT k, {FORMAT}, 1, now, n, 0, now + CAST(:lease AS bigint), now + CAST(:kept AS bigint) FROM given "
-            f"ON CONFLICT (claim_key) DO UPDATE SET {self._one_transition} "
-            "RETURNING claim_key, token, attempts) "
+            f"{self._on_conflict}) "
             "SELECT claim_key, token, 0, false, attempts FROM taken UNION ALL "
             f"SELECT c.claim_key, 0, c.format, c.state = 2 AND c.expires > given.now, c.attempts "
             f"FROM given JOIN {self.table} c ON c.claim_key = given.k "
@@ -473,50 +428,24 @@ class PostgreSQL(Dialect):
         )
         granted = {key: ClaimAnswer(ClaimStatus.NEW, token, attempts) for key, token, _, _, attempts in rows if token}
         if len(granted) < len(holders):
-            judged(holders, granted, [(row[0], *row[2:]) for row in rows if not row[1]])
+            _with_others(holders, granted, [(row[0], *row[2:]) for row in rows if not row[1]])
         return granted
 
-    def complete(self, held: Sequence[Held], *, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.complete`."""
+    def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
         rows = yield Query(
-            self._locked("c.state IN (1, 2)") + f"UPDATE {self.table} c SET state = 2, holder = 0, "
+            f"WITH given AS (SELECT g.k, g.n FROM {self._given}), "
+            f"locked AS (SELECT c.claim_key, c.token FROM {self.table} c JOIN given ON c.claim_key = given.k "
+            f"AND c.token = given.n WHERE {self._listed} AND c.format = {FORMAT} AND c.state IN ({states}) "
+            f"AND c.expires > {self._now} ORDER BY c.claim_key FOR UPDATE OF c) "
+            f"UPDATE {self.table} c SET {change}, "
             f"expires = greatest(c.expires, {self._now} + CAST(:retention AS bigint)) "
             f"FROM locked WHERE {self._listed} AND c.claim_key = locked.claim_key AND c.token = locked.token "
-            "AND c.state IN (1, 2) "
-            "RETURNING c.claim_key, c.token",
+            f"AND c.state IN ({states}) RETURNING c.claim_key, c.token",
             {"keys": [key for key, _ in held], "numbers": [token for _, token in held], "retention": retention},
         )
         return {(key, token) for key, token in rows}
 
-    def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """See `Dialect.release`."""
-        rows = yield Query(
-            self._locked("c.state = 1")
-            + f"UPDATE {self.table} c SET state = 0, holder = 0, attempts = c.attempts + CAST(:failed AS integer), "
-            f"expires = greatest(c.expires, {self._now} + CAST(:retention AS bigint)) "
-            f"FROM locked WHERE {self._listed} AND c.claim_key = locked.claim_key AND c.token = locked.token "
-            "AND c.state = 1 "
-            "RETURNING c.claim_key, c.token",
-            {
-                "keys": [key for key, _ in held],
-                "numbers": [token for _, token in held],
-                "retention": retention,
-                "failed": int(failed),
-            },
-        )
-        return {(key, token) for key, token in rows}
-
-    def _locked(self, condition: str) -> str:
-        return (
-            f"WITH given AS (SELECT g.k, g.n FROM {self._given}), "
-            f"locked AS (SELECT c.claim_key, c.token FROM {self.table} c JOIN given ON c.claim_key = given.k "
-            f"AND c.token = given.n WHERE {self._listed} AND c.format = {FORMAT} AND {condition} "
-            f"AND c.expires > {self._now} "
-            "ORDER BY c.claim_key FOR UPDATE OF c) "
-        )
-
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
-        """See `Dialect.reset`."""
         rows = yield Query(
             f"UPDATE {self.table} SET attempts = 0 WHERE claim_key = ANY(CAST(:keys AS text[])) "
             f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > {self._now} RETURNING claim_key",
@@ -525,10 +454,10 @@ class PostgreSQL(Dialect):
         return {key for (key,) in rows}
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
-        """See `Dialect.purge`.
+        """Delete up to ``limit`` expired rows; return how many.
 
-        Of a table that was not analyzed yet, PostgreSQL expects few rows of one format, and would sort all that are
-        over; by an open range of formats it reads the first of the index. A list of keys it looks up, whatever the
+        In a table that was not analyzed yet, PostgreSQL expects few rows of one format, and would sort all that are
+        expired; for an open range of formats it reads the first of the index. It looks up a list of keys, whatever the
         size of the table.
         """
         rows = yield Query(
@@ -538,3 +467,67 @@ class PostgreSQL(Dialect):
             {"most": limit},
         )
         return len(rows)
+
+
+class Transaction(NamedTuple):
+    """A query of a store in SQL: statements that are executed in one transaction.
+
+    Attributes:
+        steps: makes the statements; called with ``now=``, the time in microseconds if the database has no clock.
+        deadline: by the monotonic clock.
+        durable: whether its effect must outlive the machine. Other databases than SQLite decide that themselves.
+    """
+
+    steps: Callable[..., Steps[Any]]
+    deadline: float
+    durable: bool
+
+
+class SQLStoreBase(StoreBase):
+    """The calls of a store in SQL, for either API."""
+
+    def __init__(self, dialect: Dialect, retention: Duration, timeout: Duration) -> None:
+        super().__init__()
+        self._sql = dialect
+        self._retention = microseconds(seconds("retention", retention, positive=True))
+        self._timeout = seconds("timeout", timeout, positive=True)
+        self._pace = PurgePace()
+
+    def _query(
+        self, steps: Callable[..., Steps[T]], deadline: float | None = None, *, durable: bool = False
+    ) -> Queries[T]:
+        """Execute statements in a transaction; subclasses repeat it where that helps."""
+        result: T = yield Transaction(steps, deadline or time.monotonic() + self._timeout, durable)
+        return result
+
+    def _claim(self, holders: Mapping[str, int], lease: float) -> Queries[dict[str, ClaimAnswer]]:
+        deadline = time.monotonic() + self._timeout
+        claim = partial(self._sql.claim, holders, lease=microseconds(lease), retention=self._retention)
+        found = yield from self._query(claim, deadline)
+        if limit := self._pace.claimed(len(holders)):
+            try:
+                self._pace.purged((yield from self._query(partial(self._sql.purge, limit), deadline)), limit)
+            except IdempotencyStoreError as error:  # the claims are made, and the rows stay for now
+                self._pace.failed()
+                logger.warning("expired rows were not deleted, which is tried again: %s", error)
+        return found
+
+    def _complete(self, held: Sequence[Held]) -> Queries[set[Held]]:
+        return self._query(self._completing(held), durable=True)
+
+    def _completing(self, held: Sequence[Held]) -> Callable[..., Steps[set[Held]]]:
+        return partial(self._sql.complete, held, retention=self._retention)
+
+    def _release(self, held: Sequence[Held], failed: bool) -> Queries[set[Held]]:
+        return self._query(partial(self._sql.release, held, failed=failed, retention=self._retention))
+
+    def _reset(self, keys: Sequence[str]) -> Queries[set[str]]:
+        return self._query(partial(self._sql.reset, keys), durable=True)
+
+    def _purge(self) -> Queries[int]:
+        total = 0
+        while True:
+            count = yield from self._query(partial(self._sql.purge, _ROWS_PER_PURGE))
+            total += count
+            if count < _ROWS_PER_PURGE:
+                return total

@@ -1,15 +1,10 @@
-"""The idempotency store in an SQL database, by SQLAlchemy: effects that are rows there happen once and no more.
+"""Idempotency stores in an SQL database, by SQLAlchemy: effects that are rows of that database happen exactly once.
 
-Invariants: a question is asked once, and again at once where its connection broke (after a restart of the server, say)
-or a conflict with others ended it; it has its answer or its error within the timeout; a transaction of a handler is
-committed only with the record that its deliveries are done, and only while their claims are its own; it begins and ends
-within the timeout, on the thread of its handler.
-
-What the stores in SQL databases have in common, whichever face asks.
-
-The idempotency store in an SQL database for ``AsyncConsumer``, by SQLAlchemy's asyncio extension.
-
-Invariants: as those of :mod:`reliable_mq.stores.sqlalchemy`; nothing blocks the event loop.
+Invariants: the statements of a call are executed once, and again at once if their connection broke (after a restart of
+the server, say) or a conflict with others rolled them back; a call ends within the timeout, with its result or an
+error; a transaction of a handler is committed only with the record that its deliveries are done, and only while their
+claims are its own; it begins and ends within the timeout, on the thread of its handler; the asyncio store never blocks
+the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import logging
 import time
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Connection, Engine, text
@@ -30,45 +25,26 @@ from sqlalchemy.orm import Session
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
-from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.idempotency import CommitState
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.stores.keys import (
-    DAY,
-    ClaimAnswer,
-    PurgePace,
-    UnansweredClaims,
-    claims_in_order,
-    held_by,
-    microseconds,
-    stored_key,
-    taken_in_order,
-    the_one_loop,
-    unique,
-)
-from reliable_mq.stores.sql import Dialect, Held, MySQL, PostgreSQL, SQLite, Steps, checked_table
+from reliable_mq.stores.base import AsyncStore, Queries, SyncStore, run_queries
+from reliable_mq.stores.keys import DAY, held_by
+from reliable_mq.stores.sql import Dialect, MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
 from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from sqlalchemy import TextClause
     from sqlalchemy.ext.asyncio import AsyncSessionTransaction, async_sessionmaker
     from sqlalchemy.orm import SessionTransaction, sessionmaker
 
+    from reliable_mq._util.validation import Duration
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.core.idempotency import Claim, InboxClaim
+    from reliable_mq.core.idempotency import InboxClaim
+    from reliable_mq.stores.sql import Transaction
 
-__all__ = [
-    "AGAIN_AT_MOST",
-    "PURGED_TOGETHER",
-    "AsyncSQLAlchemyStore",
-    "SQLAlchemyStore",
-    "SQLStoreBase",
-    "mark",
-    "still_open",
-    "try_again",
-]
+__all__ = ["AsyncSQLAlchemyStore", "SQLAlchemyStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +55,12 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "postgresql": PostgreSQL,
     "sqlite": SQLite,
 }
-AGAIN_AT_MOST: Final = 10  # times
+_ATTEMPTS: Final = 10  # at a transaction that conflicts with others
 _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
-PURGED_TOGETHER: Final = 500  # rows
 
 
-class SQLStoreBase:
-    """What both faces ask, and how they read the answers."""
+class _SQLAlchemyBase(SQLStoreBase):
+    """What does not wait: the choice of the SQL, the work on a connection, and errors."""
 
     def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
         dialect = _DIALECTS.get(engine.dialect.name)
@@ -97,13 +72,9 @@ class SQLStoreBase:
         if "@" in (engine.url.host or ""):  # which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
-        self._sql = dialect(checked_table(table))
-        self._retention = microseconds(seconds("retention", retention, positive=True))
-        self.timeout = seconds("timeout", timeout, positive=True)
+        super().__init__(dialect(checked_table(table)), retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
-        self.doubts = UnansweredClaims()
-        self._base: int | None = None
-        self.pace = PurgePace()
+        self._base: int | None = None  # of the clock of a SQLite file
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
@@ -113,48 +84,44 @@ class SQLStoreBase:
         """The statements that create the table, for a migration of your own."""
         return self._sql.ddl
 
-    def answer(self, connection: Connection, steps: Callable[[int], Steps[T]]) -> T:
-        """Ask in a transaction; a question of one statement is one by itself, and one round trip."""
-        with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
-            answer, base = _carry_out(self._timed(steps), connection)
-        self._base = base  # not earlier: what was rolled back another process may find otherwise
-        return answer
+    def _query(
+        self, steps: Callable[..., Steps[T]], deadline: float | None = None, *, durable: bool = False
+    ) -> Queries[T]:
+        deadline = deadline or time.monotonic() + self._timeout
+        try:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    return (yield from super()._query(steps, deadline, durable=durable))
+                except Exception as error:
+                    if not _worth_repeating(error, attempt):
+                        raise
+            raise TimeoutError("one conflict with others after the other")  # noqa: TRY301
+        except IdempotencyStoreError:
+            raise
+        except Exception as error:  # whatever the driver raises
+            raise self._failed(error) from error
 
-    def _timed(self, steps: Callable[[int], Steps[T]]) -> Steps[tuple[T, int | None]]:
-        """Find out the time first, where the database has none; return the base of the clock beside the answer."""
+    def _execute(self, connection: Connection, query: Transaction) -> Any:
+        """Execute the statements of a query; a single one is a transaction by itself, and one round trip."""
+        with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
+            result, base = _execute_steps(self._timed(query.steps), connection)
+        self._base = base  # not earlier: after a rollback, another process may find another base
+        return result
+
+    def _timed(self, steps: Callable[..., Steps[T]]) -> Steps[tuple[T, int | None]]:
+        """Read the clock first if the database has none; return its base beside the result."""
         if not isinstance(self._sql, SQLite):
-            return (yield from steps(0)), None
+            return (yield from steps(now=0)), None
         base = self._base
         if base is None:
             base = yield from self._sql.clock_base(*boot(), since_boot())
-        return (yield from steps(base + since_boot())), base
+        return (yield from steps(now=base + since_boot())), base
 
-    def claiming(self, holders: Mapping[str, int], lease: float) -> Callable[[int], Steps[dict[str, ClaimAnswer]]]:
-        return lambda now: self._sql.claim(holders, lease=microseconds(lease), retention=self._retention, now=now)
+    def _create_in(self, connection: Connection) -> None:
+        for statement in self.ddl:
+            connection.execute(text(statement))
 
-    def completing(self, held: Sequence[Held]) -> Callable[[int], Steps[set[Held]]]:
-        return lambda now: self._sql.complete(held, retention=self._retention, now=now)
-
-    def releasing(self, held: Sequence[Held], failed: bool) -> Callable[[int], Steps[set[Held]]]:
-        return lambda now: self._sql.release(held, failed=failed, retention=self._retention, now=now)
-
-    def resetting(self, names: Sequence[str]) -> Callable[[int], Steps[set[str]]]:
-        return lambda now: self._sql.reset(names, now=now)
-
-    def purging(self, limit: int) -> Callable[[int], Steps[int]]:
-        return lambda now: self._sql.purge(limit, now=now)
-
-    def not_purged(self, error: IdempotencyStoreError) -> None:
-        """What is over stays for now: the claims that were made are none the worse for that."""
-        self.pace.failed()
-        logger.warning("rows that are over were not deleted, which is tried again: %s", error)
-
-    def not_rolled_back(self, error: Exception) -> None:
-        """The database does so by itself, when it finds the connection gone; the handler's own error is raised."""
-        said = error if isinstance(error, IdempotencyStoreError) else self.failed(error)
-        logger.warning("a transaction was not rolled back in good order: %s", said)
-
-    def failed(self, error: BaseException) -> IdempotencyStoreError:
+    def _failed(self, error: BaseException) -> IdempotencyStoreError:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         said = " ".join(str(cause).split())
         hint = ""
@@ -162,53 +129,59 @@ class SQLStoreBase:
             hint = "; create it with create_table(), or by the statements in ddl"
         return IdempotencyStoreError(f"{self!r} failed: {type(cause).__name__}: {said[:500]}{hint}")
 
-    def holds_of(self, deliveries: Sequence[Delivery]) -> list[InboxClaim]:
-        holds = [delivery.hold for delivery in deliveries if delivery.hold is not None]
-        if not deliveries or len(holds) < len(deliveries):
-            raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
-        return holds
+    def _log_failed_rollback(self, error: Exception) -> None:
+        """The database rolls back by itself when the connection is gone; the error of the handler is raised."""
+        said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
+        logger.warning("a transaction was not rolled back in good order: %s", said)
 
-    def check_transaction(self, connection: Connection) -> None:
+    def _check_transaction(self, connection: Connection) -> None:
         """Check that a transaction, which is to make deliveries done, is one; SQLite's begins here, with its lock.
 
         Raises:
             ConfigurationError: it is none: each of its statements would be committed by itself.
         """
         if isinstance(self._sql, SQLite):
-            _carry_out(self._sql.lock(), connection)
+            _execute_steps(self._sql.lock(), connection)
         refuse_connection_in_autocommit(connection)
 
-    def complete_in(self, connection: Connection, holds: Iterable[InboxClaim]) -> None:
-        """Complete in a transaction.
+    def _complete_in(self, connection: Connection, holds: Iterable[InboxClaim]) -> None:
+        """Complete the claims of deliveries in a transaction.
 
         Raises:
             IdempotencyStoreError: it must not be committed, for another holder has taken over.
         """
         held = held_by(hold.claim for hold in holds)
-        taken, _ = _carry_out(self._timed(self.completing(held)), connection)
-        stale = [key for key, token in held if (key, token) not in taken]
+        completed, _ = _execute_steps(self._timed(self._completing(held)), connection)
+        stale = [key for key, token in held if (key, token) not in completed]
         if stale:
             raise IdempotencyStoreError(
                 f"nothing is committed: another holder has taken over {', '.join(stale[:10])}, whose lease has ended"
             )
 
 
-def try_again(error: Exception, attempt: int) -> bool:
-    """Whether asking again is of use: once after a lost connection, more often after a conflict with others."""
+def _worth_repeating(error: Exception, attempt: int) -> bool:
+    """Return whether to repeat a transaction: once after a lost connection, more often after a conflict."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     if code is None and cause is not None and cause.args:
         code = cause.args[0]
     if isinstance(code, str | int) and code in _CONFLICTS:
         return True
-    if attempt or isinstance(error, TimeoutError):
+    if attempt or isinstance(error, TimeoutError | IdempotencyStoreError):
         return False
-    # What a driver raises while a connection is taken out of the pool, SQLAlchemy does not wrap.
+    # SQLAlchemy does not wrap the error of a driver while a connection is taken out of the pool.
     return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
 
 
-def still_open(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
-    """Check that a handler has left the end of the transaction to us.
+def _holds_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
+    holds = [delivery.hold for delivery in deliveries if delivery.hold is not None]
+    if not deliveries or len(holds) < len(deliveries):
+        raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
+    return holds
+
+
+def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
+    """Check that a handler has left the end of the transaction to the store.
 
     Raises:
         UsageError: it has not.
@@ -220,22 +193,18 @@ def still_open(transaction: SessionTransaction | AsyncSessionTransaction) -> Non
         )
 
 
-def mark(holds: Iterable[InboxClaim], commit: CommitState) -> None:
-    """Note for the consumer what is known of the transaction that has these claims as done."""
+def _mark(holds: Iterable[InboxClaim], commit: CommitState) -> None:
+    """Note for the consumer the state of the transaction that has these claims as done."""
     for hold in holds:
         hold.commit = commit
 
 
-def _carry_out(steps: Steps[T], connection: Connection) -> T:
-    """Ask what the steps ask, and return what they make of it."""
-    try:
-        ask = next(steps)
-        while True:
-            result = connection.execute(_statement(ask.sql), ask.parameters)
-            ask = steps.send(result.all() if result.returns_rows else ())
-    except StopIteration as stop:
-        answer: T = stop.value
-        return answer
+def _execute_steps(steps: Steps[T], connection: Connection) -> T:
+    def execute(query: Query) -> Sequence[Any]:
+        result = connection.execute(_statement(query.sql), query.parameters)
+        return result.all() if result.returns_rows else ()
+
+    return run_queries(steps, execute)
 
 
 @lru_cache(maxsize=256)
@@ -243,16 +212,16 @@ def _statement(sql: str) -> TextClause:
     return text(sql)
 
 
-class SQLAlchemyStore(SQLStoreBase):
-    """Deduplicates among all processes that use the same database; a handler's own writes may join it. Thread-safe.
+class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
+    """Deduplicate among all processes that use the same database; a handler's own writes may join it. Thread-safe.
 
-    PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must be there: see `create_table`, `ddl`.
+    PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must exist: see `create_table`, `ddl`.
 
     Args:
         engine: of SQLAlchemy 2; its pool should have a connection for each worker of the consumer.
         retention: seconds for which a done key is remembered at least, and the failures of one that is not.
-        timeout: seconds within which the database must have answered, however often it is asked. A SQLite file has no
-            server: a question waits for others as long as the engine's own busy timeout says (``connect_args``).
+        timeout: seconds within which a call ends, however often it is repeated. A SQLite file has no server: a call
+            waits for others as long as the engine's own busy timeout says (``connect_args``).
         table: the name of the table, with its schema or without.
         session: makes the sessions of `transaction`, in place of ``Session(engine)``.
 
@@ -277,69 +246,28 @@ class SQLAlchemyStore(SQLStoreBase):
         self._engine = engine
         self._session = session
         # SQLite waits by itself, and has no server that could hang.
-        self._calls = None if engine.dialect.name == "sqlite" else DaemonExecutor("reliable-mq-store")
+        self._executor = None if engine.dialect.name == "sqlite" else DaemonExecutor("reliable-mq-store")
 
     def create_table(self) -> None:
-        """Create the table where it is not there. Any number of processes may. Blocks; not bounded by the timeout.
+        """Create the table if it does not exist. Any number of processes may. Blocks; not bounded by the timeout.
 
         Raises:
             sqlalchemy.exc.SQLAlchemyError: the database refuses.
         """
-        for attempt in range(AGAIN_AT_MOST):
+        for attempt in range(_ATTEMPTS):
             try:
                 with self._engine.begin() as connection:
-                    for statement in self._sql.ddl:
-                        connection.execute(text(statement))
+                    self._create_in(connection)
             except DBAPIError:
                 # Of several that create it at once, PostgreSQL refuses all but one, and SQLite all but two.
-                if attempt == AGAIN_AT_MOST - 1:
+                if attempt == _ATTEMPTS - 1:
                     raise
             else:
                 return
 
-    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `IdempotencyStore.claim_many`.
-
-        Raises:
-            IdempotencyStoreError: the database cannot be reached, does not answer in time, or answers with an error.
-        """
-        if not keys:
-            return []
-        stored = unique(keys)
-        holders = self.doubts.holders(stored.values())
-        try:
-            deadline = time.monotonic() + self.timeout
-            found = self._ask(self.claiming(holders, lease), deadline)
-            if limit := self.pace.claimed(len(holders)):
-                self._purge_some(limit, deadline)
-        except BaseException:
-            self.doubts.unanswered(holders)
-            raise
-        return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
-
-    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `IdempotencyStore.complete_many`. Errors as for `claim_many`."""
-        held = held_by(claims)
-        return taken_in_order(claims, self._ask(self.completing(held)) if held else ())
-
-    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `IdempotencyStore.release_many`. Errors as for `claim_many`."""
-        held = held_by(claims)
-        return taken_in_order(claims, self._ask(self.releasing(held, failed)) if held else ())
-
-    def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """See `ResettableStore.reset_many`. Errors as for `claim_many`."""
-        found = self._ask(self.resetting(list(unique(keys).values()))) if keys else ()
-        return [stored_key(key) in found for key in keys]
-
     def purge(self) -> int:
-        """Delete what is over; claims do so by and by, too. Returns how many rows. Errors as for `claim_many`."""
-        total = 0
-        while True:
-            count = self._ask(self.purging(PURGED_TOGETHER))
-            total += count
-            if count < PURGED_TOGETHER:
-                return total
+        """Delete expired rows and return how many; claims do so by and by, too. Errors as for `claim_many`."""
+        return run_queries(self._purge(), self._send)
 
     @contextmanager
     def transaction(self, *deliveries: Delivery) -> Iterator[Session]:
@@ -362,20 +290,20 @@ class SQLAlchemyStore(SQLStoreBase):
             UsageError: these are no deliveries that a consumer with this store is handling, or the block has ended the
                 transaction itself.
         """
-        holds = self.holds_of(deliveries)
+        holds = _holds_of(deliveries)
         session, transaction, connection = self._begin_in_time()
         try:
             yield session
             with self._in_time(connection):
-                still_open(transaction)
+                _check_active(transaction)
                 session.flush()
-                self.complete_in(connection, holds)
-                mark(holds, CommitState.UNKNOWN)
+                self._complete_in(connection, holds)
+                _mark(holds, CommitState.UNKNOWN)
                 transaction.commit()
         except BaseException:
             self._roll_back(session, connection)
             raise
-        mark(holds, CommitState.DONE)
+        _mark(holds, CommitState.DONE)
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
@@ -390,36 +318,36 @@ class SQLAlchemyStore(SQLStoreBase):
             ConfigurationError: the connection commits each statement by itself.
             UsageError: these are no deliveries that a consumer with this store is handling.
         """
-        holds = self.holds_of(deliveries)
+        holds = _holds_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
-            self.check_transaction(connection)
-            self.complete_in(connection, holds)
-        mark(holds, CommitState.UNKNOWN)
+            self._check_transaction(connection)
+            self._complete_in(connection, holds)
+        _mark(holds, CommitState.UNKNOWN)
 
     def close(self) -> None:
-        """End the threads. Another question starts some again. The engine is yours."""
-        if self._calls is not None:
-            self._calls.close()
+        """End the threads; another call starts some again. The engine is yours."""
+        if self._executor is not None:
+            self._executor.close()
 
     def _begin_in_time(self) -> tuple[Session, SessionTransaction, Connection]:
         try:
-            if self._calls is None:
+            if self._executor is None:
                 return self._begin(CancelHandle())
             context = copy_context()  # of the handler, for what the session's events may look up there
-            return self._calls.call(lambda lifeline: context.run(self._begin, lifeline), self.timeout, beyond=True)
+            return self._executor.call(lambda handle: context.run(self._begin, handle), self._timeout, beyond=True)
         except ConfigurationError:
             raise
         except Exception as error:  # whatever the driver raises
-            raise self.failed(error) from error
+            raise self._failed(error) from error
 
-    def _begin(self, lifeline: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
+    def _begin(self, handle: CancelHandle) -> tuple[Session, SessionTransaction, Connection]:
         session = Session(self._engine) if self._session is None else self._session()
         try:
             transaction = session.begin()
             connection = session.connection()
-            with lifeline.holding(connection.connection.dbapi_connection, connection.invalidate):
-                self.check_transaction(connection)
+            with handle.holding(connection.connection.dbapi_connection, connection.invalidate):
+                self._check_transaction(connection)
         except BaseException:
             session.close()
             raise
@@ -428,16 +356,16 @@ class SQLAlchemyStore(SQLStoreBase):
     @contextmanager
     def _in_time(self, connection: Connection) -> Iterator[None]:
         """In the block, the connection has the timeout to answer; then it is shut, and an error says so."""
-        if self._calls is None or connection.closed or connection.invalidated:
+        if self._executor is None or connection.closed or connection.invalidated:
             yield
             return
-        with self._calls.cutting(self.timeout) as lifeline:
+        with self._executor.cutting(self._timeout) as handle:
             try:
-                with lifeline.holding(connection.connection.dbapi_connection, connection.invalidate):
+                with handle.holding(connection.connection.dbapi_connection, connection.invalidate):
                     yield
             except Exception as error:
-                if lifeline.is_cut:
-                    raise self.failed(TimeoutError(f"no answer within {self.timeout:g} s")) from error
+                if handle.is_cut:
+                    raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s")) from error
                 raise
 
     def _roll_back(self, session: Session, connection: Connection) -> None:
@@ -445,44 +373,26 @@ class SQLAlchemyStore(SQLStoreBase):
             with self._in_time(connection):
                 session.close()
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
-            self.not_rolled_back(error)
+            self._log_failed_rollback(error)
 
-    def _purge_some(self, limit: int, deadline: float) -> None:
-        try:
-            self.pace.purged(self._ask(self.purging(limit), deadline), limit)
-        except IdempotencyStoreError as error:
-            self.not_purged(error)
+    def _send(self, query: Transaction) -> Any:
+        if self._executor is None:
+            return self._send_here(query, CancelHandle())
+        left = max(query.deadline - time.monotonic(), 0.001)
+        return self._executor.call(partial(self._send_here, query), left)
 
-    def _ask(self, steps: Callable[[int], Steps[T]], deadline: float | None = None) -> T:
-        try:
-            return self._ask_until_answered(steps, deadline or time.monotonic() + self.timeout)
-        except Exception as error:  # whatever the driver raises
-            raise self.failed(error) from error
-
-    def _ask_until_answered(self, steps: Callable[[int], Steps[T]], deadline: float) -> T:
-        for attempt in range(AGAIN_AT_MOST):
-            try:
-                if self._calls is None:
-                    return self._ask_once(steps, CancelHandle())
-                left = max(deadline - time.monotonic(), 0.001)
-                return self._calls.call(lambda lifeline: self._ask_once(steps, lifeline), left)
-            except Exception as error:
-                if not try_again(error, attempt):
-                    raise
-        raise TimeoutError("one conflict with others after the other")
-
-    def _ask_once(self, steps: Callable[[int], Steps[T]], lifeline: CancelHandle) -> T:
+    def _send_here(self, query: Transaction, handle: CancelHandle) -> Any:
         with (
             self._engine.connect() as connection,
-            lifeline.holding(connection.connection.dbapi_connection, connection.invalidate),
+            handle.holding(connection.connection.dbapi_connection, connection.invalidate),
         ):
-            return self.answer(connection, steps)
+            return self._execute(connection, query)
 
 
-class AsyncSQLAlchemyStore(SQLStoreBase):
-    """The same for ``AsyncConsumer``, on an ``AsyncEngine``, with the arguments of `SQLAlchemyStore`.
+class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
+    """Deduplicate as `SQLAlchemyStore` does, for ``AsyncConsumer``: on an ``AsyncEngine``, with the same arguments.
 
-    To be used by one event loop.
+    For one event loop.
     """
 
     def __init__(
@@ -500,65 +410,27 @@ class AsyncSQLAlchemyStore(SQLStoreBase):
         self._engine = engine
         self._session = session
         self._given_up: set[asyncio.Task[Any]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def create_table(self) -> None:
-        """See `SQLAlchemyStore.create_table`."""
-        for attempt in range(AGAIN_AT_MOST):
+        """Create the table if it does not exist, as `SQLAlchemyStore.create_table` does."""
+        for attempt in range(_ATTEMPTS):
             try:
                 async with self._engine.begin() as connection:
-                    for statement in self._sql.ddl:
-                        await connection.execute(text(statement))
+                    await connection.run_sync(self._create_in)
             except DBAPIError:
-                if attempt == AGAIN_AT_MOST - 1:
+                if attempt == _ATTEMPTS - 1:
                     raise
             else:
                 return
 
-    async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `SQLAlchemyStore.claim_many`."""
-        if not keys:
-            return []
-        stored = unique(keys)
-        holders = self.doubts.holders(stored.values())
-        try:
-            deadline = time.monotonic() + self.timeout
-            found = await self._ask(self.claiming(holders, lease), deadline)
-            if limit := self.pace.claimed(len(holders)):
-                await self._purge_some(limit, deadline)
-        except BaseException:
-            self.doubts.unanswered(holders)
-            raise
-        return claims_in_order(keys, {key: found[name].claim(key) for key, name in stored.items()})
-
-    async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `SQLAlchemyStore.complete_many`."""
-        held = held_by(claims)
-        return taken_in_order(claims, await self._ask(self.completing(held)) if held else ())
-
-    async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `SQLAlchemyStore.release_many`."""
-        held = held_by(claims)
-        return taken_in_order(claims, await self._ask(self.releasing(held, failed)) if held else ())
-
-    async def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """See `SQLAlchemyStore.reset_many`."""
-        found = await self._ask(self.resetting(list(unique(keys).values()))) if keys else ()
-        return [stored_key(key) in found for key in keys]
-
     async def purge(self) -> int:
-        """See `SQLAlchemyStore.purge`."""
-        total = 0
-        while True:
-            count = await self._ask(self.purging(PURGED_TOGETHER))
-            total += count
-            if count < PURGED_TOGETHER:
-                return total
+        """Delete expired rows and return how many; claims do so by and by, too. Errors as for `claim_many`."""
+        return await self._run(self._purge())
 
     @asynccontextmanager
     async def transaction(self, *deliveries: Delivery) -> AsyncIterator[AsyncSession]:
-        """See `SQLAlchemyStore.transaction`."""
-        holds = self.holds_of(deliveries)
+        """Open a session whose transaction makes deliveries done, as `SQLAlchemyStore.transaction` does."""
+        holds = _holds_of(deliveries)
         session, transaction, connection = await self._begin_in_time()
         try:
             yield session
@@ -566,17 +438,17 @@ class AsyncSQLAlchemyStore(SQLStoreBase):
             try:
                 await self._in_time(self._roll_back(session))
             except IdempotencyStoreError as error:
-                self.not_rolled_back(error)
+                self._log_failed_rollback(error)
             raise
         await self._in_time(self._commit(session, transaction, connection, holds))
-        mark(holds, CommitState.DONE)
+        _mark(holds, CommitState.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
-        """See `SQLAlchemyStore.inbox`."""
-        holds = self.holds_of(deliveries)
+        """Make deliveries done in a transaction of your own, as `SQLAlchemyStore.inbox` does."""
+        holds = _holds_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await self._in_time(self._complete_in(connection, holds))
-        mark(holds, CommitState.UNKNOWN)
+        await self._in_time(self._check_and_complete(connection, holds))
+        _mark(holds, CommitState.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         try:
@@ -584,14 +456,14 @@ class AsyncSQLAlchemyStore(SQLStoreBase):
         except (ConfigurationError, IdempotencyStoreError):
             raise
         except Exception as error:  # whatever the driver raises
-            raise self.failed(error) from error
+            raise self._failed(error) from error
 
     async def _begin(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         session = AsyncSession(self._engine) if self._session is None else self._session()
         try:
             transaction = await session.begin()
             connection = await session.connection()
-            await connection.run_sync(self.check_transaction)
+            await connection.run_sync(self._check_transaction)
         except BaseException:
             await self._roll_back(session)
             raise
@@ -605,53 +477,44 @@ class AsyncSQLAlchemyStore(SQLStoreBase):
         holds: Sequence[InboxClaim],
     ) -> None:
         try:
-            still_open(transaction)
+            _check_active(transaction)
             await session.flush()
-            await connection.run_sync(self.complete_in, holds)
-            mark(holds, CommitState.UNKNOWN)
+            await connection.run_sync(self._complete_in, holds)
+            _mark(holds, CommitState.UNKNOWN)
             await transaction.commit()
         except BaseException:  # here: where nobody waits any more, nobody else is to touch the session
             await self._roll_back(session)
             raise
         await session.close()
 
-    async def _complete_in(self, connection: AsyncConnection, holds: Sequence[InboxClaim]) -> None:
-        await connection.run_sync(self.check_transaction)
-        await connection.run_sync(self.complete_in, holds)
+    async def _check_and_complete(self, connection: AsyncConnection, holds: Sequence[InboxClaim]) -> None:
+        await connection.run_sync(self._check_transaction)
+        await connection.run_sync(self._complete_in, holds)
 
     async def _roll_back(self, session: AsyncSession) -> None:
         try:
             await session.close()
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
-            self.not_rolled_back(error)
+            self._log_failed_rollback(error)
 
-    async def _purge_some(self, limit: int, deadline: float) -> None:
-        try:
-            self.pace.purged(await self._ask(self.purging(limit), deadline), limit)
-        except IdempotencyStoreError as error:
-            self.not_purged(error)
+    async def _send(self, query: Transaction) -> Any:
+        return await self._in_time(self._send_here(query), max(query.deadline - time.monotonic(), 0.001))
 
-    async def _ask(self, steps: Callable[[int], Steps[T]], deadline: float | None = None) -> T:
-        self._loop = the_one_loop(self, self._loop)
-        left = self.timeout if deadline is None else max(deadline - time.monotonic(), 0.001)
-        try:
-            return await self._in_time(self._ask_until_answered(steps), left)
-        except IdempotencyStoreError:
-            raise
-        except Exception as error:  # whatever the driver raises
-            raise self.failed(error) from error
+    async def _send_here(self, query: Transaction) -> Any:
+        async with self._engine.connect() as connection:
+            return await connection.run_sync(self._execute, query)
 
     async def _in_time(self, coroutine: Coroutine[Any, Any, T], limit: float | None = None) -> T:
         """Await; a driver that takes its time to be cancelled is left to itself."""
         task = asyncio.ensure_future(coroutine)
         try:
-            done, _ = await asyncio.wait({task}, timeout=self.timeout if limit is None else limit)
+            done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
         except asyncio.CancelledError:
             self._give_up(task)
             raise
         if not done:
             self._give_up(task)
-            raise self.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
+            raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s"))
         return task.result()
 
     def _give_up(self, task: asyncio.Task[Any]) -> None:
@@ -663,16 +526,3 @@ class AsyncSQLAlchemyStore(SQLStoreBase):
         self._given_up.discard(task)
         if not task.cancelled():
             task.exception()  # nobody is left to be told
-
-    async def _ask_until_answered(self, steps: Callable[[int], Steps[T]]) -> T:
-        for attempt in range(AGAIN_AT_MOST):
-            try:
-                return await self._ask_once(steps)
-            except Exception as error:
-                if not try_again(error, attempt):
-                    raise
-        raise TimeoutError("one conflict with others after the other")
-
-    async def _ask_once(self, steps: Callable[[int], Steps[T]]) -> T:
-        async with self._engine.connect() as connection:
-            return await connection.run_sync(self.answer, steps)

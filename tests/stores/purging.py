@@ -21,7 +21,7 @@ class Clock:
 def pace_of(subject: Subject) -> PurgePace:
     """Return what paces the purges of a store in SQL, of either API."""
     store: Any = getattr(subject.store, "store", subject.store)
-    pace: PurgePace = store._pace if hasattr(store, "_pace") else store.pace
+    pace: PurgePace = store._pace
     return pace
 
 

@@ -95,7 +95,7 @@ def test_a_client_of_ones_own_must_not_be_able_to_hang() -> None:
 def test_no_password_of_a_database_url_is_shown(url: str, where: str) -> None:
     store = SQLAlchemyStore(create_engine(f"postgresql+psycopg://{url}"))
     assert repr(store) == f"<SQLAlchemyStore at postgresql+psycopg://{where}>"
-    assert where in str(store.failed(OSError("refused")))
+    assert where in str(store._failed(OSError("refused")))
 
 
 @pytest.mark.parametrize(

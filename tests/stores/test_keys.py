@@ -37,7 +37,7 @@ def test_a_question_without_an_answer_is_asked_again_in_the_name_of_the_same_hol
     doubts = UnansweredClaims()
     first = doubts.holders(["a", "b"])
     assert first["a"] == first["b"] > 0
-    doubts.unanswered(first)
+    doubts.add(first)
     again = doubts.holders(["a", "c"])
     assert again["a"] == first["a"]
     assert again["c"] != first["a"]
@@ -48,8 +48,8 @@ def test_a_question_without_an_answer_is_asked_again_in_the_name_of_the_same_hol
 def test_of_several_holders_each_is_tried_in_its_turn() -> None:
     doubts = UnansweredClaims()
     one, other = doubts.holders(["a"]), doubts.holders(["a"])
-    doubts.unanswered(one)
-    doubts.unanswered(other)
+    doubts.add(one)
+    doubts.add(other)
     assert doubts.holders(["a"]) == one
     assert doubts.holders(["a"]) == other
     assert doubts.holders(["a"]) not in (one, other)
@@ -58,7 +58,7 @@ def test_of_several_holders_each_is_tried_in_its_turn() -> None:
 def test_doubts_are_bounded() -> None:
     doubts = UnansweredClaims(capacity=2)
     asked = doubts.holders(["a", "b", "c"])
-    doubts.unanswered(asked)
+    doubts.add(asked)
     assert doubts.holders(["a"]) != {"a": asked["a"]}
     assert doubts.holders(["c"]) == {"c": asked["c"]}
 
@@ -67,7 +67,7 @@ def test_what_a_process_was_not_answered_its_forked_child_does_not_ask_in_the_sa
     """Both would be granted it. And the child does not wait for a lock that a thread of its parent had."""
     doubts = UnansweredClaims()
     asked = doubts.holders(["a"])
-    doubts.unanswered(asked)
+    doubts.add(asked)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with doubts._lock:

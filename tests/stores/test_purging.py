@@ -63,13 +63,13 @@ def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, mon
     """Or a question would take twice the timeout, once a minute."""
     with make(tmp_path) as subject:
         store = getattr(subject.store, "store", subject.store)
-        ask, deadlines = store._ask, []
+        send, deadlines = store._send, []
 
-        def spy(steps: Callable[..., object], deadline: float | None = None) -> object:
-            deadlines.append(deadline)
-            return ask(steps, deadline)
+        def spy(query: sql.Transaction) -> object:
+            deadlines.append(query.deadline)
+            return send(query)
 
-        monkeypatch.setattr(store, "_ask", spy)
+        monkeypatch.setattr(store, "_send", spy)
         make_it_time(subject)
         subject.store.claim_many(["a"], LEASE)
     assert len(deadlines) == 2

@@ -19,6 +19,7 @@ from sqlalchemy.pool import NullPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus, SQLAlchemyStore, SQLiteStore
+from reliable_mq.stores.base import run_queries
 from reliable_mq.stores.sql import Steps
 from tests.properties import examples
 from tests.stores.subjects import LEASE, RETENTION, Records, sqlite
@@ -259,12 +260,12 @@ def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) 
     store = SQLAlchemyStore(engine, retention=RETENTION)
     store.create_table()
 
-    def fails(_now: int) -> Steps[None]:
+    def fails(*, now: int) -> Steps[None]:
         raise OSError
         yield
 
     with pytest.raises(IdempotencyStoreError):
-        store._ask(fails)
+        run_queries(store._query(fails), store._send)
     machine._offset += 100.0
     with machine.store("sqlite") as other:
         [claim] = other.claim_many(["a"], LEASE)
