@@ -28,7 +28,8 @@ from integration.test_stores import make
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, RedisStore, SQLAlchemyStore, SQLiteStore
 from reliable_mq.stores.redis import CLAIM, COMPLETE, RELEASE
-from tests.stores.subjects import LEASE, RETENTION, Bridged
+from reliable_mq.testing.store_contract import LEASE, RETENTION
+from tests.stores.subjects import Bridged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

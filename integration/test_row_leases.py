@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
 from sqlalchemy import create_engine, delete, select
 
 from integration.support.programs import environment, faketime, output_of
-from integration.support.seeds import soaking
+from integration.support.seeds import soak_seeds
 from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
 from tests.outbox.row_leases_contract import ClaimsContract, TableOutbox, store, take
-from tests.outbox.test_outboxes import STEPS, Clock, Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,27 +69,17 @@ def test_f45_leases_and_delays_of_an_outbox_do_not_look_at_the_wall_clock_of_a_r
     assert said == "end\n"
 
 
-class Served(Model):
-    """Time passes in the table: the clock is the server's."""
+class TestOutbox(OutboxContract):
+    @pytest.fixture
+    def examples(self) -> int:
+        return 10 * soak_seeds()
 
-    table: TableOutbox
+    @pytest.fixture
+    def subject(self, table: TableOutbox) -> OutboxUnderTest:
+        """Time passes in the table: the clock is the server's."""
 
-    def wait(self, seconds: float) -> None:
-        self.table.age(seconds)
+        def empty() -> None:
+            with table.engine.begin() as connection:
+                connection.execute(delete(table.outbox.table))
 
-
-def test_whatever_happens_every_row_is_published_in_the_order_of_its_key(table: TableOutbox) -> None:
-    """Relays die, rows are delayed, set aside, put back and purged; at the end everything else was confirmed."""
-
-    @settings(max_examples=200 if soaking() else 10, deadline=None)
-    @given(steps=STEPS)
-    def go_through(steps: list[Any]) -> None:
-        with table.engine.begin() as connection:
-            connection.execute(delete(table.outbox.table))
-        model = Served(table.outbox, Clock())
-        model.table = table
-        for step, argument in steps:
-            getattr(model, step)(argument)
-        model.finish()
-
-    go_through()
+        return OutboxUnderTest(table.outbox, table.age, empty)

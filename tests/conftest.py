@@ -20,6 +20,7 @@ from tests.new_queues import treat_new_queues_as_old
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()
 
 Cost = Callable[[], float]

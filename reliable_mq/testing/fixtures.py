@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["fault_proxy"]
 
+# So that pytest explains their failed assertions.
+pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
+
 
 @pytest.fixture
 def fault_proxy() -> Iterator[FaultProxyFactory]:

@@ -309,16 +309,6 @@ class ClaimsContract:
         table.outbox.write([], [])
         assert take(one) == take(other) == []
 
-    def test_a_key_is_the_same_for_the_same_text_alone(self, table: TableOutbox) -> None:
-        """Neither case nor accents nor spaces at its end make two keys one; likewise ids."""
-        keys = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ", "")
-        for key in keys:
-            store(table.outbox, key, key=key)
-        rows = take(table.outbox.claims())
-        assert sorted(row.message.body.decode() for row in rows) == sorted(keys)
-        table.outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why") for row in rows])
-        assert table.outbox.status().set_aside == len(keys)
-
     def test_only_the_ids_that_are_given_are_decided_about(self, table: TableOutbox) -> None:
         """Also where the table was made with a collation that knows no case."""
         ids = ("order-ab", "ORDER-AB", "Örder-ab", "order-ab ")

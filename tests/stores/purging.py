@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from reliable_mq.stores.keys import PurgePace
-from tests.stores.subjects import LEASE, RETENTION, Records, Subject
+from reliable_mq.testing.store_contract import LEASE, RETENTION
+from tests.stores.subjects import Records, Subject
 
 __all__ = ["Clock", "grow", "pace_of"]
 

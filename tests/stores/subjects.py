@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,25 +21,13 @@ from reliable_mq.stores import (
     SQLAlchemyStore,
     SQLiteStore,
 )
-
-LEASE, RETENTION = 10.0, 40.0
+from reliable_mq.testing.store_contract import RETENTION, BlockingStore, StoreUnderTest
 
 
 @dataclass
-class Subject:
-    """A store to be tested.
+class Subject(StoreUnderTest):
+    """With what is to be closed afterwards."""
 
-    Attributes:
-        store: asked as a sync one, whichever face it is of.
-        age: lets that many seconds pass, for the store.
-        empty: lets it forget everything.
-        rewrite: gives the record of a key, if it has one, the format 2.
-    """
-
-    store: Any
-    age: Callable[[float], object]
-    empty: Callable[[], object]
-    rewrite: Callable[[str], object] | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -50,54 +37,11 @@ class Subject:
         self.stack.close()
 
 
-class Blocking:
-    """An asyncio store, asked from threads: its event loop runs on one of its own."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.store = self.run(self._made(make))
-
-    @staticmethod
-    async def _made(make: Callable[[], Any]) -> Any:
-        return make()
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
-
-    def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        claims: list[Claim] = self.run(self.store.claim_many(keys, lease))
-        return claims
-
-    def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        done: list[bool] = self.run(self.store.complete_many(claims))
-        return done
-
-    def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        held: list[bool] = self.run(self.store.release_many(claims, failed=failed))
-        return held
-
-    def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        reset: list[bool] = self.run(self.store.reset_many(keys))
-        return reset
-
-    def purge(self) -> int:
-        count: int = self.run(self.store.purge())
-        return count
-
-    def end(self, closing: Any) -> None:
-        self.run(closing)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-
 class Bridged:
     """An asyncio store on a loop of its own, for consumers on other loops, which come and go."""
 
-    def __init__(self, make: Callable[[], Any] | Blocking) -> None:
-        self.blocking = make if isinstance(make, Blocking) else Blocking(make)
+    def __init__(self, make: Callable[[], Any] | BlockingStore) -> None:
+        self.blocking = make if isinstance(make, BlockingStore) else BlockingStore(make)
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         claims: list[Claim] = await self._ask(self.blocking.store.claim_many(keys, lease))
@@ -112,7 +56,7 @@ class Bridged:
         return held
 
     async def _ask(self, coroutine: Any) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.blocking._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.blocking.loop))
 
 
 def memory() -> Subject:
@@ -193,7 +137,7 @@ def sqlalchemy_sqlite(directory: Path) -> Subject:
 
 def sqlalchemy_async(url: str, records: Engine) -> Subject:
     """On the same table as ``records``, another engine."""
-    blocking = Blocking(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION))
+    blocking = BlockingStore(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION))
     blocking.run(blocking.store.create_table())
     subject = Records(records).subject(blocking)
     subject.stack.callback(records.dispose)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from integration.support.seeds import soak_seeds
 from reliable_mq.stores import Claim, ClaimStatus
+from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.testing.linearizability import Event, explain
+from reliable_mq.testing.store_contract import StoreContract
 from tests.stores import subjects
-from tests.stores.contract import StoreContract
-from tests.stores.linearizability import Event, explain
 from tests.stores.subjects import Subject
 
 
@@ -26,13 +28,15 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
         yield made
 
 
-@pytest.fixture
-def examples(request: pytest.FixtureRequest) -> int:
-    return {"memory": 80, "sqlite": 25}.get(request.node.callspec.params["subject"], 10)
-
-
 class TestStores(StoreContract):
-    pass
+    @pytest.fixture
+    def examples(self, request: pytest.FixtureRequest) -> int:
+        return {"memory": 80, "sqlite": 25}.get(request.node.callspec.params["subject"], 10) * soak_seeds()
+
+
+def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
+    """Others may: the replay of dead letters needs it."""
+    assert isinstance(getattr(subject.store, "store", subject.store), ResettableStore)
 
 
 def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:

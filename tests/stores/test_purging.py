@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from reliable_mq.stores import ClaimStatus, sql
 from reliable_mq.stores.keys import PurgePace
 from reliable_mq.stores.sql import Query, Steps
+from reliable_mq.testing.store_contract import LEASE, RETENTION
 from tests.stores import subjects
 from tests.stores.purging import Clock, grow, pace_of
-from tests.stores.subjects import LEASE, RETENTION, Subject
+from tests.stores.subjects import Subject
 
 Make = Callable[[Path], AbstractContextManager[Subject]]
 in_sqlalchemy = [subjects.sqlalchemy_sqlite, subjects.sqlalchemy_async_sqlite]

@@ -21,8 +21,9 @@ from reliable_mq import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus, SQLAlchemyStore, SQLiteStore
 from reliable_mq.stores.base import run_queries
 from reliable_mq.stores.sql import Steps
+from reliable_mq.testing.store_contract import LEASE, RETENTION
 from tests.properties import examples
-from tests.stores.subjects import LEASE, RETENTION, Records, sqlite
+from tests.stores.subjects import Records, sqlite
 
 
 def claimed(path: Path, keys: list[str]) -> list[ClaimStatus]:

@@ -1,24 +1,47 @@
-"""What every store must do, and a model beside which each is run. For the stores of this package, wherever they run."""
+"""Tests for an idempotency store of your own, as a pytest class to derive from.
+
+`StoreContract` holds for every `IdempotencyStore`. Derive a class from it in a test module, with a fixture that makes
+the store::
+
+    class TestMine(StoreContract):
+        @pytest.fixture
+        def subject(self, tmp_path):
+            clock = Clock()
+            with MyStore(tmp_path / "store", retention=RETENTION, clock=clock) as store:
+                yield StoreUnderTest(store, age=clock.advance, empty=store.clear)
+
+It needs the extra ``testing``. The stores of this package run it, too. For outboxes there is
+:mod:`reliable_mq.testing.outbox_contract`.
+"""
+
+# ruff: noqa: S101 -- these are tests
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, precondition, rule, run_state_machine_as_test
 
-from reliable_mq import IdempotencyStoreError
+from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus
-from reliable_mq.stores.protocol import ResettableStore
-from tests.properties import machine
-from tests.stores.linearizability import Event, explain
-from tests.stores.subjects import LEASE, RETENTION, Subject
+from reliable_mq.testing.linearizability import Event, explain
 
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+__all__ = ["LEASE", "RETENTION", "BlockingStore", "StoreContract", "StoreUnderTest", "contended"]
+
+LEASE, RETENTION = 10.0, 40.0  # seconds
 NEW, IN_PROGRESS, DONE, UNREADABLE = (
     ClaimStatus.NEW,
     ClaimStatus.IN_PROGRESS,
@@ -27,30 +50,97 @@ NEW, IN_PROGRESS, DONE, UNREADABLE = (
 )
 
 
-def claim(subject: Subject, key: str = "a", lease: float = LEASE) -> Claim:
+@dataclass
+class StoreUnderTest:
+    """A store, and the control of its time and its records.
+
+    Attributes:
+        store: its methods block; wrap an asyncio store in a `BlockingStore`. It keeps records for `RETENTION` seconds.
+        age: lets that many seconds pass: advances its clock, or moves the times of its records into the past.
+        empty: lets it forget everything.
+        rewrite: gives the record of a key a format of a newer version; None for a store that does not outlive its
+            process.
+    """
+
+    store: Any
+    age: Callable[[float], object]
+    empty: Callable[[], object]
+    rewrite: Callable[[str], object] | None = None
+
+
+class BlockingStore:
+    """An asyncio store whose methods block: they run on an event loop in a thread of its own.
+
+    Args:
+        make: makes the store; called on that event loop.
+
+    Attributes:
+        store: the store.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.store = self.run(_called(make))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.__dict__["store"], name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            return self.run(method(*arguments, **options))
+
+        return call
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def end(self, closing: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine that closes the store, then end the event loop."""
+        self.run(closing)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+async def _called(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def _claim(subject: StoreUnderTest, key: str = "a", lease: float = LEASE) -> Claim:
     made: Claim = subject.store.claim_many([key], lease)[0]
     return made
 
 
 class StoreContract:
-    """Tests of a ``subject``, which is a fixture of the module that inherits them."""
+    """Tests of an idempotency store: derive a class with a fixture ``subject``, which makes a `StoreUnderTest`.
 
-    def test_a_key_is_claimed_once_and_done_once(self, subject: Subject) -> None:
-        first = claim(subject)
+    Those of ``reset_many`` run if the store has that method, as the replay of dead letters needs it.
+    """
+
+    @pytest.fixture
+    def examples(self) -> int:
+        """The number of examples that the store and a model of it are compared by."""
+        return 10
+
+    def test_a_key_is_claimed_once_and_done_once(self, subject: StoreUnderTest) -> None:
+        first = _claim(subject)
         assert (first.key, first.status, first.attempts) == ("a", NEW, 0)
-        assert claim(subject).status is IN_PROGRESS
+        assert _claim(subject).status is IN_PROGRESS
         assert subject.store.complete_many([first]) == [True]
-        assert claim(subject).status is DONE
-        assert subject.store.complete_many([first]) == [True]  # asked again, because the first answer was lost
+        assert _claim(subject).status is DONE
+        assert subject.store.complete_many([first]) == [True]  # repeated, as if the first reply was lost
         assert subject.store.release_many([first], failed=True) == [False]
 
-    def test_nothing_asked_is_nothing_answered(self, subject: Subject) -> None:
+    def test_a_call_without_keys_returns_nothing(self, subject: StoreUnderTest) -> None:
         assert subject.store.claim_many([], LEASE) == []
         assert subject.store.complete_many([]) == []
         assert subject.store.release_many([], failed=True) == []
-        assert subject.store.reset_many([]) == []
+        if hasattr(subject.store, "reset_many"):
+            assert subject.store.reset_many([]) == []
 
-    def test_answers_come_in_the_order_of_the_questions(self, subject: Subject) -> None:
+    def test_results_come_in_the_order_of_the_keys(self, subject: StoreUnderTest) -> None:
         keys = ["c", "a", "d", "b"]
         assert [made.key for made in subject.store.claim_many(["a"], LEASE)] == ["a"]
         made = subject.store.claim_many(keys, LEASE)
@@ -59,53 +149,53 @@ class StoreContract:
         assert subject.store.complete_many([made[3], stale, made[0]]) == [True, False, True]
         assert subject.store.release_many([made[0], made[2]], failed=False) == [False, True]
 
-    def test_a_key_given_twice_is_new_once(self, subject: Subject) -> None:
+    def test_a_key_given_twice_is_new_once(self, subject: StoreUnderTest) -> None:
         made = subject.store.claim_many(["a", "b", "a"], LEASE)
         assert [one.status for one in made] == [NEW, NEW, IN_PROGRESS]
         assert subject.store.complete_many([made[0], made[0]]) == [True, True]
         assert [one.status for one in subject.store.claim_many(["a", "a"], LEASE)] == [DONE, DONE]
         assert subject.store.release_many([made[1]], failed=True) == [True]
-        assert claim(subject, "b").attempts == 1
+        assert _claim(subject, "b").attempts == 1
 
-    def test_failed_attempts_are_counted_and_others_are_not(self, subject: Subject) -> None:
-        assert subject.store.release_many([claim(subject)], failed=False) == [True]
-        assert subject.store.release_many([claim(subject)], failed=True) == [True]
-        again = claim(subject)
+    def test_failed_attempts_are_counted_and_no_others(self, subject: StoreUnderTest) -> None:
+        assert subject.store.release_many([_claim(subject)], failed=False) == [True]
+        assert subject.store.release_many([_claim(subject)], failed=True) == [True]
+        again = _claim(subject)
         assert (again.status, again.attempts) == (NEW, 1)
         assert subject.store.release_many([again], failed=False) == [True]
-        assert claim(subject).attempts == 1
+        assert _claim(subject).attempts == 1
 
-    def test_an_expired_lease_is_taken_over_and_its_token_is_stale(self, subject: Subject) -> None:
-        slow = claim(subject)
+    def test_an_expired_lease_is_taken_over_and_its_token_is_stale(self, subject: StoreUnderTest) -> None:
+        slow = _claim(subject)
         subject.age(LEASE / 2)
-        assert claim(subject).status is IN_PROGRESS
+        assert _claim(subject).status is IN_PROGRESS
         subject.age(LEASE / 2)
-        quick = claim(subject)
+        quick = _claim(subject)
         assert quick.status is NEW
         assert quick.token > slow.token
         assert subject.store.complete_many([slow]) == [False]
         assert subject.store.release_many([slow], failed=True) == [False]
         assert subject.store.complete_many([slow, quick]) == [False, True]
 
-    def test_a_lease_that_nobody_took_over_may_still_be_completed(self, subject: Subject) -> None:
-        slow = claim(subject)
+    def test_a_claim_that_nobody_took_over_may_still_be_completed(self, subject: StoreUnderTest) -> None:
+        slow = _claim(subject)
         subject.age(LEASE + 1)
         assert subject.store.complete_many([slow]) == [True]
-        assert claim(subject).status is DONE
+        assert _claim(subject).status is DONE
 
-    def test_what_is_done_is_forgotten_after_the_retention(self, subject: Subject) -> None:
-        done = claim(subject)
+    def test_a_done_key_is_forgotten_after_the_retention(self, subject: StoreUnderTest) -> None:
+        done = _claim(subject)
         subject.store.complete_many([done])
         subject.age(RETENTION - 1)
-        assert claim(subject).status is DONE
+        assert _claim(subject).status is DONE
         subject.age(LEASE + 1)
-        again = claim(subject)
+        again = _claim(subject)
         assert again.status is NEW
         assert again.token > done.token
         assert subject.store.complete_many([done]) == [False]
 
-    def test_keys_of_any_text_are_told_apart(self, subject: Subject) -> None:
-        """Those that a database would trim, fold, cut or refuse."""
+    def test_keys_of_any_text_are_told_apart(self, subject: StoreUnderTest) -> None:
+        """Also keys that a database would trim, fold, cut or refuse."""
         keys = ["a", "A", "a ", " a", "", "ä", "a\u0308", "a\0", "\ud800", "%", "_", "'", "\\", "x" * 200, "x" * 201]
         keys += ["x" * 5000, "sha256:" + "0" * 64, "|", "a|b", "{a}", "\uff21", "ß", "ss", ":k0"]
         made = subject.store.claim_many(keys, LEASE)
@@ -113,37 +203,39 @@ class StoreContract:
         assert subject.store.complete_many(made) == [True] * len(keys)
         assert {one.status for one in subject.store.claim_many(keys, LEASE)} == {DONE}
 
-    def test_thousands_of_keys_are_one_question(self, subject: Subject) -> None:
+    def test_a_call_may_have_thousands_of_keys(self, subject: StoreUnderTest) -> None:
         keys = [f"key-{number}" for number in range(2500)]
         made = subject.store.claim_many(keys, LEASE)
         assert {one.status for one in made} == {NEW}
         assert subject.store.complete_many(made) == [True] * 2500
 
-    def test_a_record_of_a_newer_format_is_neither_read_nor_changed(self, subject: Subject) -> None:
-        """Row 58 of the fault matrix: it is said to be there, and what is asked beside it is answered."""
+    def test_a_record_of_a_newer_format_is_neither_read_nor_changed(self, subject: StoreUnderTest) -> None:
+        """Row 58 of the fault matrix: its claim is `UNREADABLE`; other keys of the same call are claimed."""
         if subject.rewrite is None:
             return  # its records do not outlive the process
-        held = claim(subject, "newer")
+        held = _claim(subject, "newer")
         subject.rewrite("newer")
         made = subject.store.claim_many(["newer", "other"], LEASE)
         assert [one.status for one in made] == [UNREADABLE, NEW]
         assert subject.store.complete_many([held, made[1]]) == [False, True]
         assert subject.store.release_many([held], failed=True) == [False]
-        assert subject.store.reset_many(["newer"]) == [False]
+        if hasattr(subject.store, "reset_many"):
+            assert subject.store.reset_many(["newer"]) == [False]
 
-    def test_failed_attempts_can_be_forgotten(self, subject: Subject) -> None:
-        assert isinstance(subject.store, ResettableStore)
+    def test_failed_attempts_can_be_forgotten(self, subject: StoreUnderTest) -> None:
+        if not hasattr(subject.store, "reset_many"):
+            return
         for key in ("failed", "held", "done"):
-            subject.store.release_many([claim(subject, key)], failed=True)
-        held = claim(subject, "held")
-        subject.store.complete_many([claim(subject, "done")])
+            subject.store.release_many([_claim(subject, key)], failed=True)
+        held = _claim(subject, "held")
+        subject.store.complete_many([_claim(subject, "done")])
         keys = ["failed", "unknown", "held", "done", "failed"]
         assert subject.store.reset_many(keys)[:4] == [True, False, True, False]
         assert subject.store.release_many([held], failed=True) == [True]
         made = subject.store.claim_many(["failed", "held", "done"], LEASE)
         assert [(one.status, one.attempts) for one in made] == [(NEW, 0), (NEW, 1), (DONE, 1)]
 
-    def test_of_many_threads_one_wins_each_key(self, subject: Subject) -> None:
+    def test_of_many_threads_one_wins_each_key(self, subject: StoreUnderTest) -> None:
         keys = [f"key-{number}" for number in range(40)]
         wins: list[Claim] = []
         barrier = threading.Barrier(6)
@@ -154,11 +246,11 @@ class StoreContract:
             for start in range(0, len(keys), 8):
                 wins.extend(one for one in subject.store.claim_many(order[start : start + 8], 60.0) if one.token)
 
-        run_threads([lambda number=number: contend(number) for number in range(6)])  # type: ignore[misc]
+        _run_threads([lambda number=number: contend(number) for number in range(6)])  # type: ignore[misc]
         assert sorted(won.key for won in wins) == sorted(keys)
 
-    def test_histories_of_concurrent_claimants_are_linearizable(self, subject: Subject, examples: int) -> None:
-        """There is an order of all calls, in which each took place while it was made, that explains the answers."""
+    def test_histories_of_concurrent_callers_are_linearizable(self, subject: StoreUnderTest, examples: int) -> None:
+        """Some order of the calls, each at a moment between its begin and its end, explains all results."""
         for seed in range(examples // 10 + 1):
             subject.empty()
             history = contended(subject.store, seed)
@@ -167,20 +259,26 @@ class StoreContract:
             for key in "abc":
                 assert explain([event for event in history if event.key == key]), (seed, key)
 
-    def test_the_store_and_the_model_agree(self, subject: Subject, examples: int) -> None:
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: Modelled(subject), settings=machine(examples, steps=30)
+    def test_the_store_and_the_model_agree(self, subject: StoreUnderTest, examples: int) -> None:
+        run_state_machine_as_test(
+            lambda: StoreModel(subject),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=[HealthCheck.too_slow],
+            ),
         )
 
 
-def run_threads(functions: Sequence[Callable[[], object]]) -> None:
-    """Run them all at once; raise the first error."""
+def _run_threads(functions: Sequence[Callable[[], object]]) -> None:
+    """Run functions in threads, all at once; raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(function: Callable[[], object]) -> None:
         try:
             function()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 -- raised below
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
@@ -194,7 +292,10 @@ def run_threads(functions: Sequence[Callable[[], object]]) -> None:
 
 
 def contended(store: Any, seed: int) -> list[Event]:
-    """Let five threads claim, complete and release three keys at random; some leases end as soon as they begin."""
+    """Let five threads claim, complete and release three keys at random; return the history of their calls.
+
+    Some leases end as soon as they begin.
+    """
     history: list[Event] = []
 
     def ask(question: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any] | None:
@@ -231,14 +332,14 @@ def contended(store: Any, seed: int) -> list[Event]:
                     for key, answer in zip(keys, made or repeat(None), strict=False)
                 )
 
-    run_threads([lambda number=number: contend(number) for number in range(5)])  # type: ignore[misc]
+    _run_threads([lambda number=number: contend(number) for number in range(5)])  # type: ignore[misc]
     return history
 
 
-class Modelled(RuleBasedStateMachine):
-    """A store beside a model that remembers everything.
+class StoreModel(RuleBasedStateMachine):
+    """A store and a model of it, which remembers everything.
 
-    A crash of a holder is a claim that nobody settles. Invariants:
+    A holder that crashes is a claim that nobody settles. Invariants:
 
     - of all claims on a key, at most one can still be completed or released: the newest, until it is settled;
     - a key is done from its completion until its retention is over at least, and a lease longer at most;
@@ -248,7 +349,7 @@ class Modelled(RuleBasedStateMachine):
 
     claims = Bundle("claims")
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: StoreUnderTest) -> None:
         super().__init__()
         self.subject = subject
         subject.empty()
@@ -306,6 +407,7 @@ class Modelled(RuleBasedStateMachine):
             count = self.attempts[made.key][0] + failed
             self.attempts[made.key] = (count, self.now + RETENTION, self.kept(made.key))
 
+    @precondition(lambda self: hasattr(self.subject.store, "reset_many"))
     @rule(key=st.sampled_from("abc"))
     def reset(self, key: str) -> None:
         [answer] = self.subject.store.reset_many([key])
@@ -334,6 +436,6 @@ class Modelled(RuleBasedStateMachine):
         return max(self.longest[key], self.now + RETENTION)
 
     def counts(self, key: str) -> set[int]:
-        """The counts of attempts that a store may have."""
+        """Return the counts of failed attempts that the store may have."""
         count, least, most = self.attempts.get(key, (0, 0.0, 0.0))
         return {count} if least > self.now else {count, 0} if most > self.now else {0}

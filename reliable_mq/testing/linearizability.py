@@ -1,24 +1,30 @@
-"""Whether the answers of a store to calls that overlap can be those of a store that was asked one call at a time."""
+"""Check histories of overlapping calls of an idempotency store.
+
+A history is linearizable if there is an order of its calls in which each took effect at one moment between its begin
+and its end, and which explains every result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reliable_mq.stores import ClaimStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Event", "explain"]
 
 
 class Event(NamedTuple):
-    """A call about one key, and its answer.
+    """A call for one key, and its result.
 
     Attributes:
         what: ``claim``, ``brief`` (a claim whose lease ends at once), ``complete``, ``release`` or ``fail``.
         token: of the claim that is settled.
-        answer: the claim that was made, or whether it was taken; None where the answer was lost: it took place before
-            ``ended``, or not at all.
-        begun, ended: when.
+        answer: the claim that was made, or whether it was settled; None if the call raised an error: it took effect
+            before ``ended``, or not at all.
+        begun, ended: the time.
     """
 
     key: str
@@ -30,9 +36,9 @@ class Event(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a store has of a key.
+    """The state of a key in a store.
 
-    A key is in ``doubt`` whose claim was not answered: whoever claims it next in the same process may be its holder.
+    After a claim that raised an error the key is in ``doubt``: the next claim in the same process may be its holder.
     """
 
     kind: str = "free"  # or held, brief, doubt, done
@@ -41,12 +47,12 @@ class _State(NamedTuple):
 
 
 def explain(events: Sequence[Event], *, asked_again: bool = False) -> bool:
-    """Say whether some order explains the answers; every call takes place between its begin and its end.
+    """Return whether some order of the calls explains their results.
 
     Args:
         events: of one key.
-        asked_again: whether the store itself asks its server again where an answer is lost: then, a release may have
-            taken place and be answered as one that has not.
+        asked_again: whether the store repeats a query whose reply was lost: then, a release may have taken effect and
+            return False.
     """
     events = sorted(events, key=lambda event: event.begun)
     refuted: set[tuple[frozenset[int], _State]] = set()
@@ -69,7 +75,7 @@ def explain(events: Sequence[Event], *, asked_again: bool = False) -> bool:
 
 
 def _after(state: _State, event: Event) -> list[_State]:
-    """The states that may be after a call that was answered so; none where it could not be."""
+    """Return the states that may follow a call with this result; none if the result is impossible."""
     if event.answer is None:
         return [state, *_after_lost(state, event)]
     if event.what in {"claim", "brief"}:
@@ -92,7 +98,7 @@ def _after(state: _State, event: Event) -> list[_State]:
 
 
 def _after_lost(state: _State, event: Event) -> list[_State]:
-    """The state after a call that changed something, and was not answered."""
+    """Return the states after a call that took effect and raised an error."""
     if event.what in {"claim", "brief"}:
         return [state._replace(kind="doubt")] if state.kind in {"free", "brief"} else []
     return _after(state, event._replace(answer=True))
