@@ -23,7 +23,7 @@ from integration.support.waiting import wait_until
 from reliable_mq import IdempotencyStoreError
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, ClaimStatus, RedisStore, SQLAlchemyStore
 from reliable_mq.testing.linearizability import explain
-from reliable_mq.testing.store_contract import LEASE, RETENTION, BlockingStore, StoreContract, contended
+from reliable_mq.testing.store_contract import LEASE, RETENTION, StoreContract, StoreOnThread, contended
 from tests.stores import subjects
 from tests.stores.purging import grow
 from tests.stores.subjects import Subject
@@ -79,9 +79,9 @@ def make(kind: str, database: Callable[[str], Database]) -> Subject:
             return subjects.sqlalchemy_async(with_driver(url, driver), create_engine(url, poolclass=NullPool))
         return subjects.sqlalchemy(create_engine(with_driver(url, driver)))
     if driver:
-        blocking = BlockingStore(lambda: AsyncRedisStore(url, retention=RETENTION))
+        blocking = StoreOnThread(lambda: AsyncRedisStore(url, retention=RETENTION, timeout=30))
         return redis_subject(url, blocking, lambda: blocking.end(blocking.store.close()))
-    store = RedisStore(url, retention=RETENTION)
+    store = RedisStore(url, retention=RETENTION, timeout=30)
     return redis_subject(url, store, store.close)
 
 
@@ -222,7 +222,7 @@ class Breakable:
             url = with_driver(url, driver)
         self.closers: list[Callable[[], object]] = []
         if driver in ASYNC_DRIVERS[name]:
-            blocking = BlockingStore(lambda: self._make_async(name, url, timeout))
+            blocking = StoreOnThread(lambda: self._make_async(name, url, timeout))
             self.store: Any = blocking
             if name != "redis":
                 blocking.run(blocking.store.create_table())

@@ -11,12 +11,12 @@ from typing import Any
 from integration.programs.jumping_clock import HOUR, WallClock
 from integration.programs.storing import new_store
 from reliable_mq.stores import ClaimStatus
-from reliable_mq.testing.store_contract import BlockingStore
+from reliable_mq.testing.store_contract import StoreOnThread
 
 
 def new(url: str, face: str) -> Any:
     """A store that is asked as a sync one, whichever face it is of."""
-    return new_store(url) if face == "sync" else BlockingStore(lambda: new_store(url, face))
+    return new_store(url) if face == "sync" else StoreOnThread(lambda: new_store(url, face))
 
 
 def main(offset_file: str, face: str, urls: list[str]) -> None:

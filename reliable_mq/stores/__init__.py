@@ -1,7 +1,7 @@
-"""Idempotency stores: what has been done already, so that a message that is delivered twice takes effect once.
+"""Idempotency stores: a message that is delivered twice takes effect once.
 
 A consumer claims the key of a delivery before its handler runs, and completes it afterwards; only then is the delivery
-acked. A claim that nobody settles ends with its lease, and whoever claims the key next takes over. What is done is
+acked. A claim that nobody settles ends with its lease, and the next claim of the key takes over. A done key is
 remembered for the retention of the store: a duplicate that comes later than that takes effect again.
 """
 
@@ -41,7 +41,7 @@ _ON_DEMAND = {  # name: module, and the extra that it needs
     "SQLiteStore": ("sqlite", ""),
 }
 
-if not TYPE_CHECKING:  # where any name would seem to exist
+if not TYPE_CHECKING:  # or any name would seem to exist
 
     def __getattr__(name: str) -> object:
         if name not in _ON_DEMAND:

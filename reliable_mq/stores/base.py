@@ -1,4 +1,4 @@
-"""The calls of a store with a database, as generators of queries: one text for the sync and the asyncio API.
+"""The calls of a store as generators of queries, for the sync and the asyncio API.
 
 A call (``claim_many``, say) yields its queries, is sent their replies and returns its result. A query is whatever the
 base class of a database yields and its ``_send`` sends: commands of Redis, a transaction of SQL. The error of a query
@@ -21,8 +21,8 @@ from reliable_mq.stores.keys import (
     UnansweredClaims,
     claims_in_order,
     held_by,
+    settled_in_order,
     stored_key,
-    taken_in_order,
     unique,
 )
 
@@ -40,7 +40,7 @@ Queries: TypeAlias = Generator[Any, Any, T]
 
 
 def run_queries(queries: Queries[T], send: Callable[[Any], Any]) -> T:
-    """Send each query and return the result; an error of ``send`` is raised inside the generator."""
+    """Send each query, raise its error inside the generator, and return the result."""
     try:
         query = next(queries)
         while True:
@@ -72,7 +72,7 @@ async def _run_queries(queries: Queries[T], send: Callable[[Any], Awaitable[Any]
 
 
 class StoreBase:
-    """The calls of a store, for either API; subclasses yield the queries of their database.
+    """The calls of a store; subclasses yield the queries of their database.
 
     ``_claim``, ``_complete``, ``_release`` and ``_reset`` are given keys as they are stored: at least one, each once,
     in order.
@@ -90,7 +90,7 @@ class StoreBase:
         raise NotImplementedError
 
     def _release(self, held: Sequence[Held], failed: bool) -> Queries[Collection[Held]]:
-        """Give up claims; return those that were held."""
+        """Release claims; return those that were held."""
         raise NotImplementedError
 
     def _reset(self, keys: Sequence[str]) -> Queries[Collection[str]]:
@@ -111,11 +111,11 @@ class StoreBase:
 
     def _complete_many(self, claims: Sequence[Claim]) -> Queries[list[bool]]:
         held = held_by(claims)
-        return taken_in_order(claims, (yield from self._complete(held)) if held else ())
+        return settled_in_order(claims, (yield from self._complete(held)) if held else ())
 
     def _release_many(self, claims: Sequence[Claim], failed: bool) -> Queries[list[bool]]:
         held = held_by(claims)
-        return taken_in_order(claims, (yield from self._release(held, failed)) if held else ())
+        return settled_in_order(claims, (yield from self._release(held, failed)) if held else ())
 
     def _reset_many(self, keys: Sequence[str]) -> Queries[list[bool]]:
         found = (yield from self._reset(list(unique(keys).values()))) if keys else ()
@@ -123,14 +123,16 @@ class StoreBase:
 
 
 class SyncStore(StoreBase):
-    """An `IdempotencyStore` that sends the queries of its calls from the calling thread."""
+    """An `IdempotencyStore` that sends its queries from the calling thread."""
 
     def _send(self, query: Any) -> Any:
         """Send a query to the database and return the reply. Blocks; thread-safe."""
         raise NotImplementedError
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys for ``lease`` seconds each, as `IdempotencyStore.claim_many` says.
+        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
+
+        The other methods raise the same errors.
 
         Raises:
             IdempotencyStoreError: the database cannot be reached, does not answer in time, or answers with an error.
@@ -138,20 +140,20 @@ class SyncStore(StoreBase):
         return run_queries(self._claim_many(keys, lease), self._send)
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """Mark claims as done, as `IdempotencyStore.complete_many` says. Errors as for `claim_many`."""
+        """Mark claims as done; see `IdempotencyStore.complete_many`."""
         return run_queries(self._complete_many(claims), self._send)
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Give up claims, as `IdempotencyStore.release_many` says. Errors as for `claim_many`."""
+        """Release claims; see `IdempotencyStore.release_many`."""
         return run_queries(self._release_many(claims, failed), self._send)
 
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """Forget the failed attempts of keys that are not done. Errors as for `claim_many`."""
+        """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
         return run_queries(self._reset_many(keys), self._send)
 
 
 class AsyncStore(StoreBase):
-    """An `AsyncIdempotencyStore` that sends the queries of its calls from one event loop."""
+    """An `AsyncIdempotencyStore` that sends its queries from one event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +179,9 @@ class AsyncStore(StoreBase):
         return await _run_queries(queries, self._send)
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys for ``lease`` seconds each, as `IdempotencyStore.claim_many` says.
+        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
+
+        The other methods raise the same errors.
 
         Raises:
             IdempotencyStoreError: the database cannot be reached, does not answer in time, or answers with an error.
@@ -185,13 +189,13 @@ class AsyncStore(StoreBase):
         return await self._run(self._claim_many(keys, lease))
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """Mark claims as done, as `IdempotencyStore.complete_many` says. Errors as for `claim_many`."""
+        """Mark claims as done; see `IdempotencyStore.complete_many`."""
         return await self._run(self._complete_many(claims))
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Give up claims, as `IdempotencyStore.release_many` says. Errors as for `claim_many`."""
+        """Release claims; see `IdempotencyStore.release_many`."""
         return await self._run(self._release_many(claims, failed))
 
     async def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """Forget the failed attempts of keys that are not done. Errors as for `claim_many`."""
+        """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
         return await self._run(self._reset_many(keys))

@@ -1,4 +1,4 @@
-"""Keys, holders and purges: the part of a call that is the same for every store with a database.
+"""Keys, holders and purges, which every store with a database has.
 
 Invariants: whatever a key is made of, it is stored as at most 200 printable ASCII characters, and no two keys are
 stored as the same; a query has each key once, and keys in one order, so that no two queries wait for each other in a
@@ -31,8 +31,8 @@ __all__ = [
     "claims_in_order",
     "held_by",
     "microseconds",
+    "settled_in_order",
     "stored_key",
-    "taken_in_order",
     "unique",
 ]
 
@@ -60,14 +60,14 @@ class ClaimAnswer(NamedTuple):
 
 
 def stored_key(key: str) -> str:
-    """Return the stored form of a key: the key itself if any database stores it unchanged, else a digest of it."""
+    """Return the stored form of a key: itself, or its digest."""
     if _READABLE.fullmatch(key):
         return key
     return _HASHED + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def unique(keys: Iterable[str]) -> dict[str, str]:
-    """Return the stored form of each key, each key once, in the order of the stored forms."""
+    """Return the stored form of each key, once, in the order of these forms."""
     return dict(sorted(((key, stored_key(key)) for key in set(keys)), key=_second))
 
 
@@ -76,7 +76,7 @@ def _second(pair: tuple[str, str]) -> str:
 
 
 def claims_in_order(keys: Sequence[str], found: Mapping[str, Claim]) -> list[Claim]:
-    """Return the claim of each key; of a key that comes twice, only the first claim may be new."""
+    """Return the claim of each key; if a key comes twice, only its first may be new."""
     claims = [found[key] for key in keys]
     if len(found) < len(keys):
         seen: set[str] = set()
@@ -88,13 +88,13 @@ def claims_in_order(keys: Sequence[str], found: Mapping[str, Claim]) -> list[Cla
 
 
 def held_by(claims: Iterable[Claim]) -> list[Held]:
-    """Return the stored forms of the keys of claims, and their tokens: each once, in order."""
+    """Return the stored keys of claims and their tokens, each once, in order."""
     return sorted({(stored_key(claim.key), claim.token) for claim in claims})
 
 
-def taken_in_order(claims: Iterable[Claim], taken: Collection[Held]) -> list[bool]:
-    """Return for each claim whether it is in ``taken``, a part of `held_by`."""
-    return [(stored_key(claim.key), claim.token) in taken for claim in claims]
+def settled_in_order(claims: Iterable[Claim], settled: Collection[Held]) -> list[bool]:
+    """Return for each claim whether it is in ``settled``, a part of `held_by`."""
+    return [(stored_key(claim.key), claim.token) in settled for claim in claims]
 
 
 class UnansweredClaims:
@@ -148,7 +148,7 @@ class UnansweredClaims:
 
 
 class PurgePace:
-    """When claims purge expired rows, and how many, so that a table does not grow without bound.
+    """When claims purge expired rows, and how many, so that a table stays small.
 
     Each claimed key pays for the deletion of two rows. So purges keep up with any rate of claims, over all processes
     together, also with a backlog; and no claim deletes more than a few hundred rows, or two for each of its own keys.
@@ -188,7 +188,7 @@ class PurgePace:
         return limit
 
     def purged(self, rows: int, limit: int) -> None:
-        """Note how many rows were purged of ``limit``: if it was reached, more may be left."""
+        """Note how many rows of ``limit`` were purged: at the limit, more may be left."""
         if rows >= limit:
             self._not_before = self._clock()
 

@@ -1,7 +1,7 @@
-"""An idempotency store in the memory of one process: for tests, and for duplicates that reach the same process.
+"""An idempotency store in memory, for tests and for duplicates in one process.
 
 Invariants: at most ``max_entries`` keys are known; a key that is claimed and whose lease runs is never forgotten; any
-other is forgotten ``retention`` seconds after it was settled or its lease ended, or earlier where room is needed, the
+other is forgotten ``retention`` seconds after it was settled or its lease ended, or earlier if space is needed, the
 longest settled first. Time is monotonic: a jump of the wall clock moves nothing.
 """
 
@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
+from reliable_mq.stores.keys import DAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["MemoryStore"]
 
-_DAY: Final = 86400.0
 _new_claim: Final = Claim._make  # a third of the cost of a call with arguments
 
 
 # Plain tuples of numbers: the garbage collector looks at none of them twice, and there may be a million.
 _Known = tuple[int, float, int]
-"""A token, when what it stands for ends, and how many attempts have failed. Of what is claimed: the lease. Of what is
-settled: the retention, and the token is that of the claim that was completed, 0 where the key is free."""
+"""A token, an end, and the number of failed attempts. Of a claimed key, it is the end of the lease. Of a settled key,
+it is that of the retention, and the token is that of the claim that was completed, 0 if the key is free."""
 
 
 class MemoryStore:
-    """Deduplicates within this process, and forgets everything with it. Thread-safe.
+    """An idempotency store for this process, which ends with it. Thread-safe.
 
     Args:
         max_entries: keys that are remembered at most, at roughly 300 bytes each.
@@ -44,7 +44,7 @@ class MemoryStore:
     """
 
     def __init__(
-        self, *, max_entries: int = 1_000_000, retention: Duration = _DAY, clock: Callable[[], float] = time.monotonic
+        self, *, max_entries: int = 1_000_000, retention: Duration = DAY, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_entries = whole_number("max_entries", max_entries, 1)
         self._retention = seconds("retention", retention, positive=True)
@@ -55,14 +55,14 @@ class MemoryStore:
         self._tokens = 0
 
     def __len__(self) -> int:
-        """How many keys are known, forgotten ones that were not swept yet included."""
+        """Return the number of known keys, with expired ones that were not deleted yet."""
         return len(self._claimed) + len(self._settled)
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `IdempotencyStore.claim_many`.
+        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
 
         Raises:
-            IdempotencyStoreError: every key that is known is claimed, and there is no room for another.
+            IdempotencyStoreError: every known key is claimed, and there is no space for another.
         """
         with self._lock:
             now = self._clock()
@@ -78,19 +78,19 @@ class MemoryStore:
             return claims
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `IdempotencyStore.complete_many`."""
+        """Mark claims as done; see `IdempotencyStore.complete_many`."""
         with self._lock:
             now = self._clock()
             return [self._complete(claim, now) for claim in claims]
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `IdempotencyStore.release_many`."""
+        """Release claims; see `IdempotencyStore.release_many`."""
         with self._lock:
             now = self._clock()
             return [self._release(claim, now, failed) for claim in claims]
 
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
-        """See `ResettableStore.reset_many`."""
+        """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
         with self._lock:
             self._forget(self._clock())
             return [self._reset(key) for key in keys]
@@ -101,7 +101,7 @@ class MemoryStore:
             self._claimed[key] = claimed[0], claimed[1], 0
             return True
         if settled is not None and not settled[0]:
-            del self._settled[key]  # free, and with nothing behind it: as if it had never been
+            del self._settled[key]  # free, without failures: as if it had never been
             return True
         return False
 
@@ -121,7 +121,7 @@ class MemoryStore:
                     return Claim(key, ClaimStatus.IN_PROGRESS, attempts=attempts)
                 del self._claimed[key]
             elif len(self._claimed) + len(self._settled) >= self._max_entries:
-                self._make_room(now)
+                self._evict(now)
         self._tokens = token = self._tokens + 1
         self._claimed[key] = token, now + lease, attempts
         return _new_claim((key, ClaimStatus.NEW, token, attempts))
@@ -150,7 +150,7 @@ class MemoryStore:
         return True
 
     def _forget(self, now: float) -> None:
-        """Forget what is over. It is at the front: the retention is the same for all, and so is the usual lease."""
+        """Forget expired keys, which are first: retention and lease are mostly the same."""
         for entries, kept in ((self._settled, 0.0), (self._claimed, self._retention)):
             while entries:
                 key, (_, ends, _) = next(iter(entries.items()))
@@ -158,8 +158,8 @@ class MemoryStore:
                     break
                 del entries[key]
 
-    def _make_room(self, now: float) -> None:
-        """Forget one early: it is the only way to know another."""
+    def _evict(self, now: float) -> None:
+        """Forget a key early, so that another can be known."""
         for key, (_, ends, _) in self._claimed.items():
             if ends <= now:
                 del self._claimed[key]

@@ -1,9 +1,7 @@
-"""What a consumer asks of an idempotency store, on either face.
+"""The protocols of idempotency stores.
 
-Invariants: each method is atomic per key; a call may be made again with the same arguments whenever its answer did not
-come, and does no harm by it; what is given in one call costs one question to the database, however much it is.
-
-What the replay of dead letters asks of an idempotency store, beside what a consumer does.
+Invariants: each method is atomic per key; a call may be repeated with the same arguments if its reply was lost, and
+does no harm then; a call costs one query to the database, however many keys it has.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ __all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore"]
 
 @runtime_checkable
 class IdempotencyStore(Protocol):
-    """What a store does. Thread-safe; the methods may block, and are called from worker threads only.
+    """Remembers which keys are done. Thread-safe.
 
-    Each is atomic per key. A store that cannot answer raises `IdempotencyStoreError`; nothing is known then of what it
-    was asked to do, and the same call may be made again. It has a deadline of its own: a call that never returns keeps
-    its worker thread for ever, though no effect is doubled by it.
+    The methods may block, and are called from worker threads only. Each is atomic per key. It raises
+    `IdempotencyStoreError` if the store cannot be reached: the call may have taken effect or not, and may be repeated.
+    A store has a timeout of its own: a call that never returns keeps its worker thread for ever, though it doubles no
+    effect.
 
     A store whose records can be written in the transaction of a handler may have a method ``transaction(*deliveries)``
     as well, which ``Delivery.transaction`` calls.
@@ -34,7 +33,7 @@ class IdempotencyStore(Protocol):
         """Claim keys for ``lease`` seconds each.
 
         Returns:
-            One claim per key, in order. Of a key that is given twice, at most the first is new.
+            One claim per key, in order. If a key is given twice, at most its first claim is new.
         """
         ...
 
@@ -42,22 +41,22 @@ class IdempotencyStore(Protocol):
         """Mark new claims as done.
 
         Returns:
-            Per claim, in order, whether the key is done on account of it: False where its token is stale, because the
-            lease ended and another holder took over, or because it was released. Completing a claim again answers True
+            Per claim, in order, whether the key is done on account of it: False if its token is stale, because the
+            lease ended and another holder took over, or because it was released. Completing a claim again returns True
             again.
         """
         ...
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """Give up new claims, so that their keys can be claimed at once.
+        """Release new claims, so that their keys can be claimed at once.
 
         Args:
-            claims: what to give up.
+            claims: the claims.
             failed: whether an attempt failed, which counts; else nothing was tried.
 
         Returns:
-            Per claim, in order, whether it was held; False, and nothing counted, where its token is stale. A store that
-            asks its server again by itself, where the connection broke, may say False of what the first question has
+            Per claim, in order, whether it was held; False, and nothing counted, if its token is stale. A store that
+            repeats a query by itself after its connection broke may return False for a claim that the first query has
             released.
         """
         ...
@@ -65,37 +64,38 @@ class IdempotencyStore(Protocol):
 
 @runtime_checkable
 class AsyncIdempotencyStore(Protocol):
-    """An `IdempotencyStore` for ``AsyncConsumer``, whose methods are coroutines of its event loop.
+    """An `IdempotencyStore` whose methods are coroutines, for ``AsyncConsumer``.
 
     ``AsyncConsumer`` takes an `IdempotencyStore` as well, and calls it on a thread.
     """
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `IdempotencyStore.claim_many`."""
+        """Claim keys; see `IdempotencyStore.claim_many`."""
         ...
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `IdempotencyStore.complete_many`."""
+        """Mark claims as done; see `IdempotencyStore.complete_many`."""
         ...
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `IdempotencyStore.release_many`."""
+        """Release claims; see `IdempotencyStore.release_many`."""
         ...
 
 
 @runtime_checkable
 class ResettableStore(Protocol):
-    """A store that can forget failed attempts, so that a message that was given up has all of them again."""
+    """A store that can forget failed attempts, for the replay of dead letters."""
 
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget the failed attempts of keys that are not done. Thread-safe; may block.
 
-        What is done stays done, and a claim that is held stays held.
+        A done key stays done, and a claim that is held stays held. A message that is replayed has all its attempts
+        again.
 
         Returns:
             Per key, in order, whether there were any to forget.
 
         Raises:
-            IdempotencyStoreError: the store does not answer.
+            IdempotencyStoreError: the store cannot be reached.
         """
         ...

@@ -1,4 +1,4 @@
-"""Idempotency stores in Redis (or Valkey), for fleets: the fastest that processes on several machines can share.
+"""Idempotency stores in Redis or Valkey, the fastest for several machines.
 
 A call is one Lua script per thousand keys, all sent in one write. A record is a string,
 ``1|state|token|holder|attempts|lease ends``: the first number is the format, the state is ``f`` (free, with failures
@@ -160,7 +160,7 @@ _BROKEN: Final = (redis.ConnectionError, OSError)  # also after a restart of the
 
 
 class _RedisBase(StoreBase):
-    """The scripts of the calls. A query is a list of commands, sent together; its reply is the list of theirs."""
+    """The scripts of the calls; a query is a list of commands, a reply that of theirs."""
 
     def __init__(self, where: str, retention: Duration, timeout: Duration, prefix: str) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _RedisBase(StoreBase):
     def _evaluate(
         self, script: str, keys: Sequence[str], settings: list[int], values: Sequence[int]
     ) -> Queries[list[Any]]:
-        """Run a script on all keys, and the values that belong to them; return its replies as one list."""
+        """Run a script on keys and the values of each; return its replies as one list."""
         commands = []
         for start in range(0, len(keys), _KEYS_PER_SCRIPT):
             part = slice(start, start + _KEYS_PER_SCRIPT)
@@ -228,7 +228,7 @@ _SHA1: Final = {
 
 
 def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list[Any]]:
-    """Send commands that name a script by its digest; load the script first if the server does not have it."""
+    """Send commands that name a script by its digest; load it if the server lacks it."""
     try:
         replies: list[Any] = yield commands
     except redis.exceptions.NoScriptError:
@@ -238,11 +238,11 @@ def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list
 
 
 class RedisStore(_RedisBase, SyncStore):
-    """Deduplicate among all processes that use the same Redis. Thread-safe; a call costs one round trip.
+    """An idempotency store for all processes that use the same Redis.
 
-    Connects at the first call. Redis 6 or newer, with ``maxmemory-policy noeviction``; a message whose record Redis
-    loses, by eviction, by a restart without persistence or by a failover to a replica that is behind, takes effect
-    again.
+    Thread-safe. Connects at the first call; a call costs one round trip. Redis 6 or newer, with ``maxmemory-policy
+    noeviction``; a message whose record Redis loses, by eviction, by a restart without persistence or by a failover to
+    a replica that is behind, takes effect again.
 
     Args:
         url: ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``; or a
@@ -271,7 +271,7 @@ class RedisStore(_RedisBase, SyncStore):
         self._redis = _client(redis.Redis, "redis.Redis", url, self._timeout, Retry(NoBackoff(), 0), options)
 
     def close(self) -> None:
-        """Close the connections; another call opens them again. A client of your own is left as it is."""
+        """Close the connections, until the next call. A client of your own stays open."""
         if self._own:
             self._redis.close()
 
@@ -292,9 +292,9 @@ class RedisStore(_RedisBase, SyncStore):
 
 
 class AsyncRedisStore(_RedisBase, AsyncStore):
-    """Deduplicate as `RedisStore` does, for ``AsyncConsumer``: on ``redis.asyncio``, with the same arguments.
+    """An idempotency store like `RedisStore`, for ``AsyncConsumer``.
 
-    For one event loop. The timeout is that of a whole call.
+    The arguments are the same, on ``redis.asyncio``. For one event loop. The timeout is that of a whole call.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
         self._redis = _client(redis.asyncio.Redis, "redis.asyncio.Redis", url, self._timeout, retry, options)
 
     async def close(self) -> None:
-        """Close the connections; another call opens them again. A client of your own is left as it is."""
+        """Close the connections, until the next call. A client of your own stays open."""
         if self._own:
             await self._redis.aclose()
 
@@ -359,7 +359,7 @@ def _where(url: object) -> str:
 
 
 def _client(kind: Any, name: str, url: object, timeout: float, retry: object, options: dict[str, Any]) -> Any:
-    """Return a client for a URL, or the client of the user's own that is given in its place."""
+    """Return a client for a URL, or the user's own client after a check."""
     if isinstance(url, str):
         settings = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": retry, **options}
         try:

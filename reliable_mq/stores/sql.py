@@ -1,4 +1,4 @@
-"""The SQL of a store, for each database that is known, and the calls that are made of it.
+"""The SQL of the stores, for each database, and the calls that are made of it.
 
 The work of a call is a generator of statements: it yields them, is sent their rows and returns its result. So each
 statement is written once, for the sync and the asyncio API and the transaction of a handler.
@@ -112,12 +112,12 @@ class Dialect:
         return self._settle(held, "1, 2", "state = 2, holder = 0", retention, now)
 
     def release(self, held: Sequence[Held], *, failed: bool, retention: int, now: int) -> Steps[set[Held]]:
-        """Give up claims; return those that were held."""
+        """Release claims; return those that were held."""
         change = f"state = 0, holder = 0, attempts = attempts + {int(failed)}"
         return self._settle(held, "1", change, retention, now)
 
     def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
-        """Change the rows of claims that are in one of these states, and keep them for the retention; return those."""
+        """Change the rows of claims in one of these states; return their claims."""
         raise NotImplementedError
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
@@ -132,7 +132,13 @@ class Dialect:
 def _with_others(
     holders: Mapping[str, int], granted: dict[str, ClaimAnswer], rows: Sequence[Sequence[Any]]
 ) -> dict[str, ClaimAnswer]:
-    """Add the replies for keys that were not granted to ``granted``, by rows of key, format, is done, attempts."""
+    """Add the replies for the other keys to ``granted``.
+
+    Args:
+        holders: all keys.
+        granted: the replies for those that were claimed.
+        rows: of other keys: key, format, whether it is done, failed attempts.
+    """
     for key, version, done, attempts in rows:
         if key in granted:
             continue
@@ -146,10 +152,11 @@ def _with_others(
 
 
 class MySQL(Dialect):
-    """MariaDB 10.5 and newer, MySQL 8: they have no common ``RETURNING``, so a call changes rows and then reads them.
+    """MariaDB 10.5 and newer, MySQL 8.
 
-    A statement locks whatever it reads. The server would rather read all rows of a small table than look up many keys;
-    so each statement that locks is told to look them up.
+    They have no common ``RETURNING``, so a call changes rows and then reads them. A statement locks whatever it reads.
+    The server would rather read all rows of a small table than look up many keys; so each statement that locks is told
+    to look them up.
     """
 
     transactional = True
@@ -171,7 +178,10 @@ class MySQL(Dialect):
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """Claim keys. An assignment sees those before it: ``holder`` tells the later ones whether the row was free."""
+        """Claim keys.
+
+        An assignment sees those before it: ``holder`` tells the later ones whether the row was free.
+        """
         yield from self._find_version()
         old = self.table.rpartition(".")[2]
         # MySQL warns of each VALUES(); MariaDB has no name for the new row.
@@ -364,12 +374,12 @@ class SQLite(Dialect):
         yield Query(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
     def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
-        """Return the time at which this boot of the machine began, on the one clock of all processes with this file.
+        """Return the time at which this boot of the machine began, by the file's clock.
 
-        For the first boot that uses the file, it is that of the wall clock. From boot to boot the clock goes on from
-        the newest claim, and the wall clock is not read: until it is set over the network, it may be wrong by years,
-        and then done keys would be forgotten, or claims be held for years. So the time for which the machine is off
-        does not count.
+        All processes with this file share that clock. For the first boot that uses the file, it is that of the wall
+        clock. From boot to boot the clock goes on from the newest claim, and the wall clock is not read: until it is
+        set over the network, it may be wrong by years, and then done keys would be forgotten, or claims be held for
+        years. So the time for which the machine is off does not count.
 
         Args:
             boot: the name of this boot.
@@ -408,7 +418,7 @@ class PostgreSQL(Dialect):
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int
     ) -> Steps[dict[str, ClaimAnswer]]:
-        """Claim keys. The rows of those that were not granted are as before the statement, or missing."""
+        """Claim keys; rows of the others are as before the statement, or missing."""
         rows = yield Query(
             f"WITH given AS MATERIALIZED (SELECT g.k, g.n, {self._now} AS now FROM {self._given}), "
             f"taken AS (INSERT INTO {self.table} AS c "

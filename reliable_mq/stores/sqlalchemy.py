@@ -1,4 +1,6 @@
-"""Idempotency stores in an SQL database, by SQLAlchemy: effects that are rows of that database happen exactly once.
+"""Idempotency stores in an SQL database, by SQLAlchemy.
+
+Effects that are rows of that database happen exactly once.
 
 Invariants: the statements of a call are executed once, and again at once if their connection broke (after a restart of
 the server, say) or a conflict with others rolled them back; a call ends within the timeout, with its result or an
@@ -60,7 +62,7 @@ _CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks
 
 
 class _SQLAlchemyBase(SQLStoreBase):
-    """What does not wait: the choice of the SQL, the work on a connection, and errors."""
+    """The parts that do not wait: choice of SQL, work on a connection, errors."""
 
     def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
         dialect = _DIALECTS.get(engine.dialect.name)
@@ -102,14 +104,14 @@ class _SQLAlchemyBase(SQLStoreBase):
             raise self._failed(error) from error
 
     def _execute(self, connection: Connection, query: Transaction) -> Any:
-        """Execute the statements of a query; a single one is a transaction by itself, and one round trip."""
+        """Execute the statements of a query; a single one is one round trip."""
         with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
             result, base = _execute_steps(self._timed(query.steps), connection)
         self._base = base  # not earlier: after a rollback, another process may find another base
         return result
 
     def _timed(self, steps: Callable[..., Steps[T]]) -> Steps[tuple[T, int | None]]:
-        """Read the clock first if the database has none; return its base beside the result."""
+        """Find the time if the database has none; return its base beside the result."""
         if not isinstance(self._sql, SQLite):
             return (yield from steps(now=0)), None
         base = self._base
@@ -130,12 +132,12 @@ class _SQLAlchemyBase(SQLStoreBase):
         return IdempotencyStoreError(f"{self!r} failed: {type(cause).__name__}: {said[:500]}{hint}")
 
     def _log_failed_rollback(self, error: Exception) -> None:
-        """The database rolls back by itself when the connection is gone; the error of the handler is raised."""
+        """Log it: the database rolls back by itself when the connection is gone."""
         said = error if isinstance(error, IdempotencyStoreError) else self._failed(error)
         logger.warning("a transaction was not rolled back in good order: %s", said)
 
     def _check_transaction(self, connection: Connection) -> None:
-        """Check that a transaction, which is to make deliveries done, is one; SQLite's begins here, with its lock.
+        """Check that a transaction is one; SQLite's begins here, with its lock.
 
         Raises:
             ConfigurationError: it is none: each of its statements would be committed by itself.
@@ -160,7 +162,10 @@ class _SQLAlchemyBase(SQLStoreBase):
 
 
 def _worth_repeating(error: Exception, attempt: int) -> bool:
-    """Return whether to repeat a transaction: once after a lost connection, more often after a conflict."""
+    """Return whether to repeat a transaction.
+
+    That is once after a lost connection, and more often after a conflict with others.
+    """
     cause = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     if code is None and cause is not None and cause.args:
@@ -194,7 +199,7 @@ def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> 
 
 
 def _mark(holds: Iterable[InboxClaim], commit: CommitState) -> None:
-    """Note for the consumer the state of the transaction that has these claims as done."""
+    """Note the state of the transaction that completes these claims."""
     for hold in holds:
         hold.commit = commit
 
@@ -213,8 +218,9 @@ def _statement(sql: str) -> TextClause:
 
 
 class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
-    """Deduplicate among all processes that use the same database; a handler's own writes may join it. Thread-safe.
+    """An idempotency store for all processes that use the same database.
 
+    Thread-safe. A handler's own writes may be in one transaction with the record that its delivery is done.
     PostgreSQL 12, MariaDB 10.5, MySQL 8 or SQLite 3.35, or newer. The table must exist: see `create_table`, `ddl`.
 
     Args:
@@ -249,7 +255,9 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         self._executor = None if engine.dialect.name == "sqlite" else DaemonExecutor("reliable-mq-store")
 
     def create_table(self) -> None:
-        """Create the table if it does not exist. Any number of processes may. Blocks; not bounded by the timeout.
+        """Create the table if it does not exist; any number of processes may.
+
+        Blocks, for as long as the driver does.
 
         Raises:
             sqlalchemy.exc.SQLAlchemyError: the database refuses.
@@ -266,26 +274,28 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
                 return
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too. Errors as for `claim_many`."""
+        """Delete expired rows and return how many; claims do so by and by, too."""
         return run_queries(self._purge(), self._send)
 
     @contextmanager
     def transaction(self, *deliveries: Delivery) -> Iterator[Session]:
-        """Begin a transaction that makes deliveries done when it is committed, at the end of the block.
+        """Begin a transaction that makes deliveries done with its commit.
+
+        It is committed at the end of the block.
 
         Its beginning and its end (the session's flush, the record, COMMIT or ROLLBACK) have the timeout each. Your own
-        statements wait for a server that hangs as long as its driver does: give that a timeout, where it has one.
+        statements wait for a server that hangs as long as its driver does: give the driver a timeout.
 
         Args:
-            deliveries: what the handler was given, one or, in a batch handler, several.
+            deliveries: those of the handler: one or, in a batch handler, several.
 
         Returns:
             A context manager of an ORM session, whose ``execute`` and ``connection()`` serve those who want no ORM.
 
         Raises:
             IdempotencyStoreError: at the beginning: no connection in time. At the end: another holder has taken over,
-                and nothing was committed; or nobody answered in time. Whether COMMIT was carried out is then found out
-                by the consumer, and is no attempt of the handler.
+                and nothing was committed; or there was no reply in time. The consumer then finds out whether the
+                transaction was committed, which is no attempt of the handler.
             ConfigurationError: the session's connection commits each statement by itself.
             UsageError: these are no deliveries that a consumer with this store is handling, or the block has ended the
                 transaction itself.
@@ -307,14 +317,14 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
-        """Make deliveries done in a transaction of your own: in its last statement, for it locks their records.
+        """Make deliveries done in a transaction of your own.
 
-        It has the timeout; your COMMIT, or ROLLBACK, waits as long as the driver does. Where the transaction is rolled
-        back, the handler must raise, too. Where it raises though it was committed, or where nobody answered the COMMIT,
-        that is no attempt: the store knows.
+        Call it last, for it locks their records. It has the timeout; your COMMIT, or ROLLBACK, waits as long as the
+        driver does. If the transaction is rolled back, the handler must raise, too. If it raises though it was
+        committed, or the reply to COMMIT was lost, that is no attempt: the store knows.
 
         Raises:
-            IdempotencyStoreError: another holder has taken over, or nobody answered in time; do not commit.
+            IdempotencyStoreError: another holder has taken over, or there was no reply in time; do not commit.
             ConfigurationError: the connection commits each statement by itself.
             UsageError: these are no deliveries that a consumer with this store is handling.
         """
@@ -355,7 +365,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
     @contextmanager
     def _in_time(self, connection: Connection) -> Iterator[None]:
-        """In the block, the connection has the timeout to answer; then it is shut, and an error says so."""
+        """Shut the connection and raise an error if the block exceeds the timeout."""
         if self._executor is None or connection.closed or connection.invalidated:
             yield
             return
@@ -390,9 +400,9 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
 
 class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
-    """Deduplicate as `SQLAlchemyStore` does, for ``AsyncConsumer``: on an ``AsyncEngine``, with the same arguments.
+    """An idempotency store like `SQLAlchemyStore` for ``AsyncConsumer``.
 
-    For one event loop.
+    The arguments are the same, with an ``AsyncEngine``. For one event loop.
     """
 
     def __init__(
@@ -424,12 +434,15 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
                 return
 
     async def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too. Errors as for `claim_many`."""
+        """Delete expired rows and return how many; claims do so by and by, too."""
         return await self._run(self._purge())
 
     @asynccontextmanager
     async def transaction(self, *deliveries: Delivery) -> AsyncIterator[AsyncSession]:
-        """Open a session whose transaction makes deliveries done, as `SQLAlchemyStore.transaction` does."""
+        """Begin a transaction that makes deliveries done.
+
+        See `SQLAlchemyStore.transaction`.
+        """
         holds = _holds_of(deliveries)
         session, transaction, connection = await self._begin_in_time()
         try:
@@ -444,7 +457,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         _mark(holds, CommitState.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
-        """Make deliveries done in a transaction of your own, as `SQLAlchemyStore.inbox` does."""
+        """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
         holds = _holds_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await self._in_time(self._check_and_complete(connection, holds))
@@ -505,7 +518,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             return await connection.run_sync(self._execute, query)
 
     async def _in_time(self, coroutine: Coroutine[Any, Any, T], limit: float | None = None) -> T:
-        """Await; a driver that takes its time to be cancelled is left to itself."""
+        """Await with a timeout; do not wait for a driver that delays its cancellation."""
         task = asyncio.ensure_future(coroutine)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
@@ -525,4 +538,4 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._given_up.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody is left to be told
+            task.exception()  # nobody waits for it

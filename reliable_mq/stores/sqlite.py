@@ -1,4 +1,4 @@
-"""An idempotency store in a file, for the processes of one machine: nothing to install, and it survives them all.
+"""An idempotency store in a file, for the processes of one machine.
 
 Invariants: what was completed is on the disk when `complete_many` returns; a claim is safe from the death of any
 process, though not from that of the machine, which ends the work of its holder as well; a call waits for others no
@@ -31,9 +31,10 @@ _ATTEMPTS_AT_WAL: Final = 50  # to switch a new file to a write-ahead log, which
 
 
 class SQLiteStore(SQLStoreBase, SyncStore):
-    """Deduplicate among all processes of this machine that use the file. Thread-safe; safe across processes and forks.
+    """An idempotency store for all processes of this machine that use the file.
 
-    Connects at the first call. The file must be on a local disk: SQLite's locks do not work over networks.
+    Thread-safe, and safe across processes and forks. Connects at the first call. The file must be on a local disk:
+    SQLite's locks do not work over networks.
 
     Args:
         path: of the file, which is created if it does not exist; it may have other tables. For a store in memory, take
@@ -65,7 +66,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         self._base = 0
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too. Errors as for `claim_many`."""
+        """Delete expired rows and return how many; claims do so by and by, too."""
         return run_queries(self._purge(), self._send)
 
     def close(self) -> None:
@@ -124,14 +125,14 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         return connection
 
     def _discard_connection(self) -> None:
-        """Let the next call open the file anew: after an error, it may have been replaced or repaired."""
+        """Let the next call open the file anew, which may be replaced or repaired then."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
     def _start_in_child(self) -> None:
-        """Start anew in a forked child: the lock may be held for ever, and the connection is the parent's."""
+        """Start anew in a forked child: lock and connection are the parent's."""
         self._inherited.append(self._connection)
         self._connection = None
         self._lock = threading.Lock()
@@ -143,7 +144,10 @@ def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
 
 
 def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:
-    """Switch the file to a write-ahead log. Several that do so at once find it locked, whatever the busy timeout."""
+    """Switch the file to a write-ahead log.
+
+    Several that do so at once find it locked, whatever the busy timeout.
+    """
     for attempt in range(_ATTEMPTS_AT_WAL):
         try:
             connection.execute("PRAGMA journal_mode = WAL")

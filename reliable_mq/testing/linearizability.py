@@ -13,10 +13,10 @@ from reliable_mq.stores import ClaimStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Event", "explain"]
+__all__ = ["StoreCall", "explain"]
 
 
-class Event(NamedTuple):
+class StoreCall(NamedTuple):
     """A call for one key, and its result.
 
     Attributes:
@@ -46,7 +46,7 @@ class _State(NamedTuple):
     attempts: int = 0
 
 
-def explain(events: Sequence[Event], *, asked_again: bool = False) -> bool:
+def explain(events: Sequence[StoreCall], *, asked_again: bool = False) -> bool:
     """Return whether some order of the calls explains their results.
 
     Args:
@@ -74,8 +74,8 @@ def explain(events: Sequence[Event], *, asked_again: bool = False) -> bool:
     return False
 
 
-def _after(state: _State, event: Event) -> list[_State]:
-    """Return the states that may follow a call with this result; none if the result is impossible."""
+def _after(state: _State, event: StoreCall) -> list[_State]:
+    """Return the states that may follow a call with this result; none if it is wrong."""
     if event.answer is None:
         return [state, *_after_lost(state, event)]
     if event.what in {"claim", "brief"}:
@@ -97,7 +97,7 @@ def _after(state: _State, event: Event) -> list[_State]:
     return [] if event.answer else [state]
 
 
-def _after_lost(state: _State, event: Event) -> list[_State]:
+def _after_lost(state: _State, event: StoreCall) -> list[_State]:
     """Return the states after a call that took effect and raised an error."""
     if event.what in {"claim", "brief"}:
         return [state._replace(kind="doubt")] if state.kind in {"free", "brief"} else []

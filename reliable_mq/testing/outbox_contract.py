@@ -55,10 +55,10 @@ class OutboxUnderTest:
 
 
 class OutboxContract:
-    """Tests of an outbox: derive a class with a fixture ``subject``, which makes an `OutboxUnderTest`.
+    """Tests of an outbox.
 
-    Whether several relays share its rows is left to it. A relay that ends, by ``close`` of its `RowLeases`, leaves its
-    rows to the next.
+    Derive a class from it with a fixture ``subject``, which makes an `OutboxUnderTest`. Whether several relays share
+    its rows is left to it. A relay that ends, by ``close`` of its `RowLeases`, leaves its rows to the next.
     """
 
     @pytest.fixture
@@ -66,7 +66,7 @@ class OutboxContract:
         """The number of examples of what may happen to an outbox."""
         return 10
 
-    def test_a_row_is_taken_as_it_was_stored(self, subject: OutboxUnderTest) -> None:
+    def test_a_row_is_relayed_as_it_was_stored(self, subject: OutboxUnderTest) -> None:
         """With each property, byte for byte; and with what says where it is published."""
         message = Message(b"\0\xff", headers={"a": [1, None], "b": b"\0"}, message_id="an id", expiration=1.5)
         rows = [NewRow(message, "events", "a.b", False, "key"), NewRow(Message(b""), "", "q", True, None)]
@@ -103,7 +103,7 @@ class OutboxContract:
             assert (row.attempts, row.possible_duplicate) == (1, True)
 
     def test_a_row_that_is_set_aside_waits_for_a_decision(self, subject: OutboxUnderTest) -> None:
-        """It holds the rows of its key behind it, is listed with the reason, and put back or purged."""
+        """It holds later rows of its key, is listed with the reason, put back or purged."""
         first, _, other = _store(subject.outbox, "0", "1", key="key") + _store(subject.outbox, "2", key="other")
         with contextlib.closing(subject.outbox.claims()) as leases:
             rows = _take(leases)
@@ -164,7 +164,7 @@ class OutboxContract:
         assert subject.outbox.purge(("a", "b")) == 0
 
     def test_every_row_is_published_in_the_order_of_its_key(self, subject: OutboxUnderTest, examples: int) -> None:
-        """Relays die, rows are delayed, set aside, put back and purged; at the end all others are confirmed."""
+        """Whether relays die, or rows are delayed, set aside, put back or purged."""
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(steps=_OUTBOX_STEPS)
@@ -223,7 +223,7 @@ _OUTBOX_STEPS = st.lists(
 
 
 class _OutboxModel:
-    """An outbox with one relay at a time, and a model of it that checks each row that is published."""
+    """An outbox with one relay at a time, and a model that checks each published row."""
 
     def __init__(self, subject: OutboxUnderTest) -> None:
         self.outbox = subject.outbox

@@ -34,12 +34,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, multiple, precond
 
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import Claim, ClaimStatus
-from reliable_mq.testing.linearizability import Event, explain
+from reliable_mq.testing.linearizability import StoreCall, explain
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-__all__ = ["LEASE", "RETENTION", "BlockingStore", "StoreContract", "StoreUnderTest", "contended"]
+__all__ = ["LEASE", "RETENTION", "StoreContract", "StoreOnThread", "StoreUnderTest", "contended"]
 
 LEASE, RETENTION = 10.0, 40.0  # seconds
 NEW, IN_PROGRESS, DONE, UNREADABLE = (
@@ -55,7 +55,7 @@ class StoreUnderTest:
     """A store, and the control of its time and its records.
 
     Attributes:
-        store: its methods block; wrap an asyncio store in a `BlockingStore`. It keeps records for `RETENTION` seconds.
+        store: its methods block; wrap an asyncio store in a `StoreOnThread`. It keeps records for `RETENTION` seconds.
         age: lets that many seconds pass: advances its clock, or moves the times of its records into the past.
         empty: lets it forget everything.
         rewrite: gives the record of a key a format of a newer version; None for a store that does not outlive its
@@ -68,8 +68,8 @@ class StoreUnderTest:
     rewrite: Callable[[str], object] | None = None
 
 
-class BlockingStore:
-    """An asyncio store whose methods block: they run on an event loop in a thread of its own.
+class StoreOnThread:
+    """An asyncio store whose methods block, on an event loop in another thread.
 
     Args:
         make: makes the store; called on that event loop.
@@ -114,9 +114,10 @@ def _claim(subject: StoreUnderTest, key: str = "a", lease: float = LEASE) -> Cla
 
 
 class StoreContract:
-    """Tests of an idempotency store: derive a class with a fixture ``subject``, which makes a `StoreUnderTest`.
+    """Tests of an idempotency store.
 
-    Those of ``reset_many`` run if the store has that method, as the replay of dead letters needs it.
+    Derive a class from it with a fixture ``subject``, which makes a `StoreUnderTest`. Those of ``reset_many`` run if
+    the store has that method, as the replay of dead letters needs it.
     """
 
     @pytest.fixture
@@ -165,7 +166,7 @@ class StoreContract:
         assert subject.store.release_many([again], failed=False) == [True]
         assert _claim(subject).attempts == 1
 
-    def test_an_expired_lease_is_taken_over_and_its_token_is_stale(self, subject: StoreUnderTest) -> None:
+    def test_after_its_lease_a_claim_is_stale_once_another_is_made(self, subject: StoreUnderTest) -> None:
         slow = _claim(subject)
         subject.age(LEASE / 2)
         assert _claim(subject).status is IN_PROGRESS
@@ -210,7 +211,7 @@ class StoreContract:
         assert subject.store.complete_many(made) == [True] * 2500
 
     def test_a_record_of_a_newer_format_is_neither_read_nor_changed(self, subject: StoreUnderTest) -> None:
-        """Row 58 of the fault matrix: its claim is `UNREADABLE`; other keys of the same call are claimed."""
+        """Row 58 of the fault matrix: it is `UNREADABLE`, and other keys are claimed."""
         if subject.rewrite is None:
             return  # its records do not outlive the process
         held = _claim(subject, "newer")
@@ -250,7 +251,7 @@ class StoreContract:
         assert sorted(won.key for won in wins) == sorted(keys)
 
     def test_histories_of_concurrent_callers_are_linearizable(self, subject: StoreUnderTest, examples: int) -> None:
-        """Some order of the calls, each at a moment between its begin and its end, explains all results."""
+        """Some order of overlapping calls explains all results."""
         for seed in range(examples // 10 + 1):
             subject.empty()
             history = contended(subject.store, seed)
@@ -291,12 +292,12 @@ def _run_threads(functions: Sequence[Callable[[], object]]) -> None:
         raise errors[0]
 
 
-def contended(store: Any, seed: int) -> list[Event]:
-    """Let five threads claim, complete and release three keys at random; return the history of their calls.
+def contended(store: Any, seed: int) -> list[StoreCall]:
+    """Let five threads make calls for three keys at random; return their history.
 
     Some leases end as soon as they begin.
     """
-    history: list[Event] = []
+    history: list[StoreCall] = []
 
     def ask(question: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any] | None:
         try:
@@ -319,7 +320,7 @@ def contended(store: Any, seed: int) -> list[Event]:
                 else:
                     answers = ask(store.release_many, [chosen], failed=what == "fail")
                 [answer] = answers or [None]
-                history.append(Event(chosen.key, what, chosen.token, answer, begun, time.perf_counter()))
+                history.append(StoreCall(chosen.key, what, chosen.token, answer, begun, time.perf_counter()))
             else:
                 keys = rng.sample("abc", rng.choice([1, 2, 3]))
                 brief = rng.random() < 0.3
@@ -328,7 +329,7 @@ def contended(store: Any, seed: int) -> list[Event]:
                 mine += [one for one in made or () if one.status is NEW]
                 what = "brief" if brief else "claim"
                 history.extend(
-                    Event(key, what, 0, answer, begun, ended)
+                    StoreCall(key, what, 0, answer, begun, ended)
                     for key, answer in zip(keys, made or repeat(None), strict=False)
                 )
 

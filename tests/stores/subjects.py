@@ -21,7 +21,7 @@ from reliable_mq.stores import (
     SQLAlchemyStore,
     SQLiteStore,
 )
-from reliable_mq.testing.store_contract import RETENTION, BlockingStore, StoreUnderTest
+from reliable_mq.testing.store_contract import RETENTION, StoreOnThread, StoreUnderTest
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Subject(StoreUnderTest):
 class Bridged:
     """An asyncio store on a loop of its own, for consumers on other loops, which come and go."""
 
-    def __init__(self, make: Callable[[], Any] | BlockingStore) -> None:
-        self.blocking = make if isinstance(make, BlockingStore) else BlockingStore(make)
+    def __init__(self, make: Callable[[], Any] | StoreOnThread) -> None:
+        self.blocking = make if isinstance(make, StoreOnThread) else StoreOnThread(make)
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         claims: list[Claim] = await self._ask(self.blocking.store.claim_many(keys, lease))
@@ -123,7 +123,7 @@ def sqlite(directory: Path) -> Subject:
 
 
 def sqlalchemy(engine: Engine) -> Subject:
-    store = SQLAlchemyStore(engine, retention=RETENTION)
+    store = SQLAlchemyStore(engine, retention=RETENTION, timeout=30)
     store.create_table()
     subject = Records(engine).subject(store)
     subject.stack.callback(engine.dispose)
@@ -137,7 +137,7 @@ def sqlalchemy_sqlite(directory: Path) -> Subject:
 
 def sqlalchemy_async(url: str, records: Engine) -> Subject:
     """On the same table as ``records``, another engine."""
-    blocking = BlockingStore(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION))
+    blocking = StoreOnThread(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION, timeout=30))
     blocking.run(blocking.store.create_table())
     subject = Records(records).subject(blocking)
     subject.stack.callback(records.dispose)

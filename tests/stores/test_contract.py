@@ -10,7 +10,7 @@ import pytest
 from integration.support.seeds import soak_seeds
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.protocol import ResettableStore
-from reliable_mq.testing.linearizability import Event, explain
+from reliable_mq.testing.linearizability import StoreCall, explain
 from reliable_mq.testing.store_contract import StoreContract
 from tests.stores import subjects
 from tests.stores.subjects import Subject
@@ -42,17 +42,17 @@ def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
 def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
     """The checker of histories finds what is wrong, and only that."""
 
-    def claimed(token: int, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> Event:
-        return Event("a", "claim", 0, Claim("a", status, token), begun, begun + 1)
+    def claimed(token: int, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
+        return StoreCall("a", "claim", 0, Claim("a", status, token), begun, begun + 1)
 
-    done = Event("a", "complete", 1, True, 2.0, 3.0)
+    done = StoreCall("a", "complete", 1, True, 2.0, 3.0)
     assert explain([claimed(1, 0.0), done, claimed(0, 4.0, ClaimStatus.DONE)])
     assert explain([claimed(1, 0.0), claimed(0, 0.5, ClaimStatus.IN_PROGRESS), done])
     assert explain([claimed(1, 0.5), claimed(0, 0.0, ClaimStatus.IN_PROGRESS), done])
     assert not explain([claimed(1, 0.0), claimed(2, 1.5)])
     assert not explain([claimed(1, 0.0), done, claimed(2, 4.0)])
     assert not explain([claimed(0, 0.0, ClaimStatus.IN_PROGRESS), claimed(1, 2.0)])
-    assert not explain([claimed(1, 0.0), done, Event("a", "release", 1, True, 4.0, 5.0)])
+    assert not explain([claimed(1, 0.0), done, StoreCall("a", "release", 1, True, 4.0, 5.0)])
     assert explain([claimed(1, 0.0)._replace(what="brief"), claimed(2, 1.5), done._replace(answer=False)])
     assert not explain([claimed(1, 0.0)._replace(what="brief"), claimed(2, 1.5), done._replace(begun=4, ended=5)])
 
@@ -60,11 +60,11 @@ def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
 def test_a_history_with_a_lost_answer_may_be_explained_either_way() -> None:
     """That of a claim once: two holders after it are one too many."""
 
-    def claimed(token: int | None, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> Event:
-        return Event("a", "claim", 0, token and Claim("a", status, token), begun, begun + 1)
+    def claimed(token: int | None, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
+        return StoreCall("a", "claim", 0, token and Claim("a", status, token), begun, begun + 1)
 
-    def settled(what: str, answer: bool | None, begun: float) -> Event:
-        return Event("a", what, 1, answer, begun, begun + 1)
+    def settled(what: str, answer: bool | None, begun: float) -> StoreCall:
+        return StoreCall("a", what, 1, answer, begun, begun + 1)
 
     assert explain([claimed(None, 0.0), claimed(1, 2.0)])
     assert explain([claimed(None, 0.0), claimed(9, 2.0, ClaimStatus.IN_PROGRESS), claimed(1, 4.0)])
