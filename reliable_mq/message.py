@@ -18,6 +18,7 @@ from secrets import randbits
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Final, Never, Self, TypedDict, TypeVar, Unpack
 
+from reliable_mq import drivers
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.codec import (
     CodecError,
@@ -195,6 +196,38 @@ class Message:
         except CodecError as error:
             raise ConfigurationError(f"properties are not those of a message: {error}") from error
         return cls._from_wire(body, properties, Properties(properties).message_id or "")
+
+    @classmethod
+    def from_pika(cls, body: bytes | str, properties: object = None) -> Self:
+        """Return a message with a body and properties that were made for pika's ``basic_publish``.
+
+        All properties and headers are those that pika would send, byte for byte; a message without an id gets one.
+
+        Args:
+            body: bytes, or text, which pika encodes in UTF-8.
+            properties: a ``pika.BasicProperties``, or None. Its ``delivery_mode`` says whether the message is
+                persistent; without one it is not.
+
+        Raises:
+            ConfigurationError: pika cannot encode the properties, or RabbitMQ would close the channel over them.
+        """
+        return cls._from_driver(body.encode() if isinstance(body, str) else body, drivers.pika_properties(properties))
+
+    @classmethod
+    def from_aio_pika(cls, message: object) -> Self:
+        """Return a message equal to an ``aio_pika.Message``, or to one that aio-pika has received.
+
+        All properties and headers are those that aio-pika would send, byte for byte; a message without an id gets one.
+
+        Raises:
+            ConfigurationError: aio-pika cannot encode the properties, or RabbitMQ would close the channel over them.
+        """
+        return cls._from_driver(*drivers.aio_pika_properties(message))
+
+    @classmethod
+    def _from_driver(cls, body: object, properties: bytes) -> Self:
+        message = cls.from_wire(_copied_body(body), properties)
+        return message if message.message_id else message.replace(message_id=None)
 
     @classmethod
     def _from_wire(cls, body: bytes, properties: bytes | None, message_id: str) -> Self:

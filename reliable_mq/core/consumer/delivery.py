@@ -11,6 +11,7 @@ import enum
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from reliable_mq import drivers
 from reliable_mq.codec import CodecError, Properties, RawDelivery, plain_message_id
 from reliable_mq.errors import ConsumeError, UsageError
 
@@ -288,6 +289,39 @@ class Delivery(RawDelivery):
         self._routing_key = routing_key
         self._properties = properties
         self._decoded = None
+
+    def to_pika(self) -> tuple[Any, Any, bytes]:
+        """Return pika's ``(method, properties, body)``: a ``Basic.Deliver``, a ``BasicProperties``, and bytes.
+
+        For code that was written for pika's callbacks: ``callback(None, *delivery.to_pika())``. It cannot settle the
+        delivery; the outcome of the handler does. What pika decodes as it decodes it; other values as here.
+
+        Raises:
+            ConsumeError: the properties are broken.
+        """
+        try:
+            method, properties = drivers.pika_objects(self._method, self._properties)
+        except CodecError as error:
+            raise self._broken(error) from error
+        return method, properties, self._body
+
+    def to_aio_pika(self) -> Any:
+        """Return an ``aio_pika.IncomingMessage``, for code that was written for aio-pika's callbacks.
+
+        It counts as settled, as with ``no_ack=True``: the outcome of the handler settles the delivery. So
+        ``async with message.process(ignore_processed=True)`` does nothing, and ``message.ack()`` raises.
+
+        Raises:
+            ConsumeError: the properties are broken.
+        """
+        try:
+            return drivers.aio_pika_message(self._method, self._properties, self._body)
+        except CodecError as error:
+            raise self._broken(error) from error
+
+    @property
+    def _method(self) -> drivers.DeliverArguments:
+        return self.consumer_tag, self.delivery_tag, self.redelivered, self._exchange, self._routing_key
 
     def _text(self, name: str) -> str | None:
         text: str | None = self._read(name)

@@ -1,0 +1,143 @@
+"""Convert messages from and to the objects of pika and aio-pika, for programs that come from there.
+
+Invariants:
+
+- A message made of a driver's object has the bytes that the driver itself would publish; a message without an id gets
+  one, since duplicates are recognised by it.
+- An object made of a delivery is decoded by the driver. Values that it cannot decode are decoded as `Delivery` does.
+- A driver is imported by the first conversion alone, and none of its exceptions reaches a user.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reliable_mq.codec import Properties
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["DeliverArguments", "aio_pika_message", "aio_pika_properties", "pika_objects", "pika_properties"]
+
+DeliverArguments = tuple[str, int, bool, str, str]
+"""The consumer tag, the delivery tag, whether it is redelivered, the exchange and the routing key."""
+
+_NAMES = (
+    "content_type",
+    "content_encoding",
+    "delivery_mode",
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "expiration",
+    "message_id",
+    "timestamp",
+    "type",
+    "user_id",
+    "app_id",
+    "cluster_id",
+)
+
+
+def pika_properties(properties: object) -> bytes:
+    """Return the properties of pika's ``BasicProperties``, or of None, as pika sends them.
+
+    Raises:
+        ConfigurationError: it is another object, or pika cannot encode a value of it.
+    """
+    import pika  # noqa: PLC0415
+
+    if properties is None:
+        properties = pika.BasicProperties()
+    if not isinstance(properties, pika.BasicProperties):
+        raise ConfigurationError(f"properties must be a pika.BasicProperties, not {type(properties).__name__}")
+    try:
+        return _checked(b"".join(properties.encode()))
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"pika cannot encode the properties: {error!r}") from error
+
+
+def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
+    """Return body and properties of a message of aio-pika as aio-pika sends them.
+
+    Raises:
+        ConfigurationError: it is another object, or aio-pika cannot encode a value of it.
+    """
+    import aio_pika  # noqa: PLC0415
+
+    if not isinstance(message, aio_pika.Message):
+        raise ConfigurationError(f"message must be an aio_pika.Message, not {type(message).__name__}")
+    try:
+        return message.body, _checked(message.properties.marshal())
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"aio-pika cannot encode the properties: {error!r}") from error
+
+
+def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
+    """Return pika's ``Basic.Deliver`` and ``BasicProperties`` of a delivery with these encoded properties.
+
+    Raises:
+        CodecError: the properties are broken.
+    """
+    import pika  # noqa: PLC0415
+
+    deliver = pika.spec.Basic.Deliver(*method)
+    properties = pika.BasicProperties()
+    try:
+        properties.decode(raw)
+    except Exception:  # noqa: BLE001  # it decodes less than we do
+        decoded = Properties(raw)
+        properties = pika.BasicProperties(
+            headers=_headers(decoded), **{name: getattr(decoded, name) for name in _NAMES}
+        )
+    return deliver, properties
+
+
+def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
+    """Return aio-pika's ``IncomingMessage`` of a delivery with these encoded properties; it counts as settled.
+
+    Raises:
+        CodecError: the properties are broken.
+    """
+    import aio_pika  # noqa: PLC0415
+    from aiormq.abc import DeliveredMessage  # noqa: PLC0415
+    from pamqp.commands import Basic  # noqa: PLC0415
+    from pamqp.header import ContentHeader  # noqa: PLC0415
+
+    properties = Basic.Properties()
+    try:
+        properties.unmarshal(int.from_bytes(raw[:2]), raw[2:])
+    except Exception:  # noqa: BLE001  # it decodes less than we do
+        decoded = Properties(raw)
+        for name in _NAMES:
+            setattr(properties, "message_type" if name == "type" else name, getattr(decoded, name))
+        properties.headers = _headers(decoded)
+        if isinstance(decoded.timestamp, int):  # no date: aio-pika has no other timestamps
+            properties.timestamp = None
+    # What aio-pika raises an error for.
+    if properties.expiration is not None and not properties.expiration.isdecimal():
+        properties.expiration = None
+    if properties.delivery_mode not in (1, 2):
+        properties.delivery_mode = None
+    delivered = DeliveredMessage(
+        Basic.Deliver(*method),
+        ContentHeader(body_size=len(body), properties=properties),
+        body,
+        None,  # type: ignore[arg-type]  # the handler's outcome settles it
+    )
+    return aio_pika.IncomingMessage(delivered, no_ack=True)
+
+
+def _checked(raw: bytes) -> bytes:
+    """Refuse an expiration that RabbitMQ closes the channel over."""
+    expiration = Properties(raw).expiration
+    if expiration is not None and not expiration.isdecimal():
+        raise ConfigurationError(f"expiration must be a number of milliseconds, not {expiration!r}")
+    return raw
+
+
+def _headers(properties: Properties) -> Any:
+    """Return the headers as a driver's object has them: none are None."""
+    return dict(properties.headers) or None
