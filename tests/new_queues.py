@@ -7,7 +7,6 @@ each suite and by every program that a test runs as a process of its own (`integ
 
 from __future__ import annotations
 
-from reliable_mq import AsyncConsumer, Consumer
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.publisher_options import PublisherOptions
 
@@ -16,7 +15,7 @@ __all__ = ["treat_new_queues_as_old"]
 
 def treat_new_queues_as_old() -> None:
     """Set the default of ``new_queue_grace`` to 0 in this process."""
-    for one in (Consumer, AsyncConsumer, PublisherOptions, ConsumerOptions):
+    for one in (PublisherOptions, ConsumerOptions):
         defaults = one.__init__.__kwdefaults__  # type: ignore[misc]  # of the class itself, no instance
         assert "new_queue_grace" in defaults
         defaults["new_queue_grace"] = 0.0

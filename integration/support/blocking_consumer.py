@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from integration.support.blocking import Loop
 from reliable_mq.aio.consumer import AsyncConsumer
+from reliable_mq.engine.consumer import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +121,7 @@ class BlockingConsumer:
         try:
             return self._loop.call(call(), *(() if deadline is None else (deadline,)))
         finally:
-            if self.consumer._subscription is None or self.consumer._finished:
+            if self.consumer._subscription is None or self.consumer._state is RunState.FINISHED:
                 self._stop()
 
     def _stop(self) -> None:

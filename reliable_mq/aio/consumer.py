@@ -1,13 +1,12 @@
 """The idempotent consumer for asyncio: what a user calls.
 
-It puts the parts together (options, a subscription, tasks or threads for the handler, a publisher for dead letters) and
-runs them. Everything it promises about deliveries is decided in :mod:`reliable_mq.core.consumer.session`, as on the
-sync face.
+It starts and ends the parts (a subscription, tasks or threads for the handler, a publisher for dead letters). Its
+promises about deliveries are kept by :mod:`reliable_mq.core.consumer.session`, as those of the sync API are.
 
-SIGTERM and SIGINT stop the consumers that run on an event loop, all of them, and are given back afterwards.
+SIGTERM and SIGINT stop all consumers that run on an event loop.
 
-Invariants: a signal that somebody else handles (a server, the program itself) is left to them; what was there before
-the first ``run()`` is there again after the last.
+Invariants: a signal that somebody else handles (a server, the program itself) is left to them; the signal handlers from
+before the first ``run()`` are there again after the last.
 """
 
 from __future__ import annotations
@@ -17,52 +16,36 @@ import logging
 import os
 import signal
 import threading
-import time
 import warnings
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakKeyDictionary
 
-from reliable_mq._util.validation import Duration, seconds, whole_number
+from reliable_mq._util.validation import Duration
 from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
 from reliable_mq.core.consumer.handler import is_coroutine_function
-from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
-from reliable_mq.engine.consumer_options import CONSUMER_TIMEOUT, AckMode, ConsumerOptions, Offset
-from reliable_mq.engine.workers import OWED
-from reliable_mq.errors import ConfigurationError, UsageError
-from reliable_mq.metrics.families import consumer_readings
-from reliable_mq.metrics.registry import register
-from reliable_mq.retry import KillSwitch, RetryPolicy
-from reliable_mq.stores import IdempotencyStore
-from reliable_mq.topology import DEFAULT, DefaultDeadLetter, Queue
-from reliable_mq.url import parse_url
+from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer, RunState
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
-    from prometheus_client import CollectorRegistry
-    from tenacity.stop import stop_base
-    from tenacity.wait import wait_base
-
     from reliable_mq.aio.subscription import PulledDelivery
-    from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.metrics.registry import Reading
-    from reliable_mq.settings import Credentials, CredentialsCallback
-    from reliable_mq.tls import TLSOptions
-    from reliable_mq.topology import Declaration
 
 __all__ = ["AsyncConsumer", "on_signals"]
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_TIMEOUT: Final = 5.0  # seconds for handlers that are cancelled, and for threads, once `run` itself is cancelled
 
 
 @contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for each signal in the block, where the running loop can be told of signals and nobody else is."""
+    """Call ``stop`` for each signal in the block, if the running loop can handle signals and nobody else does."""
     loop = asyncio.get_running_loop()
     watch = _watches.setdefault(loop, _SignalWatch(loop))
     watch.add(stop)
@@ -73,7 +56,7 @@ def on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class _SignalWatch:
-    """The consumers of one loop, and the handlers that were there before them."""
+    """The consumers of one loop, and the signal handlers that were there before them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -120,262 +103,99 @@ def _is_default(handler: object) -> bool:
 _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _SignalWatch] = WeakKeyDictionary()
 
 
-logger = logging.getLogger(__name__)
+class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
+    """Calls a handler with the messages of a queue, and acks each when it has finished with it. For one event loop.
 
-_REPUBLISH_TIMEOUT = 60.0  # seconds for a dead letter to be confirmed; it is tried again after
-_END_TIMEOUT = 5.0  # seconds for what has nothing more to do
-_TELL_AT_LEAST = 1.0  # seconds to tell the store what it is owed, where handlers have used up the stop's time
-_HURRIED = 5.0  # seconds for handlers that are cancelled, and for threads, where `run` itself is cancelled
-
-
-class AsyncConsumer:
-    """Hands the messages of a queue to a handler, and acks each when it is done with. For one event loop.
-
-    A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is tried
-    again as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A
-    handler chooses by raising or returning ``RetryLater`` or ``DeadLetter``. What is not acked when the connection or
-    the process dies comes again, so a handler must bear duplicates; with ``idempotency`` it need not.
+    A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is retried
+    as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A handler
+    chooses by raising or returning ``RetryLater`` or ``DeadLetter``. Deliveries that are not acked when the connection
+    or the process dies come again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
     A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
-    its delivery goes back to the queue. One that blocks the event loop holds up everything on it, heartbeats too: from
-    half a heartbeat on, the log says so; after about two, the broker gives the connection up.
+    its delivery goes back to the queue. One that blocks the event loop blocks everything on it, heartbeats too: from
+    half a heartbeat on, the log says so; after about two, the broker closes the connection.
 
     Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do; from then on the consumer
     reconnects by itself, until it is stopped. It runs once.
-
-    Args:
-        url: as for ``AsyncPublisher``.
-        queue: a ``Queue``, which is declared at every connect, with its dead-letter queue; a plain name means a queue
-            that exists and is not declared.
-        handler: a function or a coroutine function, called with one `Delivery`, or with a list of them where
-            ``batch_size`` is given. A batch handler may return a verdict per item (``Ack``, ``RetryLater(...)``,
-            ``DeadLetter(...)``); where it raises, each item is tried again by itself. None to use ``get`` alone.
-        topology: what else to declare.
-        prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
-        concurrency: handlers that run at a time, in as many tasks, or threads. Above 1, handlers run out of order.
-        retry: when a failed delivery is tried again, and where it waits meanwhile.
-        kill_switch: when to pause because too many handlings fail; None for never.
-        idempotency: a store of what is done, so that duplicates do not take effect again. One that blocks is asked on a
-            thread, one whose methods are coroutine functions is awaited.
-        idempotency_key: gives the key of a delivery; by default its ``message_id``.
-        idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
-        idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share. By
-            default the broker's cluster name and the virtual host, as ``"rabbit@a/orders"``; give a name of your own
-            where the cluster's may change, or where several clusters deliver the same messages.
-        ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
-        ack_interval: seconds after which what is finished is acked, however few. Where no handler runs it is sooner.
-        ack_mode: ``"automatic"``: the broker forgets what it sends: at most once, and nothing is retried.
-        batch_size: deliveries per call of the handler.
-        batch_wait: seconds that an incomplete batch waits for more.
-        dead_letter: a ``Queue`` or the name of one for what is given up; by default that of ``queue``; None for none:
-            what is given up is rejected, and where the broker has no dead-letter exchange for it, lost.
-        offset: where to begin in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an aware
-            ``datetime``.
-        exclusive: refuse other consumers of a classic queue. RabbitMQ ignores it on others, which have
-            ``Queue(..., single_active_consumer=True)``.
-        consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
-        max_body_bytes: a larger delivery is dead-lettered, no handler sees it; None for no limit. One more than 1 MiB
-            larger is not read into memory where the queue has dead letters of its own: the broker dead-letters it.
-        max_header_bytes: likewise for the encoded properties and headers.
-        consumer_timeout: seconds after which the broker takes a delivery back that is unacked: its own setting, which
-            no client can read; None where it has none. What the arguments of the queue say counts more. After three
-            quarters of it a warning is logged.
-        stop_timeout: seconds that ``stop`` waits for handlers that run; then they are cancelled, and their deliveries
-            come again.
-        new_queue_grace: as for ``Publisher``, for what is published again: the original of a retry or a dead letter is
-            acked once its copy is confirmed for good.
-        reconnect_wait: as for ``AsyncPublisher``.
-        reconnect_stop: as for ``AsyncPublisher``.
-        credentials: as for ``AsyncPublisher``.
-        tls: as for ``AsyncPublisher``.
-        heartbeat: seconds.
-        connect_timeout: seconds for one attempt on one host.
-        name: of tasks, in metrics, in dead letters, and of the consumer at the broker.
-        registry: where to register Prometheus metrics; None for none.
-
-    Raises:
-        ConfigurationError: an argument is wrong, or does not go with another; the message names it.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        queue: Queue | str,
-        handler: Callable[[Any], object] | None = None,
-        *,
-        topology: Iterable[Declaration] = (),
-        prefetch: int = 200,
-        concurrency: int = 1,
-        retry: RetryPolicy | None = None,
-        kill_switch: KillSwitch | None = None,
-        idempotency: IdempotencyStore | None = None,
-        idempotency_key: Callable[[Delivery], str | None] | None = None,
-        idempotency_lease: Duration = 300.0,
-        idempotency_namespace: str | None = None,
-        ack_every: int | None = None,
-        ack_interval: Duration = 0.2,
-        ack_mode: AckMode = "manual",
-        batch_size: int | None = None,
-        batch_wait: Duration = 1.0,
-        dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT,
-        offset: Offset | None = None,
-        exclusive: bool = False,
-        consumer_arguments: Mapping[str, object] | None = None,
-        max_body_bytes: int | None = None,
-        max_header_bytes: int | None = None,
-        consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
-        stop_timeout: Duration = 30.0,
-        new_queue_grace: Duration = NEW_QUEUE_GRACE,
-        reconnect_wait: wait_base | None = None,
-        reconnect_stop: stop_base | None = None,
-        credentials: Credentials | CredentialsCallback | None = None,
-        tls: TLSOptions | None = None,
-        heartbeat: int | None = None,
-        connect_timeout: Duration | None = None,
-        name: str = "consumer",
-        registry: CollectorRegistry | None = None,
-    ) -> None:
-        self._started: AsyncSubscription | None = None  # for __del__, until all is made
-        self._made_in = os.getpid()
-        if idempotency is not None and not isinstance(idempotency, IdempotencyStore):
-            raise ConfigurationError(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
-        self._options = ConsumerOptions(
-            queue,
-            handler,
-            name=name,
-            topology=topology,
-            prefetch=prefetch,
-            concurrency=concurrency,
-            retry=retry,
-            kill_switch=kill_switch,
-            idempotency=idempotency is not None,
-            idempotency_key=idempotency_key,
-            idempotency_lease=idempotency_lease,
-            idempotency_namespace=idempotency_namespace,
-            ack_every=ack_every,
-            ack_interval=ack_interval,
-            ack_mode=ack_mode,
-            batch_size=batch_size,
-            batch_wait=batch_wait,
-            dead_letter=dead_letter,
-            offset=offset,
-            exclusive=exclusive,
-            consumer_arguments=consumer_arguments,
-            max_body_bytes=max_body_bytes,
-            max_header_bytes=max_header_bytes,
-            consumer_timeout=consumer_timeout,
-            stop_timeout=stop_timeout,
-            new_queue_grace=new_queue_grace,
-        )
-        self._settings = parse_url(
-            url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
-        )
-        self._new_publisher = partial(
-            AsyncPublisher,
-            url,
-            delivery_timeout=_REPUBLISH_TIMEOUT,
-            retry=RetryPolicy(1),  # the session tries again
-            on_blocked="raise",  # the session decides what to do instead
-            new_queue_grace=new_queue_grace,
-            tls=tls,
-            credentials=credentials,
-            heartbeat=heartbeat,
-            connect_timeout=connect_timeout,
-            name=f"{name}-dead-letters",
-        )
-        self._handler = handler
-        self._store = idempotency
-        self._reconnect = reconnect_wait, reconnect_stop
-        self._new_recovery()  # so that a wrong reconnect_wait or reconnect_stop is refused here
-        self._loop: asyncio.AbstractEventLoop | None = None  # that it runs on
-        self._subscription: AsyncSubscription | None = None
-        self._entered = False  # run or async with has begun
-        self._stopped = False
-        self._stop_by: float | None = None  # on the monotonic clock
-        self._finished = False  # and nothing is left to be waited for
-        self._workers: tuple[TaskPool | ThreadPool, ...] = ()
-        self._registration = None if registry is None else register(registry, self._readings)
+    _subscription_type = AsyncSubscription
+    _pull_subscription_type = AsyncPullSubscription
+    _republisher_type = AsyncRepublisher
+    _publisher_type = AsyncPublisher
+    _loop: asyncio.AbstractEventLoop | None = None  # that it runs on
+
+    def _pool_type(self) -> type[TaskPool | ThreadPool]:
+        return TaskPool if is_coroutine_function(self._options.handler) else ThreadPool
 
     # Running
 
     async def run(self) -> None:
-        """Consume until `stop`, or a signal (SIGTERM, SIGINT) where this is the main thread.
+        """Consume until `stop`, or a signal (SIGTERM, SIGINT) if this is the main thread.
 
-        On stopping, nothing new is handed out, what has not begun goes back to the broker, what is being handled is
-        finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that. A signal for
-        which the program, or a server that it runs in, has a handler of its own is left to that.
+        On stopping, no handler is called any more, deliveries that none has begun with go back to the broker, and the
+        others are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that. A
+        signal for which the program, or a server that it runs in, has a handler of its own is left to that.
 
-        Where the task is cancelled, so are the handlers that run; their deliveries go back.
+        If the task is cancelled, so are the handlers that run; their deliveries go back.
 
         Raises:
             TopologyMismatch: the queue differs from what is declared, or does not exist.
             BrokerUnavailable: connecting cannot succeed, or was given up as told.
             UsageError: it runs already, was stopped, has no handler, or is used on another event loop.
         """
-        if self._handler is None:
-            raise UsageError("run() needs a handler; without one, get() gives deliveries")
+        self._check_runnable()
         subscription = self._start(enter=True)
         try:
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
                 await self._finish(subscription)
         except asyncio.CancelledError:
-            await self._finish_hurriedly(subscription)
+            await self._finish_cancelled(subscription)
             raise
         if subscription.error is not None:
             raise subscription.error
 
-    def stop(self) -> None:
-        """Begin to stop and return at once. Any thread, handlers too.
-
-        `run` returns, or the end of ``async with`` is reached, when what is being handled has ended.
-        """
-        self._stopped = True
-        self._stop_by = self._stop_by or time.monotonic() + self._options.stop_timeout
-        if self._subscription is not None:
-            self._subscription.stop()
-
     async def close(self) -> None:
-        """Stop, and wait until what is being handled has ended and the connection is closed.
+        """Stop, and wait until running handlers have ended and the connection is closed.
 
-        Waits for ``stop_timeout`` and a few seconds at most. Does nothing where it is closed, or in a forked child.
-        Where it is cancelled, handlers are, too.
+        Waits for ``stop_timeout`` and a few seconds at most. Does nothing when it is closed, or in a forked child. If
+        it is cancelled, handlers are, too.
 
         Raises:
             UsageError: called by a handler, which would wait for itself; it can call `stop`. Or on another event loop.
         """
         if os.getpid() != self._made_in:
             return
-        if any(workers.is_current for workers in self._workers):
+        if any(pool.is_current for pool in self._pools):
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
-        if self._finished:
+        if self._state is RunState.FINISHED:
             return
         self._check_loop()
         self.stop()
         if self._subscription is None:
-            if self._registration is not None:
-                self._registration.close()
+            self._finished()
             return
         try:
             await self._finish(self._subscription)
         except asyncio.CancelledError:
-            await self._finish_hurriedly(self._subscription)
+            await self._finish_cancelled(self._subscription)
             raise
 
     async def connect(self) -> None:
-        """Begin as ``async with`` does, but raise where the broker cannot be reached at once.
+        """Begin as ``async with`` does, but raise if the broker cannot be reached at once.
 
-        Does nothing where it is connected. After an error nothing is left running, and all can be tried again.
+        Does nothing while it is connected. After an error nothing is left running, and everything can be tried again.
 
         Raises:
-            BrokerUnavailable: no host could be reached; with ``permanent`` where trying again cannot help.
+            BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
             TopologyMismatch: the queue differs from what is declared, or does not exist.
             UsageError: it was stopped, or is used on another event loop.
         """
         await self._connect(required=True)
 
     async def __aenter__(self) -> Self:
-        """Consume in the background. Where the broker cannot be reached now, it goes on trying; errors as for `run`."""
+        """Consume in the background. If the broker cannot be reached now, it goes on trying; errors as for `run`."""
         subscription = self._start(enter=True)
         try:
             await self._await_verdict(subscription)
@@ -394,7 +214,7 @@ class AsyncConsumer:
             raise error
 
     def __del__(self) -> None:
-        subscription = self._started
+        subscription = self._subscription
         if subscription is not None and not subscription.ended.is_set() and os.getpid() == self._made_in:
             text = f"{self!r} was not closed: what it holds goes back when its event loop ends"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
@@ -403,8 +223,8 @@ class AsyncConsumer:
     async def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> AsyncIterator[list[PulledDelivery]]:
         """Take deliveries on request instead of having a handler called: ``async with consumer.get(10) as deliveries``.
 
-        The block gets what is in the queue, up to ``max_messages``; where nothing is, the first to come within
-        ``timeout``, or nothing. Each delivery may be settled by itself (``ack()``, ``retry()``,
+        The block gets the messages that are in the queue, up to ``max_messages``; if there are none, the first to come
+        within ``timeout``, or nothing. Each delivery may be settled by itself (``ack()``, ``retry()``,
         ``dead_letter(reason)``, which do not wait). When the block ends, the others are acked; when it raises, or is
         cancelled, they go back to the queue.
 
@@ -419,18 +239,14 @@ class AsyncConsumer:
                 up.
             TopologyMismatch, BrokerUnavailable: as for `run`.
             ConsumerCancelled: nothing came, since a queue that is not declared here was deleted.
-            StaleDelivery: at the end of the block: a channel was lost, and what could not be acked will come again.
+            StaleDelivery: at the end of the block: a channel was lost, and deliveries that could not be acked will come
+                again.
         """
-        if self._handler is not None:
-            raise UsageError("get() is for consumers without a handler")
-        wait = seconds("timeout", timeout)
-        whole_number("max_messages", max_messages, 1)
-        self._check_not_forked()
+        wait = self._check_get(max_messages, timeout)
         subscription = self._subscription
         if subscription is None or subscription.ended.is_set():
             subscription = await self._connect(required=False)
-        if not isinstance(subscription, AsyncPullSubscription):
-            raise TypeError("a consumer without a handler has another subscription")
+        assert isinstance(subscription, AsyncPullSubscription)  # noqa: S101  # it has no handler
         self._check_loop()
         deliveries = await subscription.take(max_messages, wait)
         if not deliveries and subscription.error is not None:
@@ -442,69 +258,26 @@ class AsyncConsumer:
             raise
         subscription.leave(deliveries, ack=True)
 
-    # What can be seen, and changed
-
-    @property
-    def prefetch(self) -> int:
-        """Deliveries that may be unacked. Setting it takes effect at once; for a while both limits may add up.
-
-        On a ``Queue(..., single_active_consumer=True)`` it takes effect once nothing is unacked here for a moment, or
-        with the next channel: a new subscription gives the role away. A queue given by its name is not known to be one.
-        """
-        return self._options.prefetch
-
-    @prefetch.setter
-    def prefetch(self, prefetch: int) -> None:
-        self._options.change_prefetch(prefetch)
-        if self._subscription is not None:
-            self._subscription.prefetch_changed()
-
-    @property
-    def connected(self) -> bool:
-        """Whether it is subscribed, as far as is known."""
-        return self._subscription is not None and self._subscription.connected
-
-    @property
-    def statistics(self) -> ConsumerStatistics:
-        """Counts since it was started."""
-        return ConsumerStatistics() if self._subscription is None else self._subscription.session.statistics
-
-    @property
-    def reconnects(self) -> int:
-        """Connections lost and made again."""
-        return 0 if self._subscription is None else self._subscription.reconnects
-
-    def __repr__(self) -> str:
-        state = "stopped" if self._stopped else "consuming" if self.connected else "not connected"
-        hosts = ", ".join(map(str, self._settings.endpoints))
-        return f"<AsyncConsumer {self._options.name!r} of queue {self._options.queue_name!r} at {hosts}: {state}>"
-
-    # Private
+    # Starting and ending
 
     def _start(self, *, enter: bool = False) -> AsyncSubscription:
-        """Give the subscription, started. ``enter``: for the one `run` or ``async with`` that there may be."""
-        self._check_not_forked()
-        if self._stopped:
-            raise UsageError("this consumer was stopped, and runs once: make another")
+        """Return the subscription, started. ``enter``: for the one `run` or ``async with`` that there may be."""
+        self._check_process()
+        self._check_startable(enter)
         self._check_loop()
-        if enter and self._entered:
-            raise UsageError("this consumer runs already, and runs once: make another")
-        self._entered |= enter
         if self._subscription is None:
             self._loop = asyncio.get_running_loop()
-            self._subscription = self._started = self._new_subscription()
+            self._subscription = self._new_subscription()
+            self._subscription.start()
+        self._started(enter)
         return self._subscription
-
-    def _check_not_forked(self) -> None:
-        if os.getpid() != self._made_in:
-            raise UsageError("this consumer was made before fork(), in another process; make one here")
 
     def _check_loop(self) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise UsageError("this consumer belongs to another event loop; make one for each")
 
     async def _connect(self, *, required: bool) -> AsyncSubscription:
-        """Start, and wait for the verdict. Where it is an error, nothing is left of what this call has started."""
+        """Start, and wait for the verdict. If that is an error, nothing is left of what this call has started."""
         first = self._subscription is None
         subscription = self._start()
         try:
@@ -514,87 +287,45 @@ class AsyncConsumer:
                 subscription.stop_now()
                 await self._finish(subscription)
                 if self._subscription is subscription:
-                    self._subscription = self._started = self._loop = None
-                    self._workers = ()
+                    self._loop = None
+                    self._not_started()
             raise
         return subscription
 
-    def _new_subscription(self) -> AsyncSubscription:
-        for warning in self._options.warnings:
-            logger.warning("%s", warning)
-        subscription: AsyncSubscription
-        if self._handler is None:
-            subscription = AsyncPullSubscription(self._options, self._settings, self._new_recovery())
-        else:
-            subscription = AsyncSubscription(self._options, self._settings, self._new_recovery())
-            new_workers = partial(
-                TaskPool if is_coroutine_function(self._handler) else ThreadPool,
-                handler=self._handler,
-                batch=self._options.batch,
-                store=self._store,
-                claiming=self._options.new_claiming(getattr(self._store, "transaction", None)),
-                sink=subscription,
-            )
-            subscription.outlet = new_workers(name=self._options.name, count=self._options.concurrency)
-            self._workers = (subscription.outlet,)
-            if self._options.isolates:
-                subscription.isolation = new_workers(name=f"{self._options.name}-quarantine", count=1)
-                self._workers += (subscription.isolation,)
-        if self._options.republishes:
-            name = f"{self._options.name}-dead-letters-out"
-            subscription.republisher = AsyncRepublisher(self._new_publisher(), subscription.published, name)
-        subscription.start()
-        return subscription
-
     async def _await_verdict(self, subscription: AsyncSubscription, *, required: bool = False) -> None:
-        """Wait until each host had its first attempt. Raises what time cannot heal, or every error if ``required``."""
-        error = await subscription.wait_connected(self._first_verdict)
+        """Wait until each host had its first attempt. Raises an error that time cannot heal, or any if ``required``."""
+        error = await subscription.wait_connected(self._options.first_verdict)
         if error is not None and (required or error is subscription.error):
             raise error
-
-    @property
-    def _first_verdict(self) -> float:
-        """Seconds after which every host has had its first attempt."""
-        return self._settings.connect_timeout * len(self._settings.endpoints) + 1.0
 
     async def _finish(self, subscription: AsyncSubscription) -> None:
         """Wait for the end, and leave nothing behind. Several tasks may do so."""
         subscription.stop()
         await subscription.ended.wait()
-        if self._workers:
-            if subscription.error is not None:
-                patience = self._options.stop_timeout  # it ended by itself: handlers may be at it
-            else:
-                patience = 0.0 if subscription.session.running else _END_TIMEOUT
-            if not all(await asyncio.gather(*(workers.stop(patience) for workers in self._workers))):
-                logger.warning("handlers of consumer %r are still running", self._options.name)
-            left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
-            left = max(left, _TELL_AT_LEAST)
-            owed = await self._workers[0].tell_owed(left, lambda: not subscription.hurried)
-            if owed:
-                logger.error(OWED, self._options.name, owed)
+        if self._pools:
+            patience = self._patience(subscription, 0.0)
+            self._warn_of_running(await asyncio.gather(*(pool.stop(patience) for pool in self._pools)))
+            owed = await self._pools[0].tell_owed(self._time_to_settle(), lambda: not subscription.hurried)
+            self._log_unsettled(owed)
         await subscription.join()
         if subscription.republisher is not None:
-            await subscription.republisher.close(_END_TIMEOUT)
-        if self._stopped:
-            self._finished = True
-            if self._registration is not None:
-                self._registration.close()
+            await subscription.republisher.close(END_TIMEOUT)
+        self._finished()
 
-    async def _finish_hurriedly(self, subscription: AsyncSubscription) -> None:
-        """Whoever waits for the end was cancelled: cancel the handlers, and leave nothing behind."""
+    async def _finish_cancelled(self, subscription: AsyncSubscription) -> None:
+        """Cancel the handlers, and leave nothing behind: the task that waits for the end was cancelled."""
         self.stop()
         subscription.stop()
-        for workers in self._workers:
-            workers.cancel()
-        late = subscription.call_later(_HURRIED, subscription.stop_now)
+        for pool in self._pools:
+            pool.cancel()
+        late = subscription.call_later(_CANCEL_TIMEOUT, subscription.stop_now)
         try:
             await self._finish(subscription)
         except asyncio.CancelledError:  # once more
             subscription.stop_now()
             subscription.abort()
-            for workers in self._workers:
-                workers.abort()
+            for pool in self._pools:
+                pool.abort()
             if subscription.republisher is not None:
                 subscription.republisher.abort()
             raise
@@ -602,31 +333,7 @@ class AsyncConsumer:
             late.cancel()
 
     def _on_signal(self, subscription: AsyncSubscription) -> None:
-        if self._stopped:
+        if self._is_stopped:
             subscription.stop_now()
         else:
             self.stop()
-
-    def _new_recovery(self) -> ReconnectPolicy:
-        wait, stop = self._reconnect
-        return ReconnectPolicy(hosts=len(self._settings.endpoints), wait=wait, stop=stop)
-
-    def _readings(self) -> Iterator[Reading]:
-        subscription = self._subscription
-        if subscription is not None:
-            handler_seconds = Histogram()
-            for workers in self._workers:
-                handler_seconds.add(workers.handler_seconds)
-            yield from consumer_readings(
-                self._options.name,
-                self._options.queue_name,
-                ConsumerStatus(
-                    unacked=subscription.session.outstanding,
-                    connected=subscription.connected,
-                    paused=subscription.session.paused,
-                    reconnects=subscription.reconnects,
-                    handler_seconds=handler_seconds,
-                    event_loop_stalled_seconds=subscription.stalled_seconds,
-                ),
-                subscription.session.statistics,
-            )

@@ -1,16 +1,16 @@
-"""What a consumer is asked to do: checked as a whole, and made into the parts that do it, for either face.
+"""The options of a consumer: each is declared, described and checked here, for both APIs.
 
-Invariants: what RabbitMQ would refuse, what contradicts another option, and what would lose messages by mistake is
-refused here, before anything is connected, with a text that names the option; a session and a set-up made here fit each
+Invariants: an option that RabbitMQ would refuse, that contradicts another one, or that would lose messages by mistake
+is refused here, before anything is connected, with a text that names it; a session and a set-up made here fit each
 other.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 from reliable_mq._util.validation import Duration, is_whole_number, seconds, whole_number
 from reliable_mq._util.version import OWN_VERSION
@@ -26,20 +26,29 @@ from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.consumer.stream_offset import StreamOffset
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
+from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.retry import KillSwitch, RetryPolicy
+from reliable_mq.stores.protocol import IdempotencyStore
 from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments, check_name
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.new_queues import NewQueueListener
+    from reliable_mq.core.reconnect import ReconnectStop, ReconnectWait
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.tls import TLSOptions
 
 __all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
 
+PublisherT = TypeVar("PublisherT")
 AckMode = Literal["manual", "automatic"]
 Offset = str | int | datetime
 
@@ -52,37 +61,38 @@ _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
 _TAKEN_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are taken in, to be dead-lettered with a reason
 
+_REPUBLISH_TIMEOUT: Final = 60.0  # seconds for a dead letter to be confirmed; it is published again after
+
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
 
 
 class ConsumerOptions:
-    """The arguments of a consumer, as its class describes them.
-
-    Args:
-        handler: None for a consumer that is asked for deliveries.
-        idempotency: whether there is a store.
+    """The options of one consumer, checked, and the objects that they describe.
 
     Attributes:
+        name, prefetch, concurrency, registry, handler: as given.
+        store: as given for ``idempotency``.
+        ack_interval, stop_timeout, new_queue_grace: as given, in seconds.
+        settings: of the connection.
+        first_verdict: seconds after which every host has had its first attempt.
         queue_name: of the queue.
-        dead_letter: the name of the queue for what is given up; None where there is none that is known here.
-        warnings: what is allowed, and had better be known.
-
-    Raises:
-        ConfigurationError: one is wrong, or does not go with another.
+        is_stream: whether the queue is a stream, as far as is known.
+        batch: whether the handler takes a list.
+        dead_letter: the name of the queue for messages that are given up; None if none is known here.
     """
 
     def __init__(
         self,
+        url: str | Sequence[str],
         queue: Queue | str,
-        handler: object,
+        handler: Callable[[Any], object] | None = None,
         *,
-        name: str,
         topology: Iterable[Declaration] = (),
         prefetch: int = 200,
         concurrency: int = 1,
         retry: RetryPolicy | None = None,
         kill_switch: KillSwitch | None = None,
-        idempotency: bool = False,
+        idempotency: IdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
         idempotency_lease: Duration = 300.0,
         idempotency_namespace: str | None = None,
@@ -100,7 +110,75 @@ class ConsumerOptions:
         consumer_timeout: Duration | None = CONSUMER_TIMEOUT,
         stop_timeout: Duration = 30.0,
         new_queue_grace: Duration = NEW_QUEUE_GRACE,
+        reconnect_wait: ReconnectWait | None = None,
+        reconnect_stop: ReconnectStop | None = None,
+        credentials: Credentials | CredentialsCallback | None = None,
+        tls: TLSOptions | None = None,
+        heartbeat: int | None = None,
+        connect_timeout: Duration | None = None,
+        name: str = "consumer",
+        registry: CollectorRegistry | None = None,
     ) -> None:
+        """Check the options; nothing is connected yet.
+
+        Args:
+            url: as for ``Publisher``.
+            queue: a ``Queue``, which is declared at every connect, with its dead-letter queue; a plain name means a
+                queue that exists and is not declared.
+            handler: called with one `Delivery`, or with a list of them if ``batch_size`` is given; a plain function on
+                a thread, a coroutine function, which an ``AsyncConsumer`` takes, in a task. A batch handler may return
+                a list with a verdict per item (``Ack``, ``RetryLater(...)``, ``DeadLetter(...)``), in the order in
+                which it leaves its own list; if it raises, each item is retried by itself. None to use ``get`` alone.
+            topology: further declarations.
+            prefetch: deliveries that may be unacked at a time; 100 to 300 is usually best, 0 is no limit.
+            concurrency: handlers that run at a time, in as many threads, or tasks. Above 1, handlers run out of order.
+            retry: when a failed delivery is retried, and where it waits meanwhile.
+            kill_switch: when to pause because too many handlings fail; None for never.
+            idempotency: a store of messages that are done, so that duplicates do not take effect again. With asyncio, a
+                store that blocks is called on a thread, one whose methods are coroutine functions is awaited.
+            idempotency_key: returns the key of a delivery; by default its ``message_id``.
+            idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
+            idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share.
+                By default the broker's cluster name and the virtual host, as ``"rabbit@a/orders"``; give a name of your
+                own if the cluster's may change, or if several clusters deliver the same messages.
+            ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
+            ack_interval: seconds after which finished deliveries are acked, however few. While no handler runs it is
+                sooner.
+            ack_mode: ``"automatic"``: the broker forgets a message as it sends it: at most once, and never retried.
+            batch_size: deliveries per call of the handler.
+            batch_wait: seconds that an incomplete batch waits for more.
+            dead_letter: a ``Queue`` or the name of one for messages that are given up; by default that of ``queue``;
+                None for none: they are rejected, and lost if the broker has no dead-letter exchange for them.
+            offset: where to begin in a stream: ``"first"``, ``"last"``, ``"next"`` (the default), an offset, or an
+                aware ``datetime``.
+            exclusive: refuse other consumers of a classic queue. RabbitMQ ignores it on others, which have
+                ``Queue(..., single_active_consumer=True)``.
+            consumer_arguments: further arguments of ``basic.consume``, e.g. ``{"x-priority": 5}``.
+            max_body_bytes: a larger delivery is dead-lettered, and no handler sees it; None for no limit. One more than
+                1 MiB larger is not read into memory if the queue has dead letters of its own: the broker dead-letters
+                it.
+            max_header_bytes: likewise for the encoded properties and headers.
+            consumer_timeout: seconds after which the broker takes an unacked delivery back: its own setting, which no
+                client can read; None if it has none. The arguments of the queue override it. After three quarters of it
+                a warning is logged.
+            stop_timeout: seconds that ``stop`` waits for handlers that run; then tasks are cancelled, and the
+                deliveries of all come again.
+            new_queue_grace: as for ``Publisher``, for messages that are published again: the original of a retry or a
+                dead letter is acked once its copy is confirmed for good.
+            reconnect_wait: as for ``Publisher``.
+            reconnect_stop: as for ``Publisher``.
+            credentials: as for ``Publisher``.
+            tls: as for ``Publisher``.
+            heartbeat: seconds.
+            connect_timeout: seconds for one attempt on one host.
+            name: of threads and tasks, in metrics, in dead letters, and of the consumer at the broker.
+            registry: where to register Prometheus metrics; None for none.
+
+        Raises:
+            ConfigurationError: an option is wrong, or contradicts another; the message names it.
+        """
+        if idempotency is not None and not isinstance(idempotency, IdempotencyStore):
+            _refuse(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
         self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
@@ -137,7 +215,24 @@ class ConsumerOptions:
         if ack_mode not in ("manual", "automatic"):
             _refuse(f"ack_mode must be 'manual' or 'automatic', not {ack_mode!r}")
 
+        self.settings = parse_url(
+            url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
+        )
+        self.first_verdict = self.settings.connect_timeout * len(self.settings.endpoints) + 1.0
+        self._reconnect = reconnect_wait, reconnect_stop
+        self.new_recovery()  # refuses a wrong reconnect_wait or reconnect_stop
+        self._republishing: dict[str, Any] = {
+            "url": url,
+            "new_queue_grace": new_queue_grace,
+            "tls": tls,
+            "credentials": credentials,
+            "heartbeat": heartbeat,
+            "connect_timeout": connect_timeout,
+            "name": f"{name}-dead-letters",
+        }
         self.name = name
+        self.registry = registry
+        self.handler = handler
         self.prefetch = prefetch
         self.concurrency = concurrency
         self.batch = batch_size is not None
@@ -154,7 +249,7 @@ class ConsumerOptions:
         self._pushed = handler is not None
         self._retry = RetryPolicy() if retry is None else retry
         self._kill_switch = kill_switch
-        self._idempotency = idempotency
+        self.store = idempotency
         self._key = idempotency_key
         self._namespace = idempotency_namespace
         self._lease = seconds("idempotency_lease", idempotency_lease, positive=True)
@@ -173,7 +268,7 @@ class ConsumerOptions:
         given = {
             "retry": retry is not None,
             "kill_switch": kill_switch is not None,
-            "idempotency": idempotency,
+            "idempotency": idempotency is not None,
             "batch_size": self.batch,
             "dead_letter": dead_letter not in (DEFAULT, None),
         }
@@ -193,7 +288,7 @@ class ConsumerOptions:
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed, and had better be known."""
+        """Texts about options that are allowed, and that a user had better know of."""
         found = []
         if self.prefetch == 0:
             found.append("prefetch=0 is no limit: a large backlog fills the memory of this process")
@@ -207,9 +302,9 @@ class ConsumerOptions:
 
     @property
     def largest_body(self) -> int:
-        """Bytes of a body that are taken in; what is larger is rejected unread, and the broker dead-letters it.
+        """Bytes of a body that are read; a larger one is rejected unread, and the broker dead-letters it.
 
-        Not where that would lose it: where only this consumer knows of a dead-letter queue.
+        Unless that would lose it, because only this consumer knows of a dead-letter queue.
         """
         most, _ = self._limits
         ours_alone = self.dead_letter is not None and not self._broker_dead_letters
@@ -219,7 +314,7 @@ class ConsumerOptions:
 
     @property
     def republishes(self) -> bool:
-        """Whether anything is ever published: dead letters, or what waits in delay queues."""
+        """Whether anything is ever published: dead letters, or messages that wait in delay queues."""
         return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
 
     @property
@@ -232,13 +327,13 @@ class ConsumerOptions:
 
     @property
     def consumer_timeout(self) -> float | None:
-        """The broker's consumer timeout, in seconds, as far as it is known here: what the queue says counts."""
+        """The broker's consumer timeout, in seconds, as far as it is known here; the queue's arguments override it."""
         queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
         given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
         return min(given, default=self._consumer_timeout)
 
     def change_prefetch(self, prefetch: int) -> None:
-        """Let sessions to come have this prefetch.
+        """Change the prefetch of sessions to come.
 
         Raises:
             ConfigurationError: it does not fit ``ack_every`` or ``batch_size``; nothing has changed.
@@ -283,7 +378,7 @@ class ConsumerOptions:
             broker_retries=self._broker_retries,
             breaker=None if self._kill_switch is None else CircuitBreaker(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
-            grouped=self._idempotency,
+            grouped=self.store is not None,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
             lifecycle=ConsumerLifecycle(
                 consumer_tag=self.name,
@@ -294,13 +389,18 @@ class ConsumerOptions:
             ),
         )
 
-    def new_claiming(self, transaction: Callable[..., Any] | None = None) -> ClaimPolicy | None:
-        """Say how deliveries are claimed; None where there is no store.
+    def new_recovery(self) -> ReconnectPolicy:
+        """Make the policy for the attempts of one connection."""
+        wait, stop = self._reconnect
+        return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
-        Args:
-            transaction: the store's method of that name, where it has one.
-        """
-        if not self._idempotency:
+    def new_publisher(self, kind: Callable[..., PublisherT]) -> PublisherT:
+        """Make the publisher for retries and dead letters, which leaves it to the session to try again, or to wait."""
+        return kind(**self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise")
+
+    def new_claiming(self) -> ClaimPolicy | None:
+        """Make the policy of claiming deliveries; None without a store."""
+        if self.store is None:
             return None
         return ClaimPolicy(
             queue=self.queue_name,
@@ -308,7 +408,7 @@ class ConsumerOptions:
             key=self._key,
             lease=self._lease,
             max_attempts=self._retry.max_attempts,
-            transaction=transaction,
+            transaction=getattr(self.store, "transaction", None),
         )
 
     def setup(
@@ -335,7 +435,7 @@ class ConsumerOptions:
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
-        """Give the step of `setup` that subscribes."""
+        """Return the step of `setup` that subscribes."""
         arguments = self._arguments if following is None else {**self._arguments, _OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
@@ -350,7 +450,7 @@ class ConsumerOptions:
         return f"{self.name}#quarantine"
 
     def subscribe_to_quarantine(self) -> StepGenerator:
-        """Give the steps after which the broker delivers from quarantine, too."""
+        """Return the steps after which the broker delivers from the quarantine, too."""
         if self._quarantine is not None:
             yield SetPrefetch(1)
             yield Consume(self._quarantine.name, self.isolated_tag)
@@ -361,14 +461,14 @@ class ConsumerOptions:
 
     @property
     def _declared(self) -> list[Declaration]:
-        """What is declared at every connect, beside the queue."""
+        """The declarations of every connect, beside the queue."""
         beside: list[Declaration] = [] if self._quarantine is None else [self._quarantine]
         if self._ladder is not None:
             beside += [self._ladder.queue(step) for step in self._ladder.own]
         return [*self.topology, *beside]
 
     def _new_quarantine(self, queue: Queue | str) -> Queue | None:
-        """The quarantine of the queue, where the broker counts what comes back and somebody hands out what is in it."""
+        """Return the quarantine of the queue, if the broker counts returns and a handler is there for what is in it."""
         if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
             return None
         if self._broker_retries:
@@ -382,7 +482,7 @@ class ConsumerOptions:
         return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
     def _new_ladder(self, queue: Queue | str) -> DelayQueues | None:
-        """The delay queues, where there may be some beside the queue and something would ever wait in them."""
+        """Return the delay queues, if there may be some beside the queue and a message would ever wait in them."""
         if (
             self._retry.backend != "queues"
             or self._broker_retries

@@ -264,6 +264,11 @@ class BaseSubscription:
             if self.isolation is not None:
                 self.isolation.hold()
 
+    @property
+    def stalled_seconds(self) -> float | None:
+        """For how long the event loop has stood still; None without one."""
+        return None
+
     def stop_now(self) -> None:
         """Stop without waiting for running handlers."""
         self.hurried = True

@@ -70,7 +70,7 @@ def test_a_first_delivery_has_no_count() -> None:
 
 
 def options(queue: Queue | str, **given: Any) -> ConsumerOptions:
-    return ConsumerOptions(queue, print, name="c", **given)
+    return ConsumerOptions("amqp://guest:guest@localhost/", queue, print, name="c", **given)
 
 
 def declared(made: ConsumerOptions, version: str = "4.3.6") -> list[str]:

@@ -14,6 +14,7 @@ from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import ChannelGeneration
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.engine.consumer_options import ConsumerOptions
+from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
 from tests.core.steps import steps_of
 
@@ -31,7 +32,7 @@ async def awaited(_delivery: object) -> str:
 
 
 def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> ConsumerOptions:
-    return ConsumerOptions(queue, handler, **{"name": "test", **given})
+    return ConsumerOptions("amqp://guest:guest@localhost/", queue, handler, **{"name": "test", **given})
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"queue": EVENTS, "prefetch": 0}, "prefetch=0 does not go with a stream"),
         ({"queue": EVENTS, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a stream"),
         ({"ack_mode": "automatic", "retry": RetryPolicy()}, "retry does not go with ack_mode='automatic'"),
-        ({"ack_mode": "automatic", "idempotency": True}, "idempotency does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "idempotency": MemoryStore()}, "idempotency does not go with ack_mode='automatic'"),
         ({"ack_mode": "automatic", "batch_size": 5}, "batch_size does not go with ack_mode='automatic'"),
         ({"ack_mode": "automatic", "dead_letter": "x"}, "dead_letter does not go with ack_mode='automatic'"),
-        ({"handler": None, "idempotency": True}, "idempotency does not go with a consumer without a handler"),
+        ({"handler": None, "idempotency": MemoryStore()}, "idempotency does not go with a consumer without a handler"),
         ({"handler": None, "batch_size": 5}, "batch_size does not go with a consumer without a handler"),
         ({"handler": None, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a consumer without"),
         ({"handler": None, "queue": EVENTS}, "a stream does not go with a consumer without a handler"),
@@ -249,7 +250,7 @@ def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_whe
 
 @pytest.mark.parametrize(("given", "key"), [({}, "rabbit@a//|a%7Cb|m"), ({"idempotency_namespace": "x"}, "x|a%7Cb|m")])
 def test_claiming_is_by_virtual_host_and_queue(given: dict[str, Any], key: str) -> None:
-    claiming = options("a|b", idempotency=True, **given).new_claiming()
+    claiming = options("a|b", idempotency=MemoryStore(), **given).new_claiming()
     assert claiming is not None
     assert (
         claiming.key_of(delivery(message_id="m", source=ChannelGeneration(1, 1, "a|b", namespace_of("rabbit@a", "/"))))

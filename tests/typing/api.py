@@ -51,6 +51,10 @@ def with_options() -> None:
     Publisher(URL, max_outstanding="10")  # type: ignore[arg-type]
     AsyncPublisher(URL, max_outstandin=10)  # type: ignore[call-arg]
     Publisher()  # type: ignore[call-arg]
+    Consumer(URL, ORDERS, prefetch=10, consumer_timeout=None)
+    AsyncConsumer(URL, "orders", handle_on_the_loop, reconnect_stop=lambda attempt: attempt > 5)
+    Consumer(URL)  # type: ignore[call-arg]
+    AsyncConsumer(URL, ORDERS, prefetch="10")  # type: ignore[arg-type]
 
 
 async def publishing_on_asyncio() -> None:
