@@ -221,9 +221,9 @@ def test_what_is_pulled_is_acked_at_once() -> None:
     session.opened(1, 1)
     item = delivery(1)
     session.delivered([item], 0.0)
-    session.take_work()
+    session.poll(0.0)
     session.finished([item], 0.0)
-    assert session.take_output(0.0)
+    assert session.poll(0.0).data
 
 
 def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_where_one_does() -> None:
@@ -231,21 +231,21 @@ def test_what_is_handled_is_acked_at_once_where_no_handler_runs_and_together_whe
     session.opened(1, 1)
     items = [delivery(1), delivery(2), delivery(3)]
     session.delivered(items[:2], 5.0)
-    session.take_work()
+    session.poll(5.0)
     session.finished(items[:1], 5.0)
-    assert session.take_output(5.0) == b""
-    assert session.deadline == 65.0
+    assert session.poll(5.0).data == b""
+    assert session._acks.deadline == 65.0
     session.finished(items[1:2], 5.0)
-    assert session.deadline is not None
-    assert session.deadline < 5.0
-    assert session.take_output(5.0) == encode_ack(1, 2, multiple=True)
+    assert session._acks.deadline_if(idle=not session.running) < 5.0
+    assert session.poll(5.0).data == encode_ack(1, 2, multiple=True)
     assert 5.0 < session.rested_at < 5.1
     session.delivered(items[2:], 5.0)
-    session.take_work()
+    session.poll(5.0)
     session.finished(items[2:], 5.0)
-    assert session.take_output(5.0) == b"", "one after the other would be an ack for each"
-    assert session.deadline == session.rested_at
-    assert session.take_output(session.rested_at) == encode_ack(1, 3, multiple=False)
+    actions = session.poll(5.0)
+    assert actions.data == b"", "one after the other would be an ack for each"
+    assert actions.wake_at == session.rested_at
+    assert session.poll(session.rested_at).data == encode_ack(1, 3, multiple=False)
 
 
 @pytest.mark.parametrize(("given", "key"), [({}, "rabbit@a//|a%7Cb|m"), ({"idempotency_namespace": "x"}, "x|a%7Cb|m")])
