@@ -230,7 +230,7 @@ def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callab
     reading = query(vhost.url, most=100)
     wait_until(lambda: reading.batch() < 0 or len(reading.rows) == 30, timeout=20, what="all read")
     reading.source.commit(reading.position)
-    wait_until(lambda: not reading.source._pump._batches.held, timeout=10, what="nothing held")
+    wait_until(lambda: not reading.source._reader._batches.held, timeout=10, what="nothing held")
     reading.source.stop()
     vhost.wait_for_messages("orders", 0)
 
@@ -245,11 +245,11 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
 
     def cut() -> None:
         """Seen by the reader before the batch is committed: acks that are written meanwhile are not known to be old."""
-        pump = reading.source._pump
-        assert pump is not None
-        before = pump.statistics.reconnects
+        reader = reading.source._reader
+        assert reader is not None
+        before = reader.statistics.reconnects
         proxy.cut()
-        wait_until(lambda: pump.statistics.reconnects > before, timeout=30, what="connected again")
+        wait_until(lambda: reader.statistics.reconnects > before, timeout=30, what="connected again")
 
     for _ in range(3):
         wait_until(lambda: reading.batch(cut), timeout=30, what="a batch")
@@ -262,7 +262,7 @@ def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
     balance = checker.close()
     assert balance.left == balance.dead_lettered == 0
     assert 0 < len(balance.duplicated) <= 3 * 40
-    assert 0 < reading.source._pump.statistics.stale_acks <= 3 * 40
+    assert 0 < reading.source._reader.statistics.stale_acks <= 3 * 40
 
 
 def test_available_now_leaves_a_queue_once_it_has_what_was_ready(
@@ -295,7 +295,7 @@ def test_available_now_ends_over_a_lost_connection_too(
     publish(vhost, 50)
     while reading.batch():
         continue
-    assert reading.source._pump.statistics.reconnects == 1
+    assert reading.source._reader.statistics.reconnects == 1
     assert 200 <= len(reading.rows) <= 240  # later ones, in place of those that came again: they are further back
     assert 200 <= sum(reading.rows.values()) <= 240
     vhost.wait_for_messages("orders", 250 - len(reading.rows), timeout=10)
@@ -344,8 +344,8 @@ def test_f51_heartbeats_go_on_however_long_a_batch_takes(
     with caplog.at_level(logging.WARNING, "reliable_mq.spark"):
         assert reading.batch(lambda: threading.Event().wait(7)) == 10
         reading.batch()
-    assert reading.source._pump.statistics.reconnects == 0
-    assert reading.source._pump.statistics.stale_acks == 0
+    assert reading.source._reader.statistics.reconnects == 0
+    assert reading.source._reader.statistics.stale_acks == 0
     reading.source.stop()
     vhost.wait_for_messages("orders", 0)
 
@@ -401,7 +401,7 @@ def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_el
     reading = query(vhost.url, most=10)
 
     def long() -> None:
-        wait_until(lambda: not reading.source._pump._subscriptions.queues, timeout=60, what="cancelled")
+        wait_until(lambda: not reading.source._reader._subscriptions.queues, timeout=60, what="cancelled")
 
     assert reading.batch(long) == 10
     reading.until(60)
@@ -434,9 +434,9 @@ def test_bytes_that_are_held_are_bounded_whatever_the_prefetch(vhost: VirtualHos
     reading = query(vhost.url, most=2000, maxBytesPerTrigger=4 * 2**20, prefetch=2000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = []
-    reading.batch(lambda: held.append(reading.source._pump._batches.held))
+    reading.batch(lambda: held.append(reading.source._reader._batches.held))
     while len(reading.rows) < 256:
-        assert reading.batch(lambda: held.append(reading.source._pump._batches.held)) <= 17
+        assert reading.batch(lambda: held.append(reading.source._reader._batches.held)) <= 17
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(f"held at most {max(held) / 2**20:.1f} MiB, the process grew by {grown / 1024:.0f} MiB")
     assert max(held) <= (64 + 1) * 257 * 1024  # the first ones, whose size nobody knew

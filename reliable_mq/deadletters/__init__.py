@@ -1,4 +1,4 @@
-"""Dead letters to work with: look at them, count them, replay, purge, export and import them.
+"""Work with dead letters: browse, count, replay, purge, export and import them.
 
 ::
 
@@ -6,8 +6,8 @@
         print(dead.statistics().by_cause)
         report = dead.replay(Filter(exception="*Timeout*", older_than=3600), rate=100)
 
-It works on every queue that one may get from, whether this package or RabbitMQ itself has dead-lettered into it. What
-``reliable-mq dlq`` does from a shell.
+It works on every queue that allows ``basic.get``, whether this package or RabbitMQ itself has dead-lettered into it.
+``reliable-mq dlq`` does the same from a shell.
 """
 
 from __future__ import annotations

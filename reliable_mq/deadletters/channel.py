@@ -1,16 +1,19 @@
-"""A channel that takes messages out of a queue one batch after the other, and gives back what was not acked.
+"""Take messages out of a queue in batches; requeue the unacked ones in order.
 
-The first message of a batch by ``basic.get``, which answers at once where the queue is empty and tells how many there
-are; the others by a consumer with a prefetch of exactly what is left of the batch, cancelled when they are there. A
-consumer alone is not enough, and gets alone are no way: a quorum queue goes through all gets that are not acked at each
-further one, so that looking at n messages costs n². Where a consumer could do harm (an auto-delete queue goes with its
-last one), gets it is.
+The first message of a batch comes by ``basic.get``, which answers at once if the queue is empty and returns the number
+of messages; the others by a consumer whose prefetch is exactly the rest of the batch, cancelled when they are there. A
+consumer alone cannot tell an empty queue; gets alone are too slow: a quorum queue goes through all unacked gets at each
+further one, so that n messages cost n². If a consumer could do harm (an auto-delete queue is deleted with its last
+consumer), all messages come by ``basic.get``.
 
-Invariants: a tag is acked on the channel that brought it, or not at all; when the channel or the process is lost,
-RabbitMQ returns everything that was not acked; when `finish` returns, the queue has seen every ack and has what was not
-acked back, in its place. (RabbitMQ answers for a queue before the queue itself has seen what was sent to it, and a
-quorum queue loses acks, and gives what comes back other places, when the channel is closed before that.) Everything
-that was delivered is in a batch, or in the next.
+Invariants:
+
+- A delivery is acked on the channel that it came on, or not at all.
+- When the channel or the process is lost, RabbitMQ requeues everything that was not acked.
+- When `finish` returns, the queue has seen every ack, and has the other messages back, in their places. (RabbitMQ
+  answers for a queue before the queue itself has seen the acks. If the channel is closed before that, a quorum queue
+  loses acks, and puts requeued messages elsewhere.)
+- Every delivery is in a batch, or in the next one.
 """
 
 from __future__ import annotations
@@ -44,26 +47,26 @@ __all__ = ["GetChannel"]
 
 _ANSWER = 60.0  # seconds for the answers to one batch of requests
 _PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
-# A queue keeps the order of what one consumer returns in one go, however much that is; and of what was got in one go,
-# up to 32 messages: beyond that, Erlang's maps have none. What one consumer returns is one command to a quorum queue.
-# While more than 32 commands are on their way to it, further ones are put together, which is when places are lost.
-_GOT_TOGETHER = 32
+# A queue keeps the order of messages that one consumer requeues with one nack, however many; and of messages that were
+# got, up to 32 for each nack: beyond that, Erlang's maps have no order. The nack of one consumer is one command to a
+# quorum queue. While more than 32 commands are on their way to it, further ones are merged, and their order is lost.
+_NACKED_GETS = 32
 _COMMANDS = 16
-_SEEN = 2.0  # seconds in which a queue has seen what was sent to it
+_SEEN = 2.0  # seconds in which a queue has seen the acks
 _LOOK_AGAIN = 0.002
-_QUIET = 5.0  # seconds without a delivery that is waited for, after which the queue is asked whether there is any
-_TOLD = 1.0  # seconds within which the I/O thread tells of a loss that has ended a step
+_QUIET = 5.0  # seconds without an expected delivery, after which the queue is asked whether there is any
+_REPORTED = 1.0  # seconds within which the I/O thread reports a loss that has ended a step
 _REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
 _MISMATCH = 406
 # To a declaration that contradicts the queue, RabbitMQ answers with the first contradiction: durable, then auto_delete,
-# then arguments. This argument no queue here has by chance, so that nothing is ever declared; and if the queue has just
-# been deleted, what is made in its place goes at once.
+# then arguments. No queue has this argument by chance, so that nothing is ever declared; if the queue has just been
+# deleted, the one made in its place expires at once.
 _CONTRADICTION = {"x-expires": 1000}
 _CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
 
 
 class GetChannel(AdminChannel):
-    """See the module. One thread at a time may use it.
+    """A channel on a queue of dead letters. One thread at a time may use it.
 
     Args:
         settings: where to.
@@ -71,7 +74,7 @@ class GetChannel(AdminChannel):
         name: of the connection.
 
     Attributes:
-        left: how many messages there were, when the first of those taken last was taken; that one included.
+        left: messages in the queue when the first one of the latest batch was taken, that one included.
     """
 
     def __init__(self, settings: ConnectionSettings, queue: str, *, name: str) -> None:
@@ -81,22 +84,22 @@ class GetChannel(AdminChannel):
         self._source = ChannelGeneration(0, 0, queue)
         self._by_consumers = False
         self._consumers = count(1)
-        self._prefetch = 0  # of consumers to come, on this channel
+        self._prefetch = 0  # of the next consumer on this channel
         self._arrived: list[Delivery] = []
-        self._owed = 0
-        self._held = array("Q")  # the tags of what was taken and not acked
-        self._ends = array("Q")  # the last tags of those that are returned in one go
+        self._outstanding = 0
+        self._held = array("Q")  # the tags of unacked deliveries
+        self._ends = array("Q")  # the last tag of each group that is requeued in one go
         self.left = 0
         self._loss: ConnectionLoss | None = None
-        self._gone = False  # what was held went with its channel, and nobody was told yet
+        self._gone = False  # the deliveries went with their channel, and no caller knows yet
 
     @property
     def source(self) -> ChannelGeneration:
-        """The channel as it is now; another after every loss."""
+        """The present channel; another one after every loss."""
         return self._source
 
     def count(self) -> QueueState:
-        """Ask how many messages are ready, and how many consumers there are.
+        """Return the numbers of ready messages and of consumers.
 
         Raises:
             TopologyMismatch: there is no such queue.
@@ -112,10 +115,10 @@ class GetChannel(AdminChannel):
         return state
 
     def use_consumers(self) -> bool:
-        """Take by consumers from now on, where that does no harm; return whether it does none.
+        """Take by consumers from now on, if that is harmless; return whether it is.
 
-        It does none where the queue is certainly not auto-delete, which a client learns from a declaration that
-        RabbitMQ refuses. It needs the permission to configure the queue.
+        It is harmless if the queue is certainly not auto-delete. A client learns that from a declaration that RabbitMQ
+        refuses, which needs the permission to configure the queue.
 
         Raises:
             BrokerUnavailable: the connection is lost.
@@ -135,7 +138,7 @@ class GetChannel(AdminChannel):
         return self._by_consumers
 
     def take(self, most: int) -> list[Delivery]:
-        """Take up to ``most`` messages; fewer where the queue has no more. `left` says how many it had.
+        """Take up to ``most`` messages, fewer if the queue has no more; set `left`.
 
         Raises:
             StaleDelivery: the channel was lost; what was taken from it is back in the queue.
@@ -170,13 +173,13 @@ class GetChannel(AdminChannel):
         self._let_go({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:
-        """Return everything that is not acked to the queue, in the order in which it came; wait until the queue has it.
+        """Requeue everything that is not acked, in order; wait until the queue has it.
 
-        A channel that is lost has done so already, in an order of RabbitMQ's own.
+        If the channel is lost, RabbitMQ has done so already, in its own order.
         """
         source = self._source
         try:
-            self.take(1)  # answered by the queue itself, after the acks before it
+            self.take(1)  # the queue itself answers it, after the acks
             ready = max(self.left - 1, 0)
             groups = self._groups()
             together = _COMMANDS if self._by_consumers else 1
@@ -192,19 +195,19 @@ class GetChannel(AdminChannel):
             self._held, self._ends = array("Q"), array("Q")
 
     def _get(self, source: ChannelGeneration, most: int) -> bool:
-        """Ask for some, and wait for the answers; return whether there were any messages."""
+        """Send gets, and wait for the replies; return whether there were any messages."""
         with self._changed:
             before = len(self._arrived)
-            self._owed += most
+            self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._owed or self._is_lost(source), _ANSWER):
+            if not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
                 raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
             self._check(source)
             return len(self._arrived) > before
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:
-        """Have a consumer bring that many; fewer where somebody else takes them first."""
+        """Take so many by a consumer; fewer if somebody else takes them first."""
         tag = f"dead-letters-{next(self._consumers)}"
         with self._changed:
             enough = len(self._arrived) + wanted
@@ -216,16 +219,16 @@ class GetChannel(AdminChannel):
             complete = self._wait_for_arrivals(source, enough)
         except BaseException:
             with suppress(StepRefused, BrokerUnavailable):
-                self.perform(Cancel(tag))  # or it would be sent what is handed back
+                self.perform(Cancel(tag))  # or it would get what is requeued
             raise
         self._perform(source, Cancel(tag))
         if not complete:
-            self._perform(source, CheckQueue(self._queue))  # after what was on its way when the consumer was cancelled
+            self._perform(source, CheckQueue(self._queue))  # answered after the deliveries that were on their way
             if missing := max(enough - len(self._arrived), 0):
                 self._get(source, missing)
 
     def _wait_for_arrivals(self, source: ChannelGeneration, enough: int) -> bool:
-        """Wait until there are enough; False where none comes any more."""
+        """Wait until there are enough; return False if no more come."""
         seen, until = -1, 0.0
         with self._changed:
             while len(self._arrived) < enough:
@@ -256,13 +259,13 @@ class GetChannel(AdminChannel):
             if not self._is_lost(source):
                 return
         if isinstance(step, Consume):
-            # It may have gone to the channel that has taken its place: no consumer must stay there.
+            # It may have gone to the next channel: no consumer must stay there.
             self._io.call_soon(self._io.reopen_channel)
         with self._changed:
             self._check(source)
 
     def _hold(self, deliveries: list[Delivery]) -> None:
-        """Remember what was taken, and what of it is returned in one go: that of one consumer."""
+        """Keep the tags for `finish`, with the groups to requeue: one for each consumer."""
         for delivery, following in pairwise([*deliveries, None]):
             if delivery is not None:
                 self._held.append(delivery.delivery_tag)
@@ -270,18 +273,18 @@ class GetChannel(AdminChannel):
                     self._ends.append(delivery.delivery_tag)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """What is held, in groups to return: the last tag of each, and how many there are."""
+        """Return the groups to requeue: the last tag and the size of each."""
         held = self._held
         if not self._by_consumers:
             return [
-                (held[min(start + _GOT_TOGETHER, len(held)) - 1], min(_GOT_TOGETHER, len(held) - start))
-                for start in range(0, len(held), _GOT_TOGETHER)
+                (held[min(start + _NACKED_GETS, len(held)) - 1], min(_NACKED_GETS, len(held) - start))
+                for start in range(0, len(held), _NACKED_GETS)
             ]
         places = [0, *(bisect_right(held, end) for end in self._ends)]
         return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
 
     def _wait_for(self, ready: int) -> None:
-        """Wait until that many messages are ready; or not, where somebody else takes from the queue."""
+        """Wait until that many messages are ready, or a while if somebody else takes some."""
         deadline = time.monotonic() + _SEEN
         while self.count().messages < ready and time.monotonic() < deadline:
             threading.Event().wait(_LOOK_AGAIN)
@@ -298,9 +301,9 @@ class GetChannel(AdminChannel):
             self._check(source)
 
     def _check_soon(self, source: ChannelGeneration) -> None:
-        """Where the channel was lost, that is told next."""
+        """Raise the loss of the channel, if that ended the last step."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost(source), _TOLD)
+            self._changed.wait_for(lambda: self._is_lost(source), _REPORTED)
             self._check(source)
 
     def _let_go(self, acked: set[int]) -> None:
@@ -330,7 +333,7 @@ class GetChannel(AdminChannel):
         self._gone = False
         return StaleDelivery(f"the connection was lost; what was taken from queue {self._queue!r} is back in it")
 
-    # On the I/O thread
+    # -- on the I/O thread ---------------------------------------------------------------------------------------------
 
     def _ask(self, source: ChannelGeneration, most: int) -> None:
         if self._source is source:
@@ -346,7 +349,7 @@ class GetChannel(AdminChannel):
         with self._changed:
             self._loss = loss
             self._gone = self._gone or bool(self._held)
-            self._held, self._ends, self._arrived, self._owed = array("Q"), array("Q"), [], 0
+            self._held, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
             self._prefetch = 0
         super().lost(generation, loss)
         with self._changed:
@@ -368,8 +371,8 @@ class GetChannel(AdminChannel):
             self._answered()
 
     def _answered(self) -> None:
-        self._owed -= 1
-        if not self._owed:
+        self._outstanding -= 1
+        if not self._outstanding:
             self._changed.notify_all()
 
     def _ours(self, delivery: RawDelivery) -> Delivery:

@@ -1,7 +1,4 @@
-"""Which dead letters are meant.
-
-What is in a dead-letter queue, counted: by cause, by the queue of origin, by age.
-"""
+"""Select dead letters, and count them by cause, by queue of origin and by age."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ __all__ = ["AGES", "Filter", "Statistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """What a dead letter must be to be meant: everything that is given. Without anything, every dead letter is.
+    """Conditions on dead letters, all of which must hold; without any, all match.
 
     Args:
-        exception: the class of the last exception, with its module or without; ``*`` and ``?`` stand for others, as in
+        exception: the class of the last exception, with its module or without; ``*`` and ``?`` are wildcards, as in
             ``"app.errors.*"``.
         reason: text in the reason, upper and lower case alike.
         queue: the queue that it was in before it died.
         message_ids: one of these.
         headers: names to values; a value that is no text is compared as Python shows it.
-        older_than: seconds or a timedelta since it died; one whose time of death is unknown is not meant.
+        older_than: seconds or a timedelta since it died; one whose time of death is unknown does not match.
         newer_than: likewise.
 
     Raises:
@@ -116,7 +113,7 @@ _AGES: Final = (
 _OLDER: Final = "older"
 _UNKNOWN: Final = "unknown"
 
-#: The ages that are told apart, the youngest first.
+#: The classes of age, the youngest first.
 AGES: Final = (*(name for name, _ in _AGES), _OLDER, _UNKNOWN)
 
 

@@ -1,15 +1,15 @@
-"""A message as one line of JSON: what ``consume --json`` writes and ``publish --json`` reads.
+"""A message as one line of JSON, for ``consume --json`` and ``publish --json``.
 
 Keys: ``body`` (text) or ``body_base64``; ``exchange`` and ``routing_key``; the properties of `Message` by its names, as
-far as they are set (``timestamp`` as ISO 8601, ``expiration`` in seconds); ``redelivered``, which is told and not read.
-Where JSON cannot carry the properties exactly (byte strings, timestamps or 32-bit floats in headers, names twice,
-properties that are broken), ``properties_base64`` holds them as they were on the wire, beside what can be shown.
+far as they are set (``timestamp`` as ISO 8601, ``expiration`` in seconds); ``redelivered``, which is written and not
+read. If JSON cannot carry the properties exactly (byte strings, timestamps or 32-bit floats in headers, names twice,
+broken properties), ``properties_base64`` holds them as they were on the wire, beside the readable ones.
 
 Invariants:
 
 - A message that is written and read again has the same body and the same properties, byte for byte.
-- What is read is understood completely or refused: an unknown key, a wrong type, and a property that was changed beside
-  a ``properties_base64`` that says otherwise are errors that name the key.
+- A line is understood completely or refused: an unknown key, a wrong type, and a property that was changed beside a
+  contradicting ``properties_base64`` are errors that name the key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEYS: Final = frozenset({_BODY, _BODY_BASE64, _RAW, "exchange", "routing_key", 
 
 
 class Line(NamedTuple):
-    """What a line says: a message, and where to publish it, as far as the line says so."""
+    """The content of a line: a message, its exchange and routing key if given."""
 
     message: Message
     exchange: str | None
@@ -64,7 +64,7 @@ class WritableMessage(Protocol):
 
 
 def write_line(delivery: WritableMessage) -> bytes:
-    """Give a delivery as a line, without the line end."""
+    """Encode a delivery as a line, without the line end."""
     line: dict[str, object] = _written_body(delivery.body)
     line |= {"exchange": delivery.exchange, "routing_key": delivery.routing_key, "redelivered": delivery.redelivered}
     shown = _shown_properties(delivery.properties)
@@ -109,7 +109,7 @@ def _written_body(body: bytes) -> dict[str, object]:
 
 
 def _shown_properties(raw: bytes) -> dict[str, object]:
-    """What can be shown of properties, by the names of `Message`; nothing where they are broken."""
+    """Return the readable properties, by the names of `Message`; none if broken."""
     view = Properties(raw)
     try:
         values: dict[str, Any] = {
@@ -148,7 +148,7 @@ def _shown(value: object) -> object:
 
 
 def _carries(shown: Mapping[str, object], raw: bytes) -> bool:
-    """Whether what is shown is all of it: whether reading it gives the same bytes."""
+    """Whether the readable properties are complete: reading them gives the same bytes."""
     if "message_id" not in shown or "persistent" not in shown:
         return False  # reading would make an id, and a persistent message
     try:

@@ -1,13 +1,16 @@
-"""A dead letter as somebody reads it: what it was, where it came from, why and when it died; and how it goes back.
+"""A dead letter: content, origin, cause of death; and the message to replay.
 
-What is said about it comes from headers of ours or, of a message that others dead-lettered, from RabbitMQ's ``x-death``
-and ``x-first-death-*``. Those are read to tell a person what happened and where a replay goes; nothing is counted by
-them.
+Origin and cause come from this package's headers or, of a message that others dead-lettered, from RabbitMQ's
+``x-death`` and ``x-first-death-*``. The latter are shown to a user and used as the target of a replay; nothing is
+counted by them.
 
-Invariants: reading never raises, whatever the headers hold; headers of ours in a format newer than is known here are
-not read at all; what is replayed has the body and every header and property of the original byte for byte, without
-what counts or tells of failures, and with what RabbitMQ would act on again (``CC``, ``BCC``, ``user_id``,
-``expiration``) in headers of ours.
+Invariants:
+
+- Reading never raises, whatever the headers hold.
+- Headers of this package in a format newer than is known here are not read at all.
+- A replayed message has the body and every header and property of the original byte for byte, without the headers
+  about failures, and with the properties that RabbitMQ would act on again (``CC``, ``BCC``, ``user_id``,
+  ``expiration``) in headers of this package.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BROKER_COUNTS", "DeadMessage", "Origin"]
 
-#: What RabbitMQ adds to a delivery of a quorum queue: it tells of the delivery, and is no part of the message.
+#: Headers that RabbitMQ adds to a delivery of a quorum queue; they are no part of the message.
 BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
@@ -52,23 +55,23 @@ class DeadMessage:
     """One dead letter. Immutable.
 
     Attributes:
-        position: its place in the queue as it was gone through, from 1.
+        position: its place in the queue, from 1.
         body: its bytes.
         properties: encoded, without RabbitMQ's counts of deliveries.
         exchange, routing_key: with which it came into the dead-letter queue.
-        redelivered: whether it was handed out before: it was looked at, or a replay was cut off.
-        delivery_count: how often it was returned to the dead-letter queue, as RabbitMQ counts; 0 where it does not.
+        redelivered: whether it was delivered before: it was browsed, or a replay was cut off.
+        delivery_count: how often it was returned to the dead-letter queue, as RabbitMQ counts; 0 if it does not.
         headers: as far as they can be read.
-        message_id: None where it has none, or it cannot be read.
-        origin: where it was before; None where nobody said.
-        reason: why it was dead-lettered: a sentence of ours, or RabbitMQ's word; empty where nobody said.
-        exception_type, exception_message: what the last attempt raised; empty where nobody said.
-        attempts: how many were made; None where nobody said.
-        first_failure, last_failure: when an attempt first and last failed; None where nobody said.
+        message_id: None if it has none, or it cannot be read.
+        origin: where it was before; None if unknown.
+        reason: why it was dead-lettered: a sentence of this package, or RabbitMQ's word; empty if unknown.
+        exception_type, exception_message: the exception of the last attempt; empty if unknown.
+        attempts: how many were made; None if unknown.
+        first_failure, last_failure: when an attempt first and last failed; None if unknown.
         died_at: when it was dead-lettered, as far as is known.
-        consumer: which consumer moved it; empty where nobody said.
-        package_version: of this package that moved it; empty where it was another's doing.
-        unreadable: why it can neither be understood nor replayed; empty where it can.
+        consumer: which consumer moved it; empty if unknown.
+        package_version: of this package that moved it; empty if another program did.
+        unreadable: why it can neither be understood nor replayed; empty if it can.
     """
 
     __slots__ = (
@@ -123,7 +126,7 @@ class DeadMessage:
 
     @property
     def cause(self) -> str:
-        """What it died of, in a word or two: the class of the exception, or else the reason."""
+        """The cause of death in a word or two: the exception class, or else the reason."""
         return self.exception_type or self.reason or "unknown"
 
     @property
@@ -132,7 +135,7 @@ class DeadMessage:
         return self._delivery
 
     def replayed(self) -> Message:
-        """Make the message that a replay publishes: the original, with nothing counted against it.
+        """Return the message that a replay publishes: the original without its failures.
 
         Raises:
             ConfigurationError: its properties are broken.
@@ -143,7 +146,7 @@ class DeadMessage:
         return f"<DeadMessage {self.message_id or 'without id'}: {self.cause}>"
 
 
-# -- how it goes back --------------------------------------------------------------------------------------------------
+# -- the message to replay ---------------------------------------------------------------------------------------------
 
 
 def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
@@ -166,7 +169,7 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
             clear=("user_id", "expiration"),
         )
     except CodecError:
-        return properties  # which the publisher refuses, and says why
+        return properties  # which the publisher refuses, with a reason
 
 
 def _counts(name: str) -> bool:
@@ -182,7 +185,7 @@ def _without_counts(properties: bytes, table: Mapping[str, object]) -> bytes:
     return rewrite_properties(properties, drop_headers=BROKER_COUNTS)
 
 
-# -- what is said of it ------------------------------------------------------------------------------------------------
+# -- origin and cause --------------------------------------------------------------------------------------------------
 
 
 def _headers_of(view: Properties) -> Mapping[str, object]:

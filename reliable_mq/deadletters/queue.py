@@ -1,7 +1,10 @@
-"""A dead-letter queue to work with: look, count, replay, purge, export, import.
+"""A dead-letter queue: browse, count, replay, purge, export, import.
 
-Invariants: what only looks hands everything back at its end, in the order in which it came; one operation at a time
-uses the connection; nothing is taken out of the queue before it is confirmed elsewhere, or was asked to go.
+Invariants:
+
+- An operation that only reads requeues everything at its end, in the order in which it came.
+- One operation at a time uses the connection.
+- No message is taken out of the queue before it is confirmed elsewhere, or was to be purged.
 """
 
 from __future__ import annotations
@@ -47,22 +50,22 @@ logger = logging.getLogger(__name__)
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
-_REFUSED_AT: Final = 16  # deliveries of a message, where the limit may be RabbitMQ's default of 20
+_REFUSED_AT: Final = 16  # deliveries of a message, if the limit may be RabbitMQ's default of 20
 _IMPORTED_AT_A_TIME: Final = 1000
 _NOT_COUNTED: Final = (4, 3)  # the version from which on a return is not counted as a failed delivery
 _OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue "
-_MANY: Final = 10_000  # messages, from which on it shows how they are taken
+_MANY: Final = 10_000  # messages, from which on basic.get is too slow
 
 
 class DeadLetterQueue:
-    """Works with the messages of a dead-letter queue, whoever has put them there. A context manager: entering connects.
+    """The messages of a dead-letter queue. A context manager: entering connects.
 
     One operation at a time; from any thread, but not from several at once. `browse`, `statistics` and `export` leave
-    the queue as it was: the same messages, and where all of them were gone through, in the same order. (A quorum queue
-    puts what is handed back behind other messages: a look at some of them, with a limit, gives these other places.)
-    RabbitMQ counts that they were handed out: they come as redelivered from then on, and on a quorum queue of RabbitMQ
-    4.0 to 4.2 each look counts against its delivery limit, where it has one (the queues that this package declares have
-    none). Meanwhile, nobody else sees them.
+    the queue as it was: the same messages, and if all of them were read, in the same order. (A quorum queue puts
+    requeued messages behind the others: reading some of them, with a limit, moves these.) RabbitMQ counts the
+    deliveries: the messages are redelivered from then on, and on a quorum queue of RabbitMQ 4.0 to 4.2 each operation
+    counts against its delivery limit, if it has one (the queues that this package declares have none). Meanwhile,
+    nobody else sees them.
 
     Args:
         url: as for ``Publisher``.
@@ -113,7 +116,7 @@ class DeadLetterQueue:
         self._channel = GetChannel(settings, name, name=_NAME)
         self._busy: str | None = None
         self._unlimited = True
-        self._tells_ends = False
+        self._counts_lost_connections = False
 
     @property
     def name(self) -> str:
@@ -150,22 +153,22 @@ class DeadLetterQueue:
         self._channel.__exit__(exc_type, exc, traceback)
 
     def __len__(self) -> int:
-        """How many messages are ready in it: those that nobody else is looking at. Blocks for a round trip."""
+        """The number of ready messages, which nobody else has. Blocks for a round trip."""
         return self._channel.count().messages
 
-    # Looking
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def browse(
         self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None
     ) -> Iterator[DeadMessage]:
-        """Give the dead letters from the head of the queue on, as far as they are there now; then hand them back.
+        """Return the dead letters that are there now, from the head of the queue on.
 
-        A generator: they are handed back when it is exhausted or closed, or when the connection is.
+        A generator: they are requeued when it is exhausted or closed, or when the connection is.
 
         Args:
-            chosen: which; the others are gone through as well.
-            limit: how many to give at most.
-            progress: told after every batch how many were gone through, and how many there are.
+            chosen: which; the others are read as well.
+            limit: how many to return at most.
+            progress: called after every batch with the numbers of messages read and in all.
 
         Raises:
             StaleDelivery: the connection was lost on the way; everything is back in the queue.
@@ -193,9 +196,9 @@ class DeadLetterQueue:
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
-        """Write dead letters as JSON lines, byte for byte; they stay in the queue. Errors as for `browse`.
+        """Write dead letters as JSON lines, byte for byte; they stay in the queue.
 
-        ``import_lines`` and ``reliable-mq publish --json`` read them.
+        ``import_lines`` and ``reliable-mq publish --json`` read them. Errors as for `browse`.
 
         Returns:
             How many were written.
@@ -208,7 +211,7 @@ class DeadLetterQueue:
         file.flush()
         return written
 
-    # Moving
+    # -- moving --------------------------------------------------------------------------------------------------------
 
     def replay(
         self,
@@ -223,11 +226,11 @@ class DeadLetterQueue:
         idempotency_namespace: str | None = None,
         progress: Progress | None = None,
     ) -> ReplayReport:
-        """Publish dead letters again, each confirmed before it is taken out of the queue. Blocks until done.
+        """Publish dead letters again, each confirmed before it is removed from the queue.
 
-        What counts failures is gone from the copy, so that it has all its attempts again; everything else is as it was.
-        It may be interrupted, or killed, and run again at any time: nothing is lost, and at most one batch (200
-        messages; with a ``rate``, one second's) is published twice.
+        Blocks until done. The copy has no headers about failures, so that it has all its attempts again; everything
+        else is as it was. A replay may be interrupted, or killed, and run again at any time: nothing is lost, and at
+        most one batch (200 messages; with a ``rate``, one second's) is published twice.
 
         Args:
             chosen: which.
@@ -239,11 +242,11 @@ class DeadLetterQueue:
             dry_run: publish nothing; everything stays in the queue.
             idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are
                 those that a consumer without an ``idempotency_key`` of its own claims.
-            idempotency_namespace: that of the consumer, where it was given one.
-            progress: told after every batch how many were gone through, and how many there are.
+            idempotency_namespace: that of the consumer, if it was given one.
+            progress: called after every batch with the numbers of messages read and in all.
 
         Returns:
-            What was done, with the dead letters that could not be published; these are still in the queue.
+            The counts, and the dead letters that could not be published; these are still in the queue.
 
         Raises:
             ConfigurationError: an argument is wrong; the message names it.
@@ -273,7 +276,7 @@ class DeadLetterQueue:
                     store=None if dry_run else idempotency,
                     namespace=idempotency_namespace,
                     guard=self._guard,
-                    tells_ends=self._tells_ends,
+                    counts_lost_connections=self._counts_lost_connections,
                     progress=progress,
                 ).run()
             except BaseException:
@@ -284,7 +287,9 @@ class DeadLetterQueue:
                     _close(publisher)
 
     def purge(self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None) -> int:
-        """Delete dead letters for good. Errors as for `browse`; what was deleted before stays so.
+        """Delete dead letters for good.
+
+        Errors as for `browse`; those that were deleted before stay so.
 
         Returns:
             How many were deleted.
@@ -308,9 +313,10 @@ class DeadLetterQueue:
     def import_lines(
         self, lines: Iterable[bytes], *, progress: Progress | None = None
     ) -> tuple[int, list[tuple[int, ReliableMQError]]]:
-        """Publish JSON lines, as `export` writes them, into this queue, byte for byte. Blocks until all are settled.
+        """Publish JSON lines, as `export` writes them, into this queue, byte for byte.
 
-        A line whose message has a ``CC`` or ``BCC`` header is refused: RabbitMQ would route it to other queues as well.
+        Blocks until all are settled. A line whose message has a ``CC`` or ``BCC`` header is refused: RabbitMQ would
+        route it to other queues as well.
 
         Returns:
             How many are confirmed; and the numbers, from 1, of the lines that are not, each with its error.
@@ -345,15 +351,15 @@ class DeadLetterQueue:
             _close(publisher)
         return confirmed, sorted(failures, key=lambda failure: failure[0])
 
-    # Private
+    # -- private -------------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Find out what handing messages back costs, and whether RabbitMQ tells it from a connection that ended.
+        """Find out whether requeuing counts against a delivery limit.
 
-        RabbitMQ 4.3 and newer do not count what is handed back. Before, it counts against the delivery limit of a
-        quorum queue, which no client can ask for. But the queue exists, and to declare one that exists as what this
-        package declares changes nothing, and tells: it is accepted, or refused for another delivery limit of a quorum
-        queue, or for something else.
+        RabbitMQ 4.3 and newer do not count it; they count connections that ended. Older ones count it against the
+        delivery limit of a quorum queue, which no client can query. But the queue exists, and to declare it with the
+        arguments of this package changes nothing: the declaration is accepted, or refused for another delivery limit of
+        a quorum queue, or for something else.
         """
         version = self._channel.server.version_tuple
         ours = quorum = False
@@ -366,13 +372,13 @@ class DeadLetterQueue:
             else:
                 ours = quorum = True
         self._unlimited = ours or version >= _NOT_COUNTED
-        self._tells_ends = quorum and version >= _NOT_COUNTED
+        self._counts_lost_connections = quorum and version >= _NOT_COUNTED
 
     def _guard(self, messages: list[DeadMessage]) -> None:
-        """Refuse to go on where handing back what was taken may soon lose it.
+        """Refuse to continue if requeuing the messages may soon lose them.
 
         Raises:
-            ConsumeError: it was handed out nearly as often as RabbitMQ allows unless told otherwise.
+            ConsumeError: they were delivered nearly as often as RabbitMQ's default limit allows.
         """
         if self._unlimited:
             return
@@ -409,7 +415,7 @@ class DeadLetterQueue:
                         return
 
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
-        """Go through the messages that are there now."""
+        """Read the messages that are there now, batch by batch."""
         position = total = 0
         while position == 0 or position < total:
             deliveries = self._channel.take(size if position == 0 else min(size, total - position))
@@ -462,4 +468,4 @@ def _close(publisher: Publisher) -> None:
     try:
         publisher.close(0)
     except PublishError:
-        return  # each was looked at, or is still in the dead-letter queue
+        return  # each is in a report, or still in the dead-letter queue

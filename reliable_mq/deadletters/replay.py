@@ -1,16 +1,15 @@
-"""A replay: dead letters go back where they came from, each confirmed before it is acked.
+"""Replay dead letters: publish each to its origin, confirmed, before it is acked.
 
-Invariants: a dead letter is acked after its copy was confirmed and never before, so that whatever dies in between, it
-is in the dead-letter queue, at its target, or in both; no more than one batch (`BATCH`, less under a rate) is in both
-after a crash; what this very run has published and could not ack, because a channel was lost, is acked when it comes
-again and not published twice; a run ends with the messages that were there when it began: what comes back to the
-dead-letter queue meanwhile is left to the next.
+Invariants:
 
-How fast a replay publishes.
-
-Invariant: in any second there are no more than the rate (of a rate that is no whole number, such as 1.5: two in any
-1.33 seconds), however long nothing was published before. Time that passed without anything to publish is not made up
-for; only what a wait took too long is.
+- A dead letter is acked after its copy was confirmed and never before: whatever dies in between, it is in the
+  dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
+- A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
+  again: the original is acked when it is delivered again.
+- A run ends with the messages that were there when it began: those that come back to the dead-letter queue meanwhile
+  are left to the next run.
+- In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in
+  any 1.33 seconds), however long nothing was published before. Idle time is not made up for, only the excess of a wait.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing"]
 
-_MADE_UP: Final = 0.005  # seconds: by so much a wait may take too long
+_MADE_UP: Final = 0.005  # seconds: the excess of a wait that is made up for, at most
 
 
 class RateLimit:
-    """Spreads publishes evenly. Not thread-safe; times are seconds by a clock that does not jump.
+    """Spread publishes evenly. Not thread-safe; times are of a monotonic clock.
 
     Args:
         rate: how many per second, above 0.
@@ -63,7 +62,7 @@ class RateLimit:
         return max(self._due, first)
 
     def published(self, now: float) -> None:
-        """One was published, not before it was due."""
+        """Note that one was published, not before it was due."""
         self._due = max(self._due, now - _MADE_UP) + self._gap
         self._latest.append(now)
 
@@ -71,28 +70,28 @@ class RateLimit:
 #: Dead letters that are taken, published and acked together.
 BATCH: Final = 200
 _FAILURES_KEPT: Final = 1000
-_GRACE: Final = 5.0  # seconds for what was published to be confirmed, when a run is interrupted
+_GRACE: Final = 5.0  # seconds for outstanding confirms, when a run is interrupted
 _LOSSES: Final = 10  # in a row, without anything done in between
 
-#: Called with how many were gone through, and how many there are.
+#: Called with the numbers of messages read and in all.
 Progress: TypeAlias = Callable[[int, int], object]
-#: Says where a dead letter goes; None where that is not known.
+#: Returns the target of a dead letter; None if unknown.
 Routing: TypeAlias = Callable[[DeadMessage], Target | None]
 
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay did.
+    """The counts of a replay.
 
     Attributes:
-        examined: dead letters that were gone through.
+        examined: dead letters that were read.
         replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
-        handed_out_before: of these, those that had been handed out before: looked at, or published by a replay that was
-            cut off before it could ack them. Those that may be duplicates are among them.
-        possible_duplicates: of these, those that may be duplicates: whoever had been handed them was cut off, in the
-            middle of a replay or of a look. None where RabbitMQ does not tell that from a look that handed them back:
-            it does for quorum queues from 4.3 on.
-        already_published: those that this run had published before a channel was lost, and that were only acked now.
+        handed_out_before: of these, those that had been delivered before: browsed, or published by a replay that was
+            cut off before it could ack them. Possible duplicates are among them.
+        possible_duplicates: of these, those that may be duplicates: the connection that they had been delivered on was
+            cut off, during a replay or while browsing. None if RabbitMQ does not distinguish that from a requeue: it
+            does for quorum queues from 4.3 on.
+        already_published: those that this run had published before a channel was lost, and acked later.
         failed: how many could not be published; they are still in the dead-letter queue.
         failures: the first thousand of these, each with its error.
     """
@@ -112,20 +111,20 @@ class ReplayReport:
 
 
 class Replay:
-    """One run. It takes from `channel`, and publishes with `publisher`; None for a dry run.
+    """One run.
 
     Args:
         channel: of the dead-letter queue.
-        publisher: to publish with.
-        chosen: which.
-        routing: where to.
+        publisher: to publish with; None for a dry run.
+        chosen: which dead letters.
+        routing: their targets.
         limit: how many to try at most, those that fail included.
-        rate: messages per second; None for as fast as it goes.
-        store: where attempts are counted, too, which are reset.
+        rate: messages per second; None for no limit.
+        store: an idempotency store whose counts of attempts are reset; None for none.
         namespace: of the keys there; None for that of the virtual host.
-        guard: raises where handing back one of these may lose it.
-        tells_ends: whether RabbitMQ counts as a delivery only what ended with the connection it was handed out on.
-        progress: told after every batch.
+        guard: raises if requeuing one of these may lose it.
+        counts_lost_connections: whether RabbitMQ counts a delivery only if its connection was lost.
+        progress: called after every batch.
     """
 
     def __init__(
@@ -140,10 +139,10 @@ class Replay:
         store: ResettableStore | None,
         namespace: str | None,
         guard: Callable[[list[DeadMessage]], None],
-        tells_ends: bool,
+        counts_lost_connections: bool,
         progress: Progress | None,
     ) -> None:
-        self.report = ReplayReport(possible_duplicates=0 if tells_ends else None)
+        self.report = ReplayReport(possible_duplicates=0 if counts_lost_connections else None)
         self._channel = channel
         self._publisher = publisher
         self._chosen = chosen
@@ -155,13 +154,13 @@ class Replay:
         self._guard = guard
         self._progress = progress
         self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
-        self._total = 0  # messages that there were at the beginning
+        self._total = 0  # messages at the beginning
         self._acked = 0
-        self._unacked: Counter[bytes] = Counter()  # published by this run, and not known to be acked
+        self._unacked: Counter[bytes] = Counter()  # published by this run, not known to be acked
         self._failed: Counter[bytes] = Counter()  # so that they are counted once
 
     def run(self) -> ReplayReport:
-        """Do it. Blocks until it is done.
+        """Run to the end. Blocks.
 
         Raises:
             BrokerUnavailable: the connection is lost and does not come back. What was confirmed and not acked may be
@@ -191,7 +190,7 @@ class Replay:
         return self._limit is not None and self._tried >= self._limit
 
     def _go_through(self) -> None:
-        """Go through the queue from its head, as far as the messages that were there at the beginning."""
+        """Read the queue from its head, as many messages as there were at the beginning."""
         position = self._acked
         while not self._enough and (position < self._total or not self._total):
             most = self._batch if not self._total else min(self._batch, self._total - position)
@@ -253,7 +252,7 @@ class Replay:
     def _settle(
         self, done: list[DeadMessage], confirmations: list[tuple[DeadMessage, Confirmation]], grace: float | None
     ) -> None:
-        """Ack what is confirmed. With a `grace`, what is not confirmed within it is left as it is."""
+        """Ack confirmed messages; leave those unconfirmed after ``grace`` seconds."""
         deadline = None if grace is None else time.monotonic() + grace
         confirmed = []
         for message, confirmation in confirmations:
@@ -303,7 +302,7 @@ class Replay:
             self._store.reset_many(keys)
 
     def _key(self, message: DeadMessage) -> str | None:
-        """The key that the consumer of its queue claims, where that has no ``idempotency_key`` of its own."""
+        """Return the key that a consumer without an ``idempotency_key`` of its own claims."""
         if message.origin is None or not message.message_id:
             return None
         claiming = ClaimPolicy(
@@ -325,7 +324,7 @@ def _message_id(delivery: Delivery) -> str | None:
 
 
 def _was_cut_off(message: DeadMessage) -> bool:
-    """Whether a connection ended that it had been handed out on, of a queue that tells."""
+    """Whether the connection of an earlier delivery was lost, if RabbitMQ counts that."""
     return message.redelivered and message.delivery_count > 0
 
 

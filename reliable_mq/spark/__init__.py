@@ -1,4 +1,6 @@
-"""RabbitMQ as a source and a sink of Apache Spark: ``format("rabbitmq")``, batch and streaming, at least once.
+"""Source and sink for Apache Spark: ``format("rabbitmq")``.
+
+Batch and streaming, at least once.
 
 ``register(spark)`` makes the format known to a session. Where this package is installed as a wheel, Spark finds it by
 itself, through the top-level module ``pyspark_reliable_mq``. The manual lists options, columns and guarantees:

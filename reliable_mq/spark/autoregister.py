@@ -1,6 +1,6 @@
-"""Becomes the top-level module ``pyspark_reliable_mq`` of the wheel, which Spark finds by its name.
+"""The top-level module ``pyspark_reliable_mq`` of the wheel.
 
-Spark imports every module that is called ``pyspark_*`` and registers its ``DefaultSource``. An error in here would
+Spark imports every module that is called ``pyspark_*`` and registers its ``DefaultSource``. An error in it would
 break all of the session's data sources, so an unfit PySpark leaves a warning instead.
 """
 

@@ -1,4 +1,4 @@
-"""The columns that are read and those that can be written, and how a delivery becomes a row, through Arrow.
+"""The columns that can be read and written; deliveries as rows, through Arrow.
 
 Invariants: a delivery always becomes a row, whatever is wrong with its properties: what cannot be decoded is null, and
 the row is there with its body; the Arrow types are those that Spark derives from the schema, to the letter.
@@ -133,7 +133,7 @@ _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 
 
 def check_read_schema(schema: StructType) -> tuple[str, ...]:
-    """Check the schema that a query gave with ``.schema(...)``, or ours; gives the names of its columns in order.
+    """Check the schema of ``.schema(...)``, or ours; return its column names in order.
 
     Raises:
         ConfigurationError: it has no column, one twice, one that is not read or is of another type, or says that it is
@@ -166,7 +166,9 @@ def check_read_schema(schema: StructType) -> tuple[str, ...]:
 
 
 def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str, ...]:
-    """Check what is to be written, on the driver, before anything is sent; gives the names of its columns in order.
+    """Check a schema to be written; return its column names in order.
+
+    It is called on the driver, before anything is sent.
 
     Raises:
         ConfigurationError: a column is missing, unknown, given beside its option, or has a type that is not taken; the
@@ -297,7 +299,10 @@ def _clean(text: str) -> str:
 
 
 def _headers(properties: Properties) -> list[tuple[str, str | None]]:
-    """Give all but the offset, which has a column of its own, and is no longer right where the row is written again."""
+    """Return all headers but the offset.
+
+    It has a column of its own, and is no longer right if the row is written again.
+    """
     if _has_only_offset(properties.raw):  # to decode nothing else costs as much as the rest of the row
         return []
     return [(_clean(name), _as_text(value)) for name, value in properties.headers.items() if name != _STREAM_OFFSET]
@@ -312,7 +317,7 @@ def _offset(properties: Properties) -> int | None:
 
 
 def _has_only_offset(raw: bytes) -> int:
-    """Say where the table of headers is, if it has the offset in a stream and nothing else; else 0."""
+    """Return the place of a header table that holds only the stream offset; else 0."""
     try:
         at = 2
         if raw[0] & 0x80:  # a content type is in front of it
@@ -334,7 +339,7 @@ def _as_text(value: object) -> str | None:
 
 
 def _as_json(value: object) -> object:
-    """Give what JSON can say of a header: an aware time in ISO 8601, bytes as the text they are, if they are."""
+    """Return a header as JSON: times in ISO 8601 with a zone, UTF-8 bytes as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
@@ -371,7 +376,7 @@ def _expiration(properties: Properties) -> float | None:
 
 
 def _timestamp(properties: Properties) -> datetime | None:
-    """Give the time; a number that is too large for seconds was meant as milliseconds."""
+    """Return the time; a number too large for seconds is taken for milliseconds."""
     value = properties.timestamp
     if isinstance(value, int):
         return datetime.fromtimestamp(value / 1000, UTC) if 0 <= value <= _LATEST * 1000 else None

@@ -1,7 +1,7 @@
-"""What Spark finds under ``format("rabbitmq")``: options and schemas are checked here, the work is done elsewhere.
+"""The data source behind ``format("rabbitmq")``: checks options and schemas.
 
 Spark makes this object anew in several short-lived processes beside the driver and pickles it to and fro. So it does
-nothing when it is made, and the readers and writers it gives do not connect when they are made.
+nothing when it is made, and its readers and writers do not connect when they are made.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = ["RabbitMQDataSource"]
 
 
 class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameMeta):
-    """RabbitMQ, to read from and to write to. See `reliable_mq.spark`. The arguments' names are Spark's."""
+    """RabbitMQ as a data source. The arguments' names are Spark's."""
 
     @classmethod
     def name(cls) -> str:
-        """Give the name for ``format()``."""
+        """Return the name for ``format()``."""
         return "rabbitmq"
 
     def schema(self) -> StructType:
-        """Give what is read where no schema is given."""
+        """Return the schema of a read that has none of its own."""
         return READ_SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Give the reader of a batch."""
+        """Return the reader of a batch."""
         options = read_options(self.options, streaming=False)
         names = check_read_schema(schema)
         if isinstance(options, QueueOptions):
@@ -51,13 +51,13 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return StreamBatch(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        """Give the reader of a streaming query."""
+        """Return the reader of a streaming query."""
         options = read_options(self.options, streaming=True)
         names = check_read_schema(schema)
         return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Give the writer of a batch."""
+        """Return the writer of a batch."""
         if overwrite:
             raise ConfigurationError(
                 "mode('overwrite') cannot be: what is in a queue is not for a publisher to delete; use mode('append')"
@@ -66,7 +66,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return BatchSink(options, check_written_schema(schema, options))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
-        """Give the writer of a streaming query."""
+        """Return the writer of a streaming query."""
         if overwrite:
             raise ConfigurationError(
                 "outputMode('complete') cannot be: it replaces what was written before, and what is in a queue is not "

@@ -1,4 +1,6 @@
-"""Prometheus metrics of Spark's Python processes: a text file each, for the textfile collector of the node exporter.
+"""Prometheus metrics of Spark's Python processes, in a text file for each.
+
+The textfile collector of the node exporter reads them.
 
 Spark has no hook for the metrics of a source or sink in Python, its workers come and go, and nobody could scrape them
 all. So every process that reads or publishes keeps a file in a directory of its host (``metricsDirectory``), and writes
@@ -76,7 +78,7 @@ class QueueStatistics:
 
 @dataclass(slots=True)
 class StreamStatistics:
-    """What stream mode counts, by stream: the first two on the driver, the others in tasks."""
+    """Counters of stream mode, by stream: two on the driver, the others in tasks."""
 
     end: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
@@ -118,13 +120,13 @@ def queue_readings(
 
 
 class Exporter:
-    """Writes the metrics of this process. Thread-safe.
+    """Write the metrics of this process. Thread-safe.
 
     Args:
         directory: of this host; made where it is missing.
 
     Attributes:
-        registry: what is written: register there.
+        registry: the metrics to write; register with it.
         path: of the file.
         streams: what this process does in stream mode; registered.
 
@@ -158,7 +160,7 @@ class Exporter:
                 self._failed = False
 
     def close(self) -> None:
-        """Write no more, and let another process have the number. What is written stays until then."""
+        """Write no more, and release the number. The file stays until it is taken again."""
         self._ended.set()
         self._claim.close()
 
@@ -183,7 +185,10 @@ class _Labelled:
 
 
 def exporter(directory: str | None) -> Exporter | None:
-    """Give the exporter of this process for a directory; None for none, or where it cannot be had (logged once)."""
+    """Return the exporter of this process for a directory.
+
+    None without a directory, or if it cannot be written to, which is logged once.
+    """
     if directory is None:
         return None
     with _lock:
@@ -201,7 +206,7 @@ def _file(directory: Path, worker: int) -> Path:
 
 
 def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
-    """Take the lowest number that no living process has; and remove the files of others that have died."""
+    """Take the lowest number that no living process has; remove files of dead ones."""
     for worker in range(_MOST):
         claim = _locked(directory, worker)
         if claim is not None:

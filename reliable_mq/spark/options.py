@@ -1,7 +1,7 @@
-"""The options of ``format("rabbitmq")``: checked as a whole, strictly, before anything is connected.
+"""The options of ``format("rabbitmq")``, checked strictly before connecting.
 
-What is not understood is an error that names the option and what is accepted, never a default. Names are compared
-without case, as Spark does.
+A value that is not understood is an error that names the option and the accepted values, never a default. Names are
+compared without case, as Spark does.
 
 Invariant: no error, no ``repr`` and no log line made from these shows the URL, which may hold a password.
 """
@@ -49,15 +49,15 @@ StartingPositions = str | Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
-    """How queues are read.
+    """Options of queue mode.
 
     Attributes:
         url: of the broker.
         queues: their names; each exists, and none is a stream.
         max_messages: rows of a batch at most.
-        max_bytes: bytes of the bodies of a batch at most; and twice that is what the reader holds in memory.
+        max_bytes: bytes of the bodies of a batch at most; the reader holds up to twice that in memory.
         prefetch: deliveries of a queue that may be unacked, those of the batch that is being processed included.
-        prefetch_given: whether that is the user's word, and is not lowered on a queue with a delivery limit.
+        prefetch_given: whether the user gave it: then it is not lowered on a queue with a delivery limit.
         min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
             size asks for.
         fail_on_data_loss: whether to refuse a queue that drops what was delivered too often.
@@ -215,7 +215,7 @@ class _Options:
         why: str = "",
         allowed: frozenset[str] = frozenset(),
     ) -> None:
-        """Refuse what is none of ``known``; say ``why`` of what is one of ``others``."""
+        """Refuse options that are not ``known``; explain by ``why`` those of ``others``."""
         by_name = {name.lower(): name for name in known}
         for name in self._given:
             if name in by_name or name in allowed:
@@ -230,7 +230,7 @@ class _Options:
             _refuse(f"unknown option {name[:40]!r}{hint} (known: {', '.join(known)})")
 
     def url(self) -> str:
-        """Give the URL, once it is known to be one."""
+        """Return the URL, checked."""
         url = self._given.get("url", "")
         if not url:
             _refuse("the option url is missing: give the broker's, e.g. amqp://user:password@host/")
@@ -238,14 +238,14 @@ class _Options:
         return url
 
     def text(self, name: str, *, empty: bool = False) -> str | None:
-        """Give a text; the empty one only where it means something."""
+        """Return a text; an empty one only if that has a meaning."""
         value = self._given.get(name.lower())
         if value is not None and not value.strip() and not empty:
             _refuse(f"{name} is empty")
         return value
 
     def whole(self, name: str, least: int, most: int | None = None) -> int | None:
-        """Give a whole number."""
+        """Return a whole number."""
         text = self._given.get(name.lower())
         if text is None:
             return None
@@ -255,7 +255,7 @@ class _Options:
         return int(text)
 
     def truth(self, name: str, *, default: bool) -> bool:
-        """Give a truth value."""
+        """Return a truth value."""
         text = self._given.get(name.lower())
         if text is None:
             return default
@@ -264,7 +264,7 @@ class _Options:
         return text.lower() == "true"
 
     def positions(self, name: str) -> StartingPositions | None:
-        """Give ``earliest``, ``latest`` or a position by stream."""
+        """Return ``earliest``, ``latest`` or a position by stream."""
         text = self._given.get(name.lower())
         if text is None:
             return None

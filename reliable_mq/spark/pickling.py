@@ -1,10 +1,11 @@
-"""How a source, a reader or a writer travels to other Pythons: so that one which cannot import it says what to do.
+"""Pickle sources, readers and writers with an explanation for a failed import.
 
-Pickle names a class by its module, and where that is not installed all that a user sees is "No module named ...", deep
-in Spark's own code. So the source's class, which goes to the workers of the driver or of a Spark Connect server, and
-what goes to executors, is shipped with a function that is pickled itself, code and all: it imports, or explains.
+Pickle names a class by its module. If that is not installed in the other Python, a user sees only "No module named
+...", deep in Spark's own code. So the source's class, which goes to the workers of the driver or of a Spark Connect
+server, and the objects that go to executors are shipped with a function that is pickled itself, code and all: it
+imports the module, or raises an error that explains.
 
-Invariant: the function stands on nothing but the standard library.
+Invariant: the function needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PicklableByNameMeta(ABCMeta):
 
 
 class PicklableByName:
-    """A mixin for what Spark pickles."""
+    """A mixin for a class whose objects Spark pickles."""
 
     def __reduce__(self) -> tuple[Any, tuple[str, str, bytes]]:
         state = self.__getstate__()  # type: ignore[misc,operator,unused-ignore]
@@ -34,7 +35,7 @@ def _reduce_class(cls: type) -> tuple[Any, tuple[str, str, None]]:
 
 
 def _unpacked(module: str, name: str, state: bytes | None) -> object:
-    """Give the class, or where there is a state an object of it."""
+    """Return the class, or an object of it if there is a state."""
     import importlib  # noqa: PLC0415
     import pickle  # noqa: PLC0415
     import socket  # noqa: PLC0415

@@ -1,17 +1,17 @@
-"""What became of which delivery in queue mode: waiting, in a batch, committed. Decides; does no I/O.
+"""The deliveries of queue mode: waiting, in a batch, committed. No I/O.
 
-The way of a delivery::
+The states of a delivery::
 
-    arrived --plan--> in a batch --committed--> to be acked
-    arrived --its channel is lost--> forgotten: the broker delivers it again
-    arrived, or in a batch --the query stops--> to be handed back
+    waiting --plan--> in a batch --committed--> to be acked
+    waiting --its channel is lost--> forgotten: the broker delivers it again
+    waiting, or in a batch --the query stops--> to be requeued
 
 Invariants:
 
-- a delivery is given out for its ack only after the batch it is in was committed, and once;
-- a batch that was planned and not committed is planned again as the same batch;
-- a batch that another process has planned is empty here: the broker delivers its messages again, into a later batch;
-- a batch keeps what it has when the channel is lost; its acks are then refused by whoever knows the channel.
+- A delivery is returned for its ack only after its batch was committed, and once.
+- A batch that was planned and not committed is planned again as the same batch.
+- A batch that another process has planned is empty here: the broker delivers its messages again, into a later batch.
+- A batch keeps its deliveries when the channel is lost; the reader, which knows the channel, drops their acks.
 
 An offset is a position in what this query has read: JSON that Spark keeps in its checkpoint, with the name of the
 process that counted (`session`), the deliveries since the query began (`sequence`), and those by queue.
@@ -36,13 +36,13 @@ _OVERHEAD: Final = 512  # bytes that a delivery takes beside its body and proper
 
 
 def size_of(delivery: RawDelivery) -> int:
-    """Bytes that a delivery takes in memory, about."""
+    """Return the bytes that a delivery takes in memory, about."""
     return len(delivery.body) + len(delivery.properties) + _OVERHEAD
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Where a query is in what it has read; see the module."""
+    """An offset of a query: the deliveries that it has read so far."""
 
     session: str
     sequence: int
@@ -50,12 +50,12 @@ class QueuePosition:
 
     @classmethod
     def first(cls, queues: Iterable[str]) -> QueuePosition:
-        """Give the position of a query that has read nothing."""
+        """Return the position of a query that has read nothing."""
         return cls("", 0, dict.fromkeys(queues, 0))
 
     @classmethod
     def parse(cls, offset: object) -> QueuePosition:
-        """Read what `as_json` made.
+        """Decode the output of `as_json`.
 
         Raises:
             ConfigurationError: it is something else: the checkpoint belongs to another source.
@@ -69,7 +69,7 @@ class QueuePosition:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Give what Spark keeps."""
+        """Return the JSON that Spark keeps."""
         return {"session": self.session, "sequence": self.sequence, "queues": dict(self.queues)}
 
 
@@ -82,7 +82,7 @@ class _QueueBatch:
 
 
 class Batches:
-    """See the module. Not thread-safe.
+    """The deliveries of one reader, waiting and in batches. Not thread-safe.
 
     Args:
         session: a name that no other process has.
@@ -97,20 +97,20 @@ class Batches:
         self.waiting: deque[Delivery] = deque()
         self.held = 0
         self._planned: list[_QueueBatch] = []
-        self._last = QueuePosition(session, 0, {})  # where planning has come to
+        self._last = QueuePosition(session, 0, {})  # the end of the newest batch
 
     def knows(self, start: QueuePosition) -> bool:
         """Whether the batch that follows ``start`` is planned already."""
         return any(batch.start == start for batch in self._planned)
 
     def waits(self, remaining: Mapping[str, int] | None = None) -> bool:
-        """Whether anything waits that may be taken; ``remaining`` as for `plan`."""
+        """Whether a delivery waits that may be taken; ``remaining`` as for `plan`."""
         if remaining is None:
             return bool(self.waiting)
         return any(remaining.get(delivery.queue, 0) > 0 for delivery in self.waiting)
 
     def arrived(self, deliveries: Sequence[Delivery]) -> int:
-        """These came in, in this order; gives the bytes that they take."""
+        """Add deliveries, in this order; return the bytes that they take."""
         self.waiting.extend(deliveries)
         size = sum(map(size_of, deliveries))
         self.held += size
@@ -119,7 +119,7 @@ class Batches:
     def plan(
         self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
     ) -> QueuePosition:
-        """Put what waits into a batch that follows ``start``; gives its end, which is ``start`` where nothing waits.
+        """Put waiting deliveries into a batch that follows ``start``.
 
         A batch has one delivery at least, however large that is.
 
@@ -128,6 +128,9 @@ class Batches:
             most: deliveries at most.
             most_bytes: bytes at most.
             remaining: how many may be taken from each queue; None for no limit.
+
+        Returns:
+            The end of the batch; ``start`` if nothing waits.
         """
         for batch in self._planned:
             if batch.start == start:
@@ -159,7 +162,7 @@ class Batches:
         return end
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
-        """Give what lies between two positions; nothing where it is not known here."""
+        """Return the deliveries between two positions; none if they are not known here."""
         return [
             delivery
             for batch in self._planned
@@ -168,7 +171,7 @@ class Batches:
         ]
 
     def horizon(self, ready: Mapping[str, int]) -> QueuePosition:
-        """Give the position after everything that waits here or is ``ready`` at the broker, by queue."""
+        """Return the position after all deliveries here and all ready messages."""
         last = self._last
         counts = dict(last.queues)
         for delivery in self.waiting:
@@ -179,7 +182,7 @@ class Batches:
         return QueuePosition(self._session, sequence, counts)
 
     def committed(self, end: QueuePosition) -> list[Delivery]:
-        """Every batch up to ``end`` is committed: give its deliveries, to be acked."""
+        """Forget the committed batches, up to ``end``; return their deliveries, to ack."""
         if end.session != self._session:
             return []
         done = [batch for batch in self._planned if batch.end.sequence <= end.sequence]
@@ -188,24 +191,24 @@ class Batches:
         return [delivery for batch in done for delivery in batch.deliveries]
 
     def lost(self) -> list[Delivery]:
-        """The channel is gone: forget what waits; gives what is in batches and will come again."""
+        """Forget what waits of a lost channel; return what is in batches and comes again."""
         self.held -= sum(map(size_of, self.waiting))
         self.waiting.clear()
         return [delivery for batch in self._planned for delivery in batch.deliveries]
 
-    def withdraw(self, queue: str) -> list[Delivery]:
-        """A queue is not read any more: give what waits of it, which is forgotten."""
-        withdrawn = [delivery for delivery in self.waiting if delivery.queue == queue]
+    def recall(self, queue: str) -> list[Delivery]:
+        """Forget and return the waiting deliveries of a queue that is not read any more."""
+        recalled = [delivery for delivery in self.waiting if delivery.queue == queue]
         self.waiting = deque(delivery for delivery in self.waiting if delivery.queue != queue)
-        self.held -= sum(map(size_of, withdrawn))
-        return withdrawn
+        self.held -= sum(map(size_of, recalled))
+        return recalled
 
     def planned(self, queue: str) -> bool:
-        """Whether there is a batch that is not committed, with deliveries of this queue."""
+        """Whether a batch that is not committed has deliveries of this queue."""
         return any(batch.end.queues.get(queue, 0) > batch.start.queues.get(queue, 0) for batch in self._planned)
 
-    def give_back(self) -> list[Delivery]:
-        """The query stops: give everything that is here, which is forgotten."""
+    def take_all(self) -> list[Delivery]:
+        """Forget and return all deliveries: the query stops."""
         everything = [delivery for batch in self._planned for delivery in batch.deliveries]
         everything.extend(self.waiting)
         self._planned.clear()

@@ -1,4 +1,4 @@
-"""What is wrong with a queue for a Spark query, found at its start: every error and warning names its fix.
+"""Check the queues of a Spark query at its start; an error names its fix.
 
 AMQP does not return a queue's arguments. So the queue, which is known to exist, is compared with our own default
 (`core.channel_setup.compare`). Policies cannot be seen that way, and the texts say so.
@@ -36,7 +36,7 @@ _SHORT_TIMEOUT: Final = 600_000  # milliseconds
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """What a queue was declared with."""
+    """The declaration of an existing queue."""
 
     durable: bool = True
     auto_delete: bool = False
@@ -45,12 +45,12 @@ class QueueArguments:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What is said of a queue.
+    """The result of checking a queue.
 
     Attributes:
-        refused: why it cannot be read; empty where it can.
-        dropped: why it may drop messages, which ``failOnDataLoss`` is about; empty where it does not.
-        warnings: what had better be known.
+        refused: why it cannot be read; empty if it can.
+        dropped: why it may drop messages (``failOnDataLoss``); empty if it does not.
+        warnings: other flaws.
     """
 
     refused: str = ""
@@ -59,7 +59,7 @@ class CheckResult:
 
 
 def check_queues(options: QueueOptions) -> int | None:
-    """Look at the queues. Blocks for a connection and some round trips.
+    """Check all queues. Blocks for a connection and some round trips.
 
     Returns:
         Their lowest delivery limit; None where none is known.
@@ -94,7 +94,7 @@ def check_queues(options: QueueOptions) -> int | None:
 
 
 def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int | None:
-    """Return after how many deliveries but one a queue gives a message up; None for never.
+    """Return the delivery limit in effect; None if there is none.
 
     Args:
         arguments: of the queue.
@@ -107,7 +107,7 @@ def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int |
 
 
 def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> CheckResult:
-    """Say what is wrong with a queue.
+    """Return the flaws of a queue.
 
     Args:
         name: of the queue.
@@ -156,7 +156,7 @@ def judge(name: str, arguments: QueueArguments, version: tuple[int, ...]) -> Che
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the refusals that are asked for out of the log."""
+    """Keep provoked refusals out of the log."""
     connector = logging.getLogger("reliable_mq.connection.connection")
 
     def other(record: logging.LogRecord) -> bool:
@@ -170,7 +170,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _arguments(channel: AdminChannel, name: str, version: tuple[int, ...]) -> QueueArguments | None:
-    """Find out what an existing queue was declared with; None where that cannot be known."""
+    """Return the arguments of an existing queue; None if they cannot be known."""
     try:
         comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
     except BrokerUnavailable as error:

@@ -1,12 +1,12 @@
-"""How many deliveries to ask the broker for, so that bytes stay bounded. Decides; does no I/O.
+"""Choose a prefetch that bounds the bytes of unacked deliveries. No I/O.
 
 AMQP limits unacked deliveries by their number, RabbitMQ has no limit in bytes, and a message may have 16 MiB. So the
-prefetch begins small, grows once sizes are known, and the subscription is cancelled while too much is held.
+prefetch begins small, grows once sizes are known, and the subscription is cancelled while too many bytes are held.
 
-On a queue with a delivery limit every death of the reader counts against all that it holds. So there it holds the
-fewer the closer what it holds is to the limit: all that is allowed where nothing has come back before, a single
-delivery from half of the limit on. A message that kills the reader reaches the limit alone. What has come back before
-comes first from a queue: so one delivery is looked at before more are asked for.
+On a queue with a delivery limit every death of the reader counts against all deliveries that it holds. So it holds the
+fewer, the closer they are to the limit: the whole prefetch if none has come back before, a single delivery from half of
+the limit on. A message that kills the reader reaches the limit alone. Messages that have come back before are at the
+head of a queue: so the reader looks at one delivery before it requests more.
 
 Invariant: the prefetch is at most what the user allows, and at least 1.
 """
@@ -30,33 +30,33 @@ _SLACK: Final = 1.1  # times what may be held: messages a little larger than the
 
 
 class PrefetchChange(enum.Enum):
-    """What to do with the subscription."""
+    """A change of the subscription."""
 
     STAY = enum.auto()
     PAUSE = enum.auto()
     RENEW = enum.auto()
-    """Subscribe, again where need be, with the `Appetite.prefetch` of now."""
+    """Subscribe anew, with the present `PrefetchController.prefetch`."""
 
 
 class PrefetchController:
-    """See the module. Not thread-safe.
+    """Decide on the prefetch of all queues of a reader. Not thread-safe.
 
     Args:
         most: deliveries that a queue may have unacked.
-        most_bytes: that all queues together may fill, about.
-        queues: how many there are.
-        limit: the delivery limit of the queues; None where there is none, or nothing is to be done about it.
+        most_bytes: bytes that all queues together may fill, about.
+        queues: number of queues.
+        limit: the delivery limit of the queues; None if there is none, or if it shall not be heeded.
 
     Attributes:
         granted: the prefetch of the present subscription, for each queue.
-        paused: whether there is none.
-        returned: how often a delivery that is unacked has come back before, at most; to be kept up.
+        paused: whether there is no subscription.
+        returned: how often an unacked delivery has come back before, at most; set by the owner.
     """
 
     def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None) -> None:
         self.returned = 0
         self._limit = limit
-        self._looked = limit is None  # at a delivery of this channel
+        self._looked = limit is None  # at a first delivery of this channel
         self._most = most
         self._most_bytes = most_bytes
         self._queues = queues
@@ -66,7 +66,7 @@ class PrefetchController:
 
     @property
     def prefetch(self) -> int:
-        """What a subscription should have now."""
+        """The prefetch that a subscription should have now."""
         if not self._looked:
             return 1
         if self._average is None:
@@ -75,15 +75,15 @@ class PrefetchController:
 
     @property
     def _bearable(self) -> int:
-        """Deliveries of a queue that may count as delivered once more."""
+        """Unacked deliveries of a queue that the death of the reader may count against."""
         if self._limit is None:
             return self._most
         if 2 * self.returned >= self._limit:
             return 1  # also with a limit of 0, where the first death counts against all that is held
         return int(self._most ** (1 - 2 * self.returned / self._limit))
 
-    def fed(self, count: int, size: int) -> None:
-        """So many deliveries came in, of so many bytes."""
+    def received(self, count: int, size: int) -> None:
+        """Learn the sizes: ``count`` deliveries came in, of ``size`` bytes together."""
         self._looked = True
         average = size / count
         if self._average is None or average > self._average:
@@ -92,21 +92,21 @@ class PrefetchController:
             self._average += _WEIGHT * (average - self._average)
 
     def lost(self) -> None:
-        """The channel is gone: all that was unacked has come back once more."""
+        """Begin anew on the next channel: all unacked deliveries have come back once more."""
         self.returned = 0
         self._looked = self._limit is None
 
     def renewed(self) -> None:
-        """There is a subscription with the prefetch of now."""
+        """Note that there is a subscription with the present prefetch."""
         self.granted = self.prefetch
         self.paused = False
 
-    def move(self, held: int, unacked: int) -> PrefetchChange:
-        """Say what to do.
+    def next_change(self, held: int, unacked: int) -> PrefetchChange:
+        """Return how to change the subscription now.
 
         Args:
-            held: bytes that are held.
-            unacked: deliveries that are.
+            held: bytes of deliveries that are held.
+            unacked: number of unacked deliveries.
         """
         if self.paused:
             return (
@@ -126,12 +126,12 @@ class PrefetchController:
         return PrefetchChange.STAY
 
     def _risky(self, unacked: int) -> bool:
-        """Whether more is unacked than may count as delivered once more."""
+        """Whether more deliveries are unacked than the delivery limit can bear."""
         return self._limit is not None and unacked > self._queues * (2 * self._bearable + 1)  # of two subscriptions
 
 
 def times_returned(delivery: RawDelivery) -> int:
-    """Return how often a delivery has come back before, by the count that a delivery limit is about; 0 for unknown."""
+    """Return how often a delivery has come back, by the broker's count; 0 if unknown."""
     try:
         count = Properties(delivery.properties).headers_beginning(_COUNT).get(_COUNT)
     except CodecError:

@@ -1,24 +1,17 @@
-"""What reads queues for a query: one connection in the driver's reader process, for as long as the query lives.
+"""Read queues for a query, on one connection in the driver's reader process.
 
-An I/O thread of its own keeps heartbeats going and takes in deliveries, however long a batch takes. Spark's thread asks
-for batches and says which are committed. All queues share a channel, with a consumer for each.
+An I/O thread keeps heartbeats going and takes in deliveries, however long a batch takes. Spark's thread asks for
+batches and reports which are committed. All queues share a channel, with a consumer for each.
 
 Invariants:
 
-- a delivery is acked only after its batch was committed, and only on the channel that it came on: where that is gone,
-  its ack is dropped and counted, and the broker delivers it again;
-- what came on a channel that is lost and is in no batch is dropped at once;
-- bytes that are held are bounded (see `appetite`), whatever the prefetch;
-- when it is closed, what was not committed is handed back by ``basic.nack``, after the subscriptions have ended.
-
-Which queues the broker delivers from, on one channel at a time, with one prefetch for each.
-
-It gives steps for a connection to carry out, and knows what is consumed once they are. No consumer tag is used twice:
-what the broker sends of a consumer that was cancelled is told from what comes of its successor.
-
-Acks and hand-backs of what queue mode has read: on the channel that it came on, or not at all.
-
-Invariant: of what came on a channel that is gone, nothing is sent; the broker delivers it again.
+- A delivery is acked only after its batch was committed, and only on the channel that it came on: if that channel is
+  lost, its ack is dropped and counted, and the broker delivers it again.
+- What came on a lost channel and is in no batch is dropped at once.
+- Bytes that are held are bounded (`queue_prefetch`), whatever the prefetch.
+- Closing returns what was not committed by ``basic.nack``, after the subscriptions have ended: the broker would deliver
+  it to them again.
+- No consumer tag is used twice: deliveries of a cancelled consumer are told from those of its successor.
 """
 
 from __future__ import annotations
@@ -56,180 +49,29 @@ if TYPE_CHECKING:
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["Acker", "QueueReader", "Subscriptions"]
-
-
-class Subscriptions:
-    """See the module. Of the I/O thread alone.
-
-    Args:
-        name: what consumer tags begin with.
-        queues: to be consumed.
-        wanted: whether a queue is to be consumed now.
-        appetite: says the prefetch.
-    """
-
-    def __init__(
-        self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], appetite: PrefetchController
-    ) -> None:
-        self._name = name
-        self._queues = queues
-        self._wanted = wanted
-        self._appetite = appetite
-        self._queue_of: dict[str, str] = {}  # by consumer tag, of this channel
-        self._active: list[str] = []  # the tags that the broker delivers to now
-        self._made = 0  # so far
-
-    def queue(self, consumer_tag: str) -> str:
-        """Answer whose consumer has, or had, this tag on this channel."""
-        return self._queue_of[consumer_tag]
-
-    @property
-    def queues(self) -> set[str]:
-        """Those that the broker delivers from now."""
-        return {self._queue_of[tag] for tag in self._active}
-
-    def begin(self) -> Generator[Step, Any, None]:
-        """Consume what is wanted, on a new channel."""
-        self._queue_of.clear()
-        self._active.clear()
-        yield from self._consume_wanted()
-
-    def renew(self) -> Generator[Step, Any, None]:
-        """Consume what is wanted, with the prefetch of now."""
-        yield from self.end()
-        yield from self._consume_wanted()
-
-    def resume(self, queue: str) -> Generator[Step, Any, None]:
-        """Consume a queue again that the broker has `cancelled`."""
-        yield CheckQueue(queue)
-        yield SetPrefetch(self._appetite.granted)
-        yield self._consume(queue)
-
-    def end(self, queue: str | None = None) -> Generator[Step, Any, None]:
-        """Cancel every consumer, or that of a queue, that there is when this is carried out."""
-        tags = [tag for tag in self._active if queue in (None, self._queue_of[tag])]
-        self._active = [tag for tag in self._active if tag not in tags]
-        for tag in tags:
-            yield Cancel(tag)
-
-    def cancelled(self, consumer_tag: str) -> str | None:
-        """The broker has ended one: give its queue; None where it was to end anyway."""
-        if consumer_tag not in self._active:
-            return None
-        self._active.remove(consumer_tag)
-        return self._queue_of[consumer_tag]
-
-    def lost(self) -> None:
-        """The channel is gone, and all of them with it."""
-        self._active.clear()
-
-    def _consume_wanted(self) -> Generator[Step, Any, None]:
-        yield SetPrefetch(self._appetite.prefetch)
-        self._appetite.renewed()
-        for queue in filter(self._wanted, self._queues):
-            yield self._consume(queue)
-
-    def _consume(self, queue: str) -> Consume:
-        self._made += 1
-        tag = f"{self._name}-{self._made}"
-        self._queue_of[tag] = queue
-        self._active.append(tag)
-        return Consume(queue, tag)
-
+__all__ = ["QueueReader"]
 
 logger = logging.getLogger(__name__)
-
-
-class Acker:
-    """See the module. Of the I/O thread alone.
-
-    Args:
-        write: sends frames on the connection of now.
-        statistics: where to count.
-    """
-
-    def __init__(self, write: Callable[[bytes], object], statistics: QueueStatistics) -> None:
-        self._write = write
-        self._statistics = statistics
-        self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
-        self._channel = 0
-
-    @property
-    def generation(self) -> int:
-        """Of the channel of now."""
-        return self._acks.generation
-
-    @property
-    def outstanding(self) -> int:
-        """Deliveries of this channel that are neither acked nor handed back."""
-        return self._acks.outstanding
-
-    def opened(self, generation: int, channel: int) -> None:
-        """A channel is there."""
-        self._channel = channel
-        self._acks.opened(generation)
-
-    def lost(self) -> None:
-        """It is gone."""
-        self._acks.lost()
-
-    def delivered(self, first: int, last: int) -> None:
-        """Deliveries came in, with these tags and those between."""
-        self._acks.delivered(first, last)
-
-    def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Ack a committed batch."""
-        own, tags = self._of_this_channel(deliveries)
-        if len(own) < len(deliveries):
-            self._statistics.stale_acks += len(deliveries) - len(own)
-            logger.warning(
-                "%d of %d deliveries of a committed batch came on a channel that is gone: they will come again",
-                len(deliveries) - len(own),
-                len(deliveries),
-            )
-        if own:
-            self._statistics.acked.update(delivery.queue for delivery in own)
-            self._acks.finished(self._acks.generation, tags, time.monotonic())
-            self._write(b"".join(encode_ack(self._channel, *frame) for frame in self._acks.flush()))
-
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Return to the broker what is in no committed batch, and will be in none."""
-        own, tags = self._of_this_channel(deliveries)
-        if not own:
-            return
-        self._statistics.handed_back.update(delivery.queue for delivery in own)
-        logger.info("handing back %d deliveries that are in no committed batch", len(own))
-        acks, nacks = self._acks.requeue(self._acks.generation, tags)
-        frames = [encode_ack(self._channel, *frame) for frame in acks]
-        frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
-        self._write(b"".join(frames))
-
-    def _of_this_channel(self, deliveries: Sequence[Delivery]) -> tuple[list[Delivery], list[int]]:
-        generation = self._acks.generation
-        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
-        return own, [delivery.delivery_tag for delivery in own]
-
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is as full as it will be
 _LINGER: Final = 0.1  # seconds that a batch waits for more at most
-_ASKING: Final = 1.0  # likewise, while more is being asked for, which takes the broker some answers
+_REQUESTED: Final = 1.0  # likewise, while more is requested, which takes the broker some round trips
 _COUNT_EVERY: Final = 1.0  # seconds, for the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
 
 class QueueReader(NullListener):
-    """See the module. Making it does not connect.
+    """Subscribe to queues, plan batches and ack them. Construction does not connect.
 
     Args:
         options: of the source.
         session: a name that no other process has.
-        delivery_limit: the lowest of the queues; None where they have none.
+        delivery_limit: the lowest of the queues; None if they have none.
 
     Attributes:
-        error: why it has ended by itself, if it has.
-        statistics: what it counts.
+        error: why reading has ended by itself, if it has.
+        statistics: counters for metrics.
     """
 
     def __init__(self, options: QueueOptions, session: str, *, delivery_limit: int | None = None) -> None:
@@ -237,33 +79,33 @@ class QueueReader(NullListener):
         self.statistics = QueueStatistics()
         self._options = options
         self._settings = settings = parse_url(options.url)
-        # Shared by both threads, and guarded by this.
+        # Shared by both threads, guarded by `_changed`.
         self._changed = threading.Condition()
         self._batches = Batches(session)
         self._remaining: dict[str, int] | None = None  # by queue, where there is a limit
-        self._ready: dict[str, int] = {}  # messages that are ready, by queue, when last counted
+        self._ready: dict[str, int] = {}  # messages that are ready, by queue, by the last count
         self._found: dict[str, int] = {}  # likewise, before the subscription
-        self._counts = 0  # how often they were counted
+        self._counts = 0
         self._connected = False
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
-        self._first_at = self._last_at = 0.0  # when the oldest and the newest of what waits came
-        self._asked_at: float | None = None  # since when more is being asked for
-        self._handed_back = threading.Event()
+        self._first_at = self._last_at = 0.0  # arrival of the oldest and the newest waiting delivery
+        self._requested_at: float | None = None  # since when a larger prefetch is requested
+        self._requeued = threading.Event()
         # Of the I/O thread alone.
-        self._appetite = PrefetchController(
+        self._prefetch = PrefetchController(
             most=options.prefetch,
             most_bytes=2 * options.max_bytes,
             queues=len(options.queues),
             limit=None if options.prefetch_given else delivery_limit,
         )
         self._limited = delivery_limit is not None and not options.prefetch_given
-        self._returned: dict[int, int] = {}  # how often what is unacked has come back before, by delivery tag
+        self._returned: dict[int, int] = {}  # how often an unacked delivery has come back before, by delivery tag
         self._sources: dict[str, ChannelGeneration] = {}  # by queue
-        self._busy = False  # the subscriptions are being changed
+        self._changing = False  # the subscriptions
         self._closing = False
-        self._count_again = 0.0  # not before, for the backlog
-        self._read: list[Delivery] = []  # not yet shown to Spark's thread
+        self._count_again = 0.0  # earliest time of the next count for the backlog
+        self._read: list[Delivery] = []  # not yet visible to Spark's thread
         self._metrics = exporter(options.metrics_directory)
         self._registration = self._metrics and register(self._metrics.registry, self._readings)
         self._io = IOThread(
@@ -273,13 +115,16 @@ class QueueReader(NullListener):
             client=self,
             recovery=ReconnectPolicy(hosts=len(settings.endpoints)),
         )
-        self._settling = Acker(self._io.write, self.statistics)
-        self._subscriptions = Subscriptions(f"spark-{session}", options.queues, self._wants, self._appetite)
+        self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
+        self._channel = 0
+        self._subscriptions = _Subscriptions(f"spark-{session}", options.queues, self._wants, self._prefetch)
 
     # -- for Spark's thread --------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connect and begin to read. Blocks until that has succeeded, or each host had its first attempt.
+        """Connect and begin to read.
+
+        Blocks until that has succeeded, or each host had its first attempt.
 
         Raises:
             BrokerUnavailable: no host could be reached.
@@ -298,7 +143,9 @@ class QueueReader(NullListener):
         raise error
 
     def plan(self, start: QueuePosition, *, most: int, timeout: float) -> QueuePosition:
-        """Plan the batch after ``start`` of what is there, or of what comes first within ``timeout`` seconds.
+        """Plan the batch after ``start``.
+
+        It holds what is there, or what comes first within ``timeout`` seconds.
 
         Raises:
             ReliableMQError: reading has ended by itself.
@@ -314,7 +161,7 @@ class QueueReader(NullListener):
                 self._changed.wait(wait)
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
-        """Give what lies between two positions; nothing where this process has not planned it."""
+        """Return a planned batch; nothing if another process has planned it."""
         with self._changed:
             return self._batches.deliveries(start, end)
 
@@ -326,19 +173,19 @@ class QueueReader(NullListener):
             self._io.call_soon(partial(self._ack, done))
 
     def limit_to_ready(self) -> None:
-        """Take no more from each queue than was ready in it before it was consumed."""
+        """Take no more from each queue than was ready before the subscription."""
         with self._changed:
             self._remaining = dict(self._found)
         self._leave([queue for queue, ready in self._found.items() if not ready])
 
     @property
     def exhausted(self) -> bool:
-        """Whether all has been taken that was ready when it began."""
+        """Whether everything that was ready at the beginning was taken."""
         with self._changed:
             return self._remaining is not None and not any(self._remaining.values())
 
     def count(self, timeout: float) -> dict[str, int] | None:
-        """Ask how many messages are ready in the queues that may be taken from; None where nobody answers in time."""
+        """Count ready messages, by queue that may be taken from; None after a timeout."""
         with self._changed:
             before = self._counts
             if not self._io.call_soon(self._count) or not self._changed.wait_for(
@@ -351,36 +198,35 @@ class QueueReader(NullListener):
             return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
 
     def backlog(self) -> QueuePosition:
-        """Have what is ready counted, for the next call; give the position behind all that is known to be there."""
-        self._io.call_soon(self._count_now_and_then)
+        """Return the position behind all known messages; count again for the next call."""
+        self._io.call_soon(self._count_if_due)
         with self._changed:
             return self._batches.horizon(self._ready)
 
     def close(self, timeout: float) -> None:
-        """Hand back what is not committed, and disconnect. Blocks for ``timeout`` seconds and a few at most."""
+        """Requeue what is not committed, and disconnect.
+
+        Blocks for ``timeout`` seconds and a few at most.
+        """
         if self._io.call_soon(self._begin_to_close):
-            self._handed_back.wait(timeout)
+            self._requeued.wait(timeout)
         self._io.close(_CLOSE_GRACE)
         if self._metrics is not None and self._registration is not None:
             self._registration.close()
             self._metrics.write()
 
     def _readings(self) -> Iterator[Reading]:
-        """On the thread that writes metrics, or on any."""
+        """Return the metrics; called on any thread."""
         with self._changed:
             ready, held, connected = dict(self._ready), self._batches.held, self._connected
         yield from queue_readings(
-            self._options.queues,
-            self.statistics,
-            ready=ready,
-            held_bytes=held,
-            connected=connected,
+            self._options.queues, self.statistics, ready=ready, held_bytes=held, connected=connected
         )
 
     def _wait_for_more(self, start: QueuePosition, most: int, called: float, deadline: float) -> float:
-        """Give the seconds to wait before the batch after ``start`` is planned.
+        """Return the seconds to wait before the batch after ``start`` is planned.
 
-        The acks that went before have made room for more, which is on its way; a batch is worth some milliseconds.
+        The latest acks have let the broker send more, which is on its way: a fuller batch is worth some milliseconds.
         """
         batches, now = self._batches, time.monotonic()
         if batches.knows(start):
@@ -389,8 +235,8 @@ class QueueReader(NullListener):
             return deadline - now
         if len(batches.waiting) >= most or batches.held >= self._options.max_bytes:
             return 0.0
-        if self._asked_at is not None:
-            return max(self._asked_at, called) + _ASKING - now
+        if self._requested_at is not None:
+            return max(self._requested_at, called) + _REQUESTED - now
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + _LINGER) - now
 
     def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
@@ -406,43 +252,44 @@ class QueueReader(NullListener):
         return end
 
     def _leave(self, queues: Sequence[str]) -> None:
-        """Let others have what is in these queues: enough was taken."""
+        """Unsubscribe from these queues: enough was taken, the rest is for others."""
         for queue in queues:
             self._io.call_soon(partial(self._stop_reading, queue))
 
-    # -- on the I/O thread: what the connection tells ------------------------------------------------------------------
+    # -- on the I/O thread: the connection -----------------------------------------------------------------------------
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """A channel is set up, and subscribed."""
-        self._settling.opened(generation, channel)
+        """Begin on a new channel, which is subscribed."""
+        self._acks.opened(generation)
+        self._channel = channel
         self._sources = {queue: ChannelGeneration(generation, channel, queue) for queue in self._options.queues}
-        self._busy = False
+        self._changing = False
         logger.info("reading %s on %s %s", ", ".join(self._options.queues), server.product, server.version)
         with self._changed:
             self._connected = True
             self._changed.notify_all()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """The channel is gone; the broker delivers again what was not acked."""
+        """Forget the channel: the broker delivers again what was not acked."""
         self.statistics.reconnects += not self._closing
-        self._settling.lost()
+        self._acks.lost()
         self._subscriptions.lost()
         self._returned.clear()
-        self._appetite.lost()
+        self._prefetch.lost()
         self._read = []
-        self._busy = False
-        self._answered()
+        self._changing = False
+        self._request_ended()
         with self._changed:
             self._connected = False
             for delivery in self._batches.lost():
                 if self._remaining is not None and delivery.source.generation == generation:
-                    self._remaining[delivery.queue] += 1  # it comes again, and must not stand for another
+                    self._remaining[delivery.queue] += 1  # it comes again, and must not count twice
             self._changed.notify_all()
         if self._closing:
-            self._handed_back.set()
+            self._requeued.set()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """An attempt to connect or to subscribe failed."""
+        """Note that an attempt to connect or to subscribe failed."""
         with self._changed:
             self._last_error = error
             self._attempts_left -= 1
@@ -451,7 +298,10 @@ class QueueReader(NullListener):
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        """The broker ended a subscription: the queue is gone or its leader, or a batch took too long."""
+        """Recall what waits of a queue whose subscription the broker ended.
+
+        The queue or its leader is gone, or a batch took longer than the consumer timeout.
+        """
         queue = self._subscriptions.cancelled(consumer_tag)
         if queue is None or self._closing:
             return
@@ -460,12 +310,12 @@ class QueueReader(NullListener):
             "than the consumer timeout, and will come again; subscribing again once the batch is committed",
             queue,
         )
-        self._withdraw(queue)
+        self._recall(queue)
         self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """``basic.deliver``, as many as one read held."""
-        self._settling.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        """Take in deliveries, as many as one read held."""
+        self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
         for delivery in cast("list[Delivery]", deliveries):
             delivery.source = self._sources[self._subscriptions.queue(delivery.consumer_tag)]
             self._read.append(delivery)
@@ -473,7 +323,7 @@ class QueueReader(NullListener):
                 self._returned[delivery.delivery_tag] = times_returned(delivery)
 
     def read_finished(self) -> None:
-        """All that was read at once has been reported."""
+        """Make the deliveries of one read visible to Spark's thread."""
         read, self._read = self._read, []
         if not read:
             return
@@ -487,16 +337,16 @@ class QueueReader(NullListener):
                 self._ready[queue] = max(0, self._ready.get(queue, 0) - count)
                 self.statistics.delivered[queue] += count
             self._changed.notify_all()
-        self._appetite.fed(len(read), size)
+        self._prefetch.received(len(read), size)
         self._adjust()
 
-    # -- on the I/O thread: the work -----------------------------------------------------------------------------------
+    # -- on the I/O thread: subscriptions ------------------------------------------------------------------------------
 
     def _wants(self, queue: str) -> bool:
         return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
-        """Count what is ready, and subscribe."""
+        """Count ready messages, and subscribe."""
         counted: dict[str, int] = {}
         step: Step
         try:
@@ -516,53 +366,56 @@ class QueueReader(NullListener):
             self._io.run(self._subscriptions.end(queue), partial(self._stopped_reading, queue))
 
     def _stopped_reading(self, queue: str, _outcome: object) -> None:
-        self._withdraw(queue)
+        self._recall(queue)
         self._adjust()
 
-    def _withdraw(self, queue: str) -> None:
-        """Hand back what waits of a queue."""
+    def _recall(self, queue: str) -> None:
+        """Requeue the waiting deliveries of a queue."""
         with self._changed:
-            withdrawn = self._batches.withdraw(queue)
-        self._settling.hand_back(withdrawn)
-        self._forget(withdrawn)
+            recalled = self._batches.recall(queue)
+        self._requeue(recalled)
+        self._forget(recalled)
 
     def _subscribe_again(self, queue: str) -> None:
-        """Consume a queue again once no batch has any of it: a broker that lost patience gives that out again."""
+        """Consume a queue again once no batch has deliveries of it.
+
+        A broker whose consumer timeout is over delivers them again.
+        """
         if not self._connected or self._closing or queue in self._subscriptions.queues:
             return
         with self._changed:
-            waits = self._batches.planned(queue)
-        if waits:
+            planned = self._batches.planned(queue)
+        if planned:
             self._io.call_later(_SUBSCRIBE_AGAIN, partial(self._subscribe_again, queue))
         else:
             self._io.run(self._subscriptions.resume(queue), self._changed_subscriptions)
 
     def _adjust(self) -> None:
-        """Change the subscriptions where what is held asks for it."""
-        if self._busy or self._closing or not self._connected:
+        """Change the subscriptions if the deliveries held require it."""
+        if self._changing or self._closing or not self._connected:
             return
-        self._appetite.returned = max(self._returned.values(), default=0)
-        move = self._appetite.move(self._batches.held, self._settling.outstanding)
-        if move is not PrefetchChange.STAY:
-            self._busy = True
-            if move is PrefetchChange.RENEW:
+        self._prefetch.returned = max(self._returned.values(), default=0)
+        change = self._prefetch.next_change(self._batches.held, self._acks.outstanding)
+        if change is not PrefetchChange.STAY:
+            self._changing = True
+            if change is PrefetchChange.RENEW:
                 with self._changed:
-                    self._asked_at = time.monotonic()
-            steps = self._subscriptions.end() if move is PrefetchChange.PAUSE else self._subscriptions.renew()
+                    self._requested_at = time.monotonic()
+            steps = self._subscriptions.end() if change is PrefetchChange.PAUSE else self._subscriptions.renew()
             self._io.run(steps, self._changed_subscriptions)
 
-    def _answered(self) -> None:
-        """What was asked for is on its way, or will not come."""
+    def _request_ended(self) -> None:
+        """Note that the requested deliveries are on their way, or will not come."""
         with self._changed:
-            if self._asked_at is not None:
-                self._asked_at = None
+            if self._requested_at is not None:
+                self._requested_at = None
                 self._first_at = time.monotonic()
-                self._last_at = self._first_at + _LINGER  # until the first of it is here
+                self._last_at = self._first_at + _LINGER  # until the first of them is here
                 self._changed.notify_all()
 
     def _changed_subscriptions(self, outcome: object) -> None:
-        self._busy = False
-        self._answered()
+        self._changing = False
+        self._request_ended()
         if isinstance(outcome, Exception):
             logger.warning(
                 "the subscriptions could not be changed; the next channel has them as they should be: %s", outcome
@@ -570,24 +423,58 @@ class QueueReader(NullListener):
         else:
             self._adjust()
 
+    # -- on the I/O thread: acks ---------------------------------------------------------------------------------------
+
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
-        self._settling.ack(deliveries)
+        """Ack a committed batch, as far as its channel is there."""
+        own, tags = self._of_this_channel(deliveries)
+        stale = len(deliveries) - len(own)
+        if stale:
+            self.statistics.stale_acks += stale
+            logger.warning(
+                "%d of %d deliveries of a committed batch came on a channel that is gone: they will come again",
+                stale,
+                len(deliveries),
+            )
+        if own:
+            self.statistics.acked.update(delivery.queue for delivery in own)
+            self._acks.finished(self._acks.generation, tags, time.monotonic())
+            self._io.write(b"".join(encode_ack(self._channel, *frame) for frame in self._acks.flush()))
         self._forget(deliveries)
         self._adjust()
 
+    def _requeue(self, deliveries: Sequence[Delivery]) -> None:
+        """Return deliveries to the broker that are, and will be, in no committed batch."""
+        own, tags = self._of_this_channel(deliveries)
+        if not own:
+            return
+        self.statistics.handed_back.update(delivery.queue for delivery in own)
+        logger.info("returning %d deliveries that are in no committed batch", len(own))
+        acks, nacks = self._acks.requeue(self._acks.generation, tags)
+        frames = [encode_ack(self._channel, *frame) for frame in acks]
+        frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
+        self._io.write(b"".join(frames))
+
+    def _of_this_channel(self, deliveries: Sequence[Delivery]) -> tuple[list[Delivery], list[int]]:
+        generation = self._acks.generation
+        own = [delivery for delivery in deliveries if delivery.source.generation == generation]
+        return own, [delivery.delivery_tag for delivery in own]
+
     def _forget(self, deliveries: Sequence[Delivery]) -> None:
-        """These are unacked no more, or were on a channel that is gone."""
+        """Drop the return counts of deliveries that are no longer unacked."""
         if self._returned:
-            generation = self._settling.generation
+            generation = self._acks.generation
             for delivery in deliveries:
                 if delivery.source.generation == generation:
                     self._returned.pop(delivery.delivery_tag, None)
+
+    # -- on the I/O thread: counts -------------------------------------------------------------------------------------
 
     def _count(self) -> None:
         if self._connected and not self._closing:
             self._io.run(self._check_queues(), self._counted)
 
-    def _count_now_and_then(self) -> None:
+    def _count_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._count_again:
             self._count_again = now + _COUNT_EVERY
@@ -607,19 +494,106 @@ class QueueReader(NullListener):
                 self._counts += 1
                 self._changed.notify_all()
 
+    # -- on the I/O thread: the end ------------------------------------------------------------------------------------
+
     def _begin_to_close(self) -> None:
         if self._closing:
             return
         self._closing = True
         if self._connected:
-            self._io.run(self._subscriptions.end(), self._hand_back)
+            self._io.run(self._subscriptions.end(), self._requeue_all)
         else:
-            self._handed_back.set()
+            self._requeued.set()
 
-    def _hand_back(self, _outcome: object) -> None:
-        """Give back everything: after the subscriptions have ended, or the broker would deliver it here again."""
+    def _requeue_all(self, _outcome: object) -> None:
+        """Requeue everything, after the subscriptions have ended."""
         with self._changed:
-            everything = self._batches.give_back()
+            everything = self._batches.take_all()
             self._changed.notify_all()
-        self._settling.hand_back([*everything, *self._read])
-        self._handed_back.set()
+        self._requeue([*everything, *self._read])
+        self._requeued.set()
+
+
+class _Subscriptions:
+    """The consumers on one channel at a time: one for each queue, with one prefetch.
+
+    Its generators are the steps for a connection to carry out. Of the I/O thread alone.
+
+    Args:
+        name: prefix of consumer tags.
+        queues: to be consumed.
+        wanted: whether a queue is to be consumed now.
+        prefetch: decides the prefetch.
+    """
+
+    def __init__(
+        self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], prefetch: PrefetchController
+    ) -> None:
+        self._name = name
+        self._queues = queues
+        self._wanted = wanted
+        self._prefetch = prefetch
+        self._queue_of: dict[str, str] = {}  # by consumer tag, of this channel
+        self._active: list[str] = []  # the tags that the broker delivers to now
+        self._made = 0  # so far
+
+    def queue(self, consumer_tag: str) -> str:
+        """Return the queue of a consumer of this channel, active or cancelled."""
+        return self._queue_of[consumer_tag]
+
+    @property
+    def queues(self) -> set[str]:
+        """The queues that the broker delivers from now."""
+        return {self._queue_of[tag] for tag in self._active}
+
+    def begin(self) -> Generator[Step, Any, None]:
+        """Consume all wanted queues, on a new channel."""
+        self._queue_of.clear()
+        self._active.clear()
+        yield from self._consume_wanted()
+
+    def renew(self) -> Generator[Step, Any, None]:
+        """Consume all wanted queues anew, with the present prefetch."""
+        yield from self.end()
+        yield from self._consume_wanted()
+
+    def resume(self, queue: str) -> Generator[Step, Any, None]:
+        """Consume a queue again whose consumer the broker has cancelled."""
+        yield CheckQueue(queue)
+        yield SetPrefetch(self._prefetch.granted)
+        yield self._consume(queue)
+
+    def end(self, queue: str | None = None) -> Generator[Step, Any, None]:
+        """Cancel the consumer of a queue, or all that exist when this is carried out."""
+        tags = [tag for tag in self._active if queue in (None, self._queue_of[tag])]
+        self._active = [tag for tag in self._active if tag not in tags]
+        for tag in tags:
+            yield Cancel(tag)
+
+    def cancelled(self, consumer_tag: str) -> str | None:
+        """Forget a consumer that the broker has cancelled.
+
+        Returns:
+            Its queue; None if the consumer was being cancelled here anyway.
+        """
+        if consumer_tag not in self._active:
+            return None
+        self._active.remove(consumer_tag)
+        return self._queue_of[consumer_tag]
+
+    def lost(self) -> None:
+        """Forget all consumers: their channel is gone."""
+        self._active.clear()
+
+    def _consume_wanted(self) -> Generator[Step, Any, None]:
+        yield SetPrefetch(self._prefetch.prefetch)
+        self._prefetch.renewed()
+        for queue in filter(self._wanted, self._queues):
+            yield self._consume(queue)
+
+    def _consume(self, queue: str) -> Consume:
+        self._made += 1
+        tag = f"{self._name}-{self._made}"
+        self._queue_of[tag] = queue
+        self._active.append(tag)
+        return Consume(queue, tag)

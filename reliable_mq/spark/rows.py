@@ -1,16 +1,15 @@
-"""From the rows of a DataFrame to messages, in one pass over each Arrow batch.
+"""Convert the rows of a DataFrame to messages, in one pass over each Arrow batch.
 
-Invariant: a row that cannot be a message is an error of that row, and says which one it is; the rows before it have
-been given.
+A row without a message id gets one: the same at every attempt at its task, different for different rows. A task that
+fails, or is slow under speculation, runs again and publishes its rows again; consumers recognise them by the id. A
+retried attempt may see its rows in another order, so an id is made not of a row's number but of its content: a digest,
+and how many equal rows came before. Equal rows are interchangeable.
 
-The ids of messages whose rows have none: the same at every attempt at a task, different for different rows.
+Invariants:
 
-A task that fails, or is slow where speculation is on, runs again and publishes its rows again; consumers tell by the
-id. A retried attempt may see its rows in another order, so an id is not made of a row's number but of its content: a
-digest, and how many equal rows came before. Which of two equal rows is which means nothing to anybody.
-
-Invariants: within one partition no two rows have the same id; attempts that see the same rows, in whatever order, make
-the same ids; nothing random goes in, and nothing that differs between processes (``hash`` does).
+- A row that cannot be a message is an error that names the row; the messages of the rows before it were returned.
+- Within one partition no two rows have the same id. Attempts that see the same rows, in whatever order, make the same
+  ids. They contain nothing random, and nothing that differs between processes (``hash`` does).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnsendableRow(Exception):
-    """A row cannot be a message. Never reaches a user: the sink says of which partition it is.
+    """A row cannot be a message. The sink turns it into an error with the partition.
 
     Attributes:
         number: of the row in its partition, from 0.
@@ -60,7 +59,7 @@ class Outgoing(NamedTuple):
 
 
 class RowPlan:
-    """Which column is what. Made on the driver, used on executors: it can be pickled.
+    """The meaning of each column. Made on the driver, used on executors: picklable.
 
     Args:
         options: ``exchange`` and ``routing_key`` come before the columns of these names.
@@ -86,7 +85,7 @@ class RowPlan:
         return self._exchange, self._routing_key, *self._properties
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
-        """Give the messages of a batch, in order.
+        """Return the messages of a batch, in order.
 
         Args:
             batch: with the columns that the plan was made for.
@@ -130,7 +129,7 @@ class RowPlan:
             yield Outgoing(message, exchange or "", routing_key or "")
 
     def _first_without_text(self, batch: pa.RecordBatch) -> tuple[int, str, str | None]:
-        """Find the first row with a text that is not UTF-8, its column, and its ``message_id``."""
+        """Return the first row whose text is not UTF-8, its column and its message id."""
         names = sorted(self._positions, key=lambda name: name != "message_id")
         for number in range(batch.num_rows):
             row = batch.slice(number, 1)
@@ -204,11 +203,13 @@ _DIGEST_BYTES: Final = 16
 
 
 class MessageIds:
-    """Makes the ids of one partition. It remembers some 70 bytes a row, until the task has ended.
+    """Make the message ids of one partition.
+
+    It remembers some 70 bytes for each row until the task has ended.
 
     Args:
-        prefix: what tells this partition from every other: the query and the batch, or the write, and its number.
-        constant: what is the same for all rows and belongs to their content, e.g. where they are published to.
+        prefix: unique for this partition: the query and the batch, or the write, and its number.
+        constant: content that all rows share, e.g. their exchange and routing key.
     """
 
     __slots__ = ("_base", "_prefix", "_repeated", "_seen")

@@ -1,23 +1,22 @@
-"""The sink: rows of a batch or of a micro-batch, published and confirmed before their task is done.
+"""The sink: rows are published and confirmed before their task is done.
 
 Each task publishes its own partition, pipelined, through the publisher of its Python worker. A task is done when the
-broker has confirmed every row of it; where one row is not confirmed, the task fails, with the rows' ids and reasons,
-and Spark runs it again. What was published before is then published a second time with the same ids (see
-`reliable_mq.spark.rows`): at least once.
+broker has confirmed every row of it; if one row is not confirmed, the task fails, with the rows' ids and reasons, and
+Spark runs it again. Rows that were published before are then published a second time with the same ids
+(`reliable_mq.spark.rows`): at least once.
 
-Invariants: a writer does nothing when it is made, and can be pickled; after the first failure no further row is sent,
-and what is outstanding is waited for, so that the error says what became of it; nothing that a writer says holds the
-URL.
+A Python worker keeps one publisher for each broker and user for its next task: PySpark forks its workers before they
+load this package, runs one task at a time in each, and reuses them unless it is told otherwise. A micro-batch of a
+thousand rows would otherwise spend most of its time on handshakes. The publisher's own thread keeps heartbeats going,
+whatever the task does.
 
-The publishers of a Python worker: one for each broker and user, kept for the next task that the worker runs.
+Invariants:
 
-PySpark forks its workers before they load anything of ours, runs one task at a time in each and, unless it is told
-otherwise, gives a worker the next task when it is done. A micro-batch of a thousand rows would otherwise spend most of
-its time on handshakes. The publisher's own thread keeps heartbeats going, whatever the task does.
-
-Invariants: a publisher is given to one task at a time, and is kept only where that task has seen everything confirmed;
-one that nobody has used for a while is closed in good order, before Spark kills its worker for being idle (60 s); a
-worker that will not be used again keeps none.
+- A writer does nothing when it is made, and can be pickled.
+- After the first failure no further row is sent; outstanding rows are waited for, so that the error has their outcome.
+- No message, log line or error of a writer holds the URL.
+- A publisher belongs to one task at a time, and is kept only if that task has seen everything confirmed. An unused one
+  is closed in good order before Spark kills its worker for being idle (60 s). A worker that is not reused keeps none.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
-    """Lend a publisher, connected or about to be; at a clean exit it is kept, on an exception it is thrown away."""
+    """Lend a publisher; keep it after a clean exit, discard it after an exception."""
     key = options.url, options.metrics_directory
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
@@ -182,11 +181,11 @@ class BatchSink(PicklableByName, DataSourceArrowWriter):
         return _Partition(self._options, self._plan, f"{self._write_id}/{partition}", partition).write(iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Say what was written."""
+        """Log how much was written."""
         _log_commit("the batch", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Say what cannot be taken back."""
+        """Log that messages which were published stay so."""
         _log_abort("the batch", messages)
 
 
@@ -208,11 +207,11 @@ class StreamSink(PicklableByName, DataSourceStreamArrowWriter):
         return _Partition(self._options, self._plan, prefix, partition).write(iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Say what was written."""
+        """Log how much was written."""
         _log_commit(f"micro-batch {batchId}", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Say what cannot be taken back."""
+        """Log that messages which were published stay so."""
         _log_abort(f"micro-batch {batchId}", messages)
 
 
@@ -267,7 +266,7 @@ class _Partition:
             self._check()
 
     def _settle(self, beyond: int) -> None:
-        """Take confirmations whose outcome is known from the front; wait while there are more than ``beyond``."""
+        """Remove settled confirmations from the front until ``beyond`` are left at most."""
         confirmations = self.confirmations
         while confirmations and (confirmations[0].outcome is not None or len(confirmations) > beyond):
             confirmation = confirmations.popleft()

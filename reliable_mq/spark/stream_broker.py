@@ -1,18 +1,18 @@
-"""One connection to read streams on: consume from an offset, take what comes, ack, cancel.
+"""Read streams on one connection, and find their first and last offsets.
 
-Streams stay what they are: to ack is only to say that more may be sent. Nothing is tried again here; a lost connection
-is an error for the one who reads, who knows where to go on.
+An ack takes nothing out of a stream: it lets the broker send more. Nothing is retried here; a lost connection is an
+error for the reader, which knows the offset to continue at.
 
-Invariants: deliveries come in the order of the broker, and none after the channel that they came on is lost; what is in
-memory is bounded by the prefetch; a wait ends with what it waits for, at its deadline, or with the connection.
+AMQP 0-9-1 has no method for the offsets of a stream: they are found by consuming. The newest offset is the last one of
+the last chunk. RabbitMQ sends that chunk in one go when ``x-stream-offset`` is ``last``, so a method that is answered
+after its first message is answered after all of it, unless the prefetch cuts it.
 
-Where streams begin and end, found out by consuming: AMQP 0-9-1 has no other way.
+Invariants:
 
-The newest offset is the last one of the last chunk. RabbitMQ sends that chunk in one go when ``x-stream-offset`` is
-``last``, so a method that is answered after its first message is answered after all of it, unless the prefetch cuts it.
-
-Invariants: an end is one more than an offset that was seen, never a guess; nothing is consumed from a queue that is no
-stream (RabbitMQ refuses an offset there); every wait is bounded.
+- Deliveries come in the order of the broker, and none after their channel is lost.
+- Memory is bounded by the prefetch. A wait ends with its event, at its deadline, or with the connection.
+- An end is one more than an offset that was seen, never a guess.
+- Nothing is consumed from a queue that is no stream: RabbitMQ refuses an offset for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _number: Final = Struct(">q").unpack_from
 
 
 class StreamChannel(AdminChannel):
-    """See the module. A context manager: entering connects. One thread at a time may use it.
+    """A channel to consume streams. A context manager: entering connects.
+
+    One thread at a time may use it.
 
     Args:
         settings: where to; each host is tried once.
@@ -99,7 +101,7 @@ class StreamChannel(AdminChannel):
         return tag
 
     def cancel(self, consumer_tag: str, delivery_tag: int = 0) -> None:
-        """Unsubscribe; forget what has come, with an ack up to ``delivery_tag`` or whatever came after it."""
+        """Unsubscribe; ack up to ``delivery_tag`` or later, and drop what has come."""
         self.carry_out(Cancel(consumer_tag))
         with self._changed:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
@@ -115,7 +117,7 @@ class StreamChannel(AdminChannel):
             raise refusal(step, refused) from refused
 
     def take(self, timeout: float, least: int = 1) -> list[RawDelivery]:
-        """Take what has come: at once where there are ``least`` deliveries, else what there is after ``timeout``.
+        """Return ``least`` deliveries or more at once, else those there after ``timeout``.
 
         Raises:
             BrokerUnavailable: the channel is lost, or the stream was deleted, and all that came before was taken.
@@ -138,12 +140,12 @@ class StreamChannel(AdminChannel):
     # On the I/O thread
 
     def _performed(self, outcome: list[Any], result: object) -> None:
-        """What came before the answer to a step can be taken, or forgotten, by the one who waits for the answer."""
+        """Show the deliveries before a reply to the caller that waits for it."""
         self.read_finished()
         super()._performed(outcome, result)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """A channel, with no subscription on it: what was lost stays lost for the one who reads."""
+        """Note a new channel, without a subscription: the reader still sees the loss."""
         with self._changed:
             self._channel = channel
         super().ready(generation, channel, frame_max, server)
@@ -175,10 +177,10 @@ class StreamChannel(AdminChannel):
 
 
 def offset_of(delivery: RawDelivery) -> int | None:
-    """The offset of a delivery from a stream; None where there is none: it comes from another queue.
+    """Return the offset of a delivery from a stream; None if it is from another queue.
 
-    RabbitMQ adds it as a header of its own to each. Looking for its bytes costs a tenth of decoding the headers; where
-    they are there twice (in a value, say), the headers are decoded.
+    RabbitMQ adds it as a header to each delivery. Searching for its bytes costs a tenth of decoding the headers; if
+    they occur twice (in a value, say), the headers are decoded.
     """
     raw = delivery.properties
     at = raw.find(_ENTRY)
@@ -213,7 +215,9 @@ class StreamEnd:
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
-    """Find the end of a stream. Takes some milliseconds, or ``patience`` seconds where the stream is empty.
+    """Find the end of a stream.
+
+    Takes some milliseconds, or ``patience`` seconds if the stream is empty.
 
     Raises:
         BrokerUnavailable, ConfigurationError, TopologyMismatch: as `StreamChannel.consume`; or nothing comes.
@@ -238,12 +242,15 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
 
 
 def first_offset(channel: StreamChannel, stream: str, patience: float) -> int | None:
-    """Give the oldest offset that the stream still has; None where it is empty. Errors as for `end_of`."""
+    """Return the oldest offset of the stream; None if it is empty.
+
+    Errors as for `end_of`.
+    """
     return _first_from(channel, stream, "first", patience)
 
 
 def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: float) -> int | None:
-    """Give the offset of the first message of the chunk that a time lies in; None where nothing is as new.
+    """Return the first offset of a time's chunk; None if nothing is as new.
 
     Errors as for `end_of`.
     """
@@ -251,7 +258,9 @@ def offset_at(channel: StreamChannel, stream: str, when: datetime, patience: flo
 
 
 def partitions_of(channel: StreamChannel, name: str) -> list[str]:
-    """Give the streams that a name means: itself, or the partitions of a super stream, ``name-0`` and so on.
+    """Return the streams of a name: itself, or the partitions of a super stream.
+
+    Partitions are called ``name-0`` and so on.
 
     Raises:
         ConfigurationError: there is neither.
@@ -281,7 +290,7 @@ def _first_from(channel: StreamChannel, stream: str, offset: str | datetime, pat
 
 
 def _first_of(channel: StreamChannel, stream: str, patience: float) -> list[RawDelivery]:
-    """What comes first: nothing where the stream is empty, not where the broker only takes its time.
+    """Return the first deliveries; none if the stream is empty, not if it is slow.
 
     A count above 0 is certain; it lags behind, so 0 is certain only after a while.
     """

@@ -1,4 +1,4 @@
-"""Positions in streams, as Spark keeps them in its checkpoint, and what is decided about them: limits and splits.
+"""Positions in streams, as Spark keeps them in its checkpoint: limits and splits.
 
 A position is the offset of the next message to read; by stream, in JSON: ``{"events": 1200}``, as Spark's Kafka source
 has them. Where a query begins is marked (``{"initial": {"events": 1200}}``), since Spark does not write that down, and
@@ -31,7 +31,7 @@ _INITIAL: Final = "initial"
 
 @dataclass(frozen=True)
 class StreamRange(InputPartition):
-    """What one task reads: the messages of a stream from ``start`` on, up to ``end`` but without it."""
+    """The offsets that one task reads, from ``start`` up to ``end``, exclusive."""
 
     stream: str
     start: int
@@ -47,12 +47,12 @@ class StreamRange(InputPartition):
 
 
 def marked_initial(positions: Positions) -> dict[str, Any]:
-    """Give where a query begins, as `initialOffset` is to return it."""
+    """Return the positions where a query begins, in the form for `initialOffset`."""
     return {_INITIAL: dict(positions)}
 
 
 def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
-    """Give the positions in an offset that Spark hands back, and whether they are where the query begins.
+    """Decode an offset of Spark's: the positions, and whether the query begins there.
 
     Raises:
         ConfigurationError: it is not of this source, or of a newer version of it.
@@ -76,11 +76,11 @@ def limited(
     size: int | None = None,
     average: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """Cut what lies between two positions, each stream by its share, down to a limit.
+    """Limit the messages between two positions, each stream by its share.
 
     Args:
         start: of the batch.
-        end: of what there is; streams that are missing in ``start`` are read from their own beginning elsewhere.
+        end: of the streams; those that are missing in ``start`` are read from their own beginning elsewhere.
         messages: at most so many; None for no limit.
         size: at most so many bytes, as far as ``average`` is right; None for no limit.
         average: bytes of a message, by stream.
@@ -104,12 +104,12 @@ def limited(
 
 
 def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
-    """Give the ranges between two positions; those that are empty are left out."""
+    """Return the ranges between two positions, without empty ones."""
     return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
 
 
 def split(ranges: Iterable[StreamRange], least: int | None) -> list[StreamRange]:
-    """Split ranges, the larger ones into more, until there are ``least``, or one for each message."""
+    """Split ranges by size, until there are ``least``, or one for each message."""
     whole = list(ranges)
     if least is None or least <= len(whole):
         return whole
@@ -123,7 +123,7 @@ def _pieces(each: StreamRange, count: int) -> Iterable[StreamRange]:
 
 
 def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
-    """Share ``total`` out in proportion; what rounding leaves goes first to those who would get nothing."""
+    """Share ``total`` out in proportion; the rest goes first to empty shares."""
     whole = sum(sizes.values())
     if total >= whole:
         return dict(sizes)

@@ -1,10 +1,14 @@
-"""What a task does in stream mode: read one range of offsets, exactly, as often as it is asked to.
+"""The task of stream mode: read one range of offsets, exactly, at every attempt.
 
-Invariants: what is given is every message of the range that the stream still has, in order, each once, however often
-the connection is lost on the way; a range ends only where an offset at or behind its end was seen, so it never ends
-early: one that does not fill in time is an error; messages that the stream has dropped before they were read are data
-loss, which is an error unless ``failOnDataLoss`` is false. Memory is bounded by twice the prefetch, and, as far as the
-sizes of messages can be told from those before them, by twice `_HELD` bytes.
+Invariants:
+
+- The result is every message of the range that the stream still has, in order, each once, however often the connection
+  is lost on the way.
+- A range ends only when an offset at or behind its end was seen, so it never ends early: one that does not fill in time
+  is an error.
+- Messages that the stream has dropped before they were read are data loss: an error unless ``failOnDataLoss`` is false.
+- Memory is bounded by twice the prefetch, and, as far as the sizes of messages can be predicted from those before them,
+  by twice `_HELD` bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ _BETWEEN_ATTEMPTS: Final = 0.5
 
 
 class RangeReader:
-    """Reads one range, once.
+    """Read one range, once.
 
     Args:
         options: of the source.
@@ -62,13 +66,13 @@ class RangeReader:
         self._range = each
         self._names = names
         self._position = each.start  # all before it was given
-        self._appetite = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1)
+        self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1)
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give the range, batch by batch. Blocks while the broker is away, for up to a minute.
+        """Return the range, batch by batch. Blocks for a minute while the broker is away.
 
         Raises:
             ConsumeError: it cannot be read: data loss, or it did not fill in time.
@@ -107,8 +111,8 @@ class RangeReader:
             yield from self._subscription(channel)
 
     def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
-        """Read on, to the end, or until the sizes of messages ask for quite another prefetch."""
-        stream, end, prefetch = self._range.stream, self._range.end, self._appetite.prefetch
+        """Read to the end, or until the sizes of messages require quite another prefetch."""
+        stream, end, prefetch = self._range.stream, self._range.end, self._prefetch.prefetch
         tag = channel.consume(stream, self._position, prefetch)
         joined = False
         while self._position < end:
@@ -122,8 +126,8 @@ class RangeReader:
             if not joined and offsets[0] > self._position:
                 self._check_truncated()
             joined = True
-            self._appetite.fed(len(deliveries), sum(map(size_of, deliveries)))
-            wanted = self._appetite.prefetch
+            self._prefetch.received(len(deliveries), sum(map(size_of, deliveries)))
+            wanted = self._prefetch.prefetch
             after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
             for first in range(bisect_left(offsets, self._position), after, rows):
                 last = min(first + rows, after)
@@ -139,7 +143,7 @@ class RangeReader:
                 return
 
     def _wait_on(self) -> None:
-        """Nothing came for a moment: say why, once that has been so for too long."""
+        """Raise the reason once nothing has come for too long."""
         if self._waited < self._patience:
             return
         with self._connected("end") as channel:
@@ -151,7 +155,10 @@ class RangeReader:
         self._position = self._range.end
 
     def _check_truncated(self) -> None:
-        """The first message that came is a later one: a gap, which is normal, or what is before it was dropped."""
+        """Check the beginning: the first message is a later one.
+
+        That is a gap, which is normal, or the messages before it were dropped.
+        """
         with self._connected("beginning") as channel:
             first = first_offset(channel, self._range.stream, _PROBE)
         if first is not None and first > self._position:

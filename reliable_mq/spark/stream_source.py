@@ -1,7 +1,7 @@
-"""Stream mode: stream queues are read by the executors, range by range, and can be read again.
+"""Stream mode: executors read stream queues, range by range, as often as needed.
 
 The reader decides on ranges of offsets, in a process of its own beside the driver; the executors read them, in
-parallel. Nothing is ever acked away: what a query has read is in its checkpoint alone.
+parallel. An ack takes nothing out of a stream: the position of a query is in its checkpoint alone.
 
 Invariants: nothing is connected before Spark asks for something, and a reader that was not used can be pickled; a range
 that was planned once is the same at every attempt; a batch begins where the one before it has ended: where a query, or
@@ -68,7 +68,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         self._away_until: float | None = None  # where the broker is away: not to be asked before
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Give where a new query begins, marked as such.
+        """Return the positions where a new query begins, marked as such.
 
         Raises:
             ConfigurationError: an offset to begin at lies behind the end of its stream.
@@ -80,7 +80,10 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return marked_initial(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Give the limit of the options. There is always one: no limit at all is how Spark says trigger(once)."""
+        """Return the limit of the options.
+
+        There is always one: without a limit, the call would mean trigger(once) to Spark.
+        """
         if self._options.max_messages is None and self._options.max_bytes is not None:
             return ReadMaxBytes(self._options.max_bytes)
         return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
@@ -90,7 +93,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         self._target = {name: end.position for name, end in self._planner.ends(sure=True).items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Give the end of the next batch; ``start`` where there is nothing new, or the broker is away for now.
+        """Return the end of the next batch; ``start`` if there is nothing new for now.
 
         Raises:
             BrokerUnavailable: it is away, and Spark would take ``start`` for the end of a query with AvailableNow.
@@ -119,7 +122,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
             self._away_until = time.monotonic() + _AWAY
             return start
         self._away_until = None
-        # The batch begins where `start` says: what begins elsewhere has nothing in it, and is read by the next one.
+        # The batch begins at `start`: a stream that begins elsewhere is empty in it, and read by the next one.
         pinned = {name: position for name, position in begin.items() if known.get(name) != position}
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
         planned = pinned | limited(
@@ -133,11 +136,11 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return planned
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Give the end of the streams, for the query's progress."""
+        """Return the end of the streams, for the query's progress."""
         return self._planner.known_ends()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Give the ranges of a batch: the same for the same offsets, after a restart, too."""
+        """Return the ranges of a batch: the same for the same offsets, across restarts."""
         begin, initial = from_checkpoint(start)
         finish, _ = from_checkpoint(end)
         return [] if initial else split(ranges_of(begin, finish), self._options.min_partitions)
@@ -155,7 +158,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         self._show_no_more()
 
     def _show(self, planned: Mapping[str, int]) -> None:
-        """Have metrics of where this query is, in the reader process."""
+        """Register metrics of the positions of this query, in the reader process."""
         metrics = exporter(self._options.metrics_directory)
         if metrics is None:
             return
@@ -180,7 +183,7 @@ class StreamBatch(PicklableByName, DataSourceReader):
         self._names = tuple(names)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Give the ranges between ``startingOffsets`` and ``endingOffsets``.
+        """Return the ranges between ``startingOffsets`` and ``endingOffsets``.
 
         Raises:
             ConfigurationError: an offset to end at is not there yet, or one to begin at is behind the end.
@@ -210,10 +213,10 @@ class _Planner:
         self._looked_at = float("-inf")
 
     def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
-        """Give the ends of all streams.
+        """Return the ends of all streams.
 
         Args:
-            sure: ask now, and wait until it is certain that nothing is in a stream from which nothing comes.
+            sure: query now, and wait until it is certain that a stream without deliveries is empty.
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
             channel = self._connected()
@@ -225,15 +228,15 @@ class _Planner:
         return self._ends
 
     def known_ends(self) -> dict[str, int] | None:
-        """Give the ends as they were found last; None before that."""
+        """Return the ends that were found last; None before that."""
         return {name: end.position for name, end in self._ends.items()} or None
 
     def averages(self) -> dict[str, float]:
-        """Give the bytes of a message, by stream, as they were found last."""
+        """Return the average bytes of a message, by stream, as found last."""
         return {name: end.average for name, end in self._ends.items()}
 
     def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
-        """Give where to begin, by the options."""
+        """Return the positions to begin at, by the options."""
         channel = self._connected()
         names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
@@ -243,7 +246,7 @@ class _Planner:
         return {name: self._position(channel, name, position) for name, position in by_name.items()}
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
-        """Give where to end, by the options."""
+        """Return the positions to end at, by the options."""
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
         if isinstance(given, str):
             return ends
@@ -257,7 +260,10 @@ class _Planner:
         return wanted
 
     def beginning(self, given: StartingPositions, end: Mapping[str, int]) -> dict[str, int]:
-        """Give where a batch begins, by the options; an offset that they give lies before the batch's ``end``."""
+        """Return the positions where a batch begins, by the options.
+
+        An offset of the options lies before the ``end`` of the batch.
+        """
         begin = self.positions("startingOffsets", given)
         for name, position in begin.items():
             if not isinstance(given, str) and position == given[name] and position > end[name]:
@@ -268,7 +274,7 @@ class _Planner:
         return begin
 
     def check_begun(self, begin: Mapping[str, int]) -> None:
-        """Refuse offsets that a query is to begin at and that are not there yet: they would pass for data loss."""
+        """Refuse to begin at offsets that are not there yet: it would look like data loss."""
         for name, end in self.ends(sure=True).items():
             if begin[name] > end.position:
                 raise ConfigurationError(
@@ -277,10 +283,10 @@ class _Planner:
                 )
 
     def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:
-        """Give the beginning of the next batch for the streams that there are now.
+        """Return the positions where the next batch begins, for all existing streams.
 
-        A stream that is new is read from its first message. One that is gone, or that ends before where the query has
-        been, is data loss.
+        A new stream is read from its first message. One that is gone, or that ends before the position of the query, is
+        data loss.
         """
         lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
         result = {}

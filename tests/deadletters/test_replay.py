@@ -69,7 +69,7 @@ def replay(channel: FakeChannel, publisher: FakePublisher | None, limit: int, to
         store=None,
         namespace=None,
         guard=lambda _messages: None,
-        tells_ends=True,
+        counts_lost_connections=True,
         progress=None,
     ).run()
 

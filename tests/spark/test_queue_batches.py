@@ -147,7 +147,7 @@ def test_at_the_end_everything_is_given_back() -> None:
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))
     end = plan(batches, START, most=2)
-    assert tags(batches.give_back()) == [1, 2, 3]
+    assert tags(batches.take_all()) == [1, 2, 3]
     assert batches.held == 0
     assert batches.committed(end) == []
 

@@ -1,4 +1,4 @@
-"""How many deliveries are asked for, so that bytes stay bounded."""
+"""The prefetch of a reader, so that bytes stay bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reliable_mq.codec import RawDelivery, encode_table, join_properties
 from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, times_returned
 
 
-def appetite(
+def controller(
     most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None
 ) -> PrefetchController:
     return PrefetchController(most=most, most_bytes=most_bytes, queues=queues, limit=limit)
@@ -16,60 +16,60 @@ def appetite(
 
 def test_it_begins_small_while_sizes_are_not_known() -> None:
     """The first messages may be the largest ones."""
-    assert appetite().prefetch == 64
-    assert appetite(most=10).prefetch == 10
+    assert controller().prefetch == 64
+    assert controller(most=10).prefetch == 10
 
 
 def test_small_messages_get_all_that_is_allowed() -> None:
     """As soon as the first ones have used up what was granted."""
-    hungry = appetite()
-    hungry.fed(20, 20 * 100)
-    assert hungry.move(held=2000, unacked=20) is PrefetchChange.STAY
-    assert hungry.move(held=6400, unacked=64) is PrefetchChange.RENEW
+    hungry = controller()
+    hungry.received(20, 20 * 100)
+    assert hungry.next_change(held=2000, unacked=20) is PrefetchChange.STAY
+    assert hungry.next_change(held=6400, unacked=64) is PrefetchChange.RENEW
     hungry.renewed()
     assert hungry.granted == 2000
-    assert hungry.move(held=200_000, unacked=2000) is PrefetchChange.STAY
+    assert hungry.next_change(held=200_000, unacked=2000) is PrefetchChange.STAY
 
 
 def test_large_messages_get_as_many_as_fit() -> None:
     """Shared by the queues, and one at least."""
-    hungry = appetite(queues=2)
-    hungry.fed(10, 10 * 50_000)
+    hungry = controller(queues=2)
+    hungry.received(10, 10 * 50_000)
     assert hungry.prefetch == 10
-    hungry.fed(1, 5_000_000)
+    hungry.received(1, 5_000_000)
     assert hungry.prefetch == 1
 
 
 def test_it_pauses_while_too_much_is_held() -> None:
     """And goes on once most of it is gone, with what fits by then."""
-    hungry = appetite()
-    hungry.fed(10, 10 * 100)
+    hungry = controller()
+    hungry.received(10, 10 * 100)
     hungry.renewed()
-    hungry.fed(1, 900_000)
-    assert hungry.move(held=1_100_001, unacked=11) is PrefetchChange.PAUSE
-    assert hungry.move(held=500_000, unacked=5) is PrefetchChange.STAY
-    assert hungry.move(held=250_000, unacked=2) is PrefetchChange.RENEW
+    hungry.received(1, 900_000)
+    assert hungry.next_change(held=1_100_001, unacked=11) is PrefetchChange.PAUSE
+    assert hungry.next_change(held=500_000, unacked=5) is PrefetchChange.STAY
+    assert hungry.next_change(held=250_000, unacked=2) is PrefetchChange.RENEW
     hungry.renewed()
     assert (hungry.granted, hungry.paused) == (1, False)
 
 
 def test_messages_that_are_a_little_larger_do_not_end_the_subscription() -> None:
     """What is asked for is what may be held; what comes may be a tenth more."""
-    hungry = appetite()
-    hungry.fed(64, 64 * 1000)
+    hungry = controller()
+    hungry.received(64, 64 * 1000)
     hungry.renewed()
     assert hungry.granted == 1000
-    assert hungry.move(held=1000 * 1050, unacked=1000) is PrefetchChange.STAY
+    assert hungry.next_change(held=1000 * 1050, unacked=1000) is PrefetchChange.STAY
 
 
 def test_it_forgets_large_messages_slowly() -> None:
     """One read of small ones changes little."""
-    hungry = appetite()
-    hungry.fed(1, 100_000)
-    hungry.fed(100, 100 * 100)
+    hungry = controller()
+    hungry.received(1, 100_000)
+    hungry.received(100, 100 * 100)
     assert hungry.prefetch == 12
     for _ in range(40):
-        hungry.fed(100, 100 * 100)
+        hungry.received(100, 100 * 100)
     assert hungry.prefetch == 2000
 
 
@@ -78,13 +78,13 @@ def test_it_forgets_large_messages_slowly() -> None:
 
 def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
     """Then all that is allowed, where it has not come back before; and one again on another channel."""
-    careful = appetite(limit=20)
+    careful = controller(limit=20)
     assert careful.granted == careful.prefetch == 1
-    careful.fed(1, 100)
-    assert careful.move(held=100, unacked=1) is PrefetchChange.RENEW
+    careful.received(1, 100)
+    assert careful.next_change(held=100, unacked=1) is PrefetchChange.RENEW
     careful.renewed()
     assert careful.granted == 2000
-    assert careful.move(held=200_100, unacked=2001) is PrefetchChange.STAY
+    assert careful.next_change(held=200_100, unacked=2001) is PrefetchChange.STAY
     careful.lost()
     assert careful.prefetch == 1
 
@@ -100,35 +100,35 @@ def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
     limit: int, returned: int, prefetch: int
 ) -> None:
     """A single one from half of the limit on."""
-    careful = appetite(limit=limit)
-    careful.fed(1, 100)
+    careful = controller(limit=limit)
+    careful.received(1, 100)
     careful.returned = returned
     assert careful.prefetch == prefetch
 
 
 def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_little_is_unacked() -> None:
-    careful = appetite(limit=20)
-    careful.fed(1, 100)
+    careful = controller(limit=20)
+    careful.received(1, 100)
     careful.renewed()
-    careful.fed(500, 50_000)
+    careful.received(500, 50_000)
     careful.returned = 15
-    assert careful.move(held=50_000, unacked=501) is PrefetchChange.PAUSE
-    assert careful.move(held=40_000, unacked=400) is PrefetchChange.STAY
+    assert careful.next_change(held=50_000, unacked=501) is PrefetchChange.PAUSE
+    assert careful.next_change(held=40_000, unacked=400) is PrefetchChange.STAY
     careful.returned = 0
-    assert careful.move(held=40_000, unacked=400) is PrefetchChange.RENEW
+    assert careful.next_change(held=40_000, unacked=400) is PrefetchChange.RENEW
     assert careful.prefetch == 1
     careful.renewed()
-    assert careful.move(held=40_100, unacked=401) is PrefetchChange.STAY
+    assert careful.next_change(held=40_100, unacked=401) is PrefetchChange.STAY
 
 
 def test_several_that_come_back_are_read_one_by_one_without_an_end() -> None:
     """Where one is all that is granted there is nothing to pause."""
-    careful = appetite(limit=20)
-    careful.fed(1, 100)
+    careful = controller(limit=20)
+    careful.received(1, 100)
     careful.returned = 15
     for _ in range(3):
-        assert careful.move(held=100, unacked=1) is PrefetchChange.STAY
-        careful.fed(1, 100)
+        assert careful.next_change(held=100, unacked=1) is PrefetchChange.STAY
+        careful.received(1, 100)
 
 
 @pytest.mark.parametrize(
