@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, Moment, Story, display_for
+from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, display_for
+from reliable_mq.cli.demo.run import Story
 from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, fails_once, is_poison
 from reliable_mq.testing.audit import Audit
 
@@ -84,32 +84,31 @@ def test_a_command_that_fails_ends_it(command: str, why: str) -> None:
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-def moment(time: float, **changes: Any) -> Moment:
-    given = {"broker": RUNNING, "connected": True, "blocked": None, "outstanding": 0, "republished": 0}
-    return Moment(time, **{**given, **changes})
+def events(
+    story: Story, time: float, *, broker: BrokerState = RUNNING, connected: bool = True, blocked: str | None = None,
+    outstanding: int = 0, republished: int = 0,
+) -> list[str]:  # fmt: skip
+    status = BrokerStatus(broker, connected, connected, blocked)
+    return story.events(time, status, outstanding=outstanding, republished=republished)
 
 
 def test_the_story_of_an_outage() -> None:
     story = Story()
-    assert story.goes_on(moment(0)) == []
-    assert story.goes_on(moment(1)) == []
-    assert story.goes_on(moment(2, broker=KILLED, outstanding=1200)) == [
-        "the broker is killed, with 1,200 orders unconfirmed"
-    ]
-    assert story.goes_on(moment(3, broker=KILLED, connected=False, outstanding=1300)) == []
-    assert story.goes_on(moment(4, broker=STARTING, connected=False)) == []
-    assert story.goes_on(moment(8.5, republished=1300)) == ["connected again after 5.5 s, 1,300 orders published again"]
+    assert events(story, 0) == []
+    assert events(story, 1) == []
+    assert events(story, 2, broker=KILLED, outstanding=1200) == ["the broker is killed, with 1,200 orders unconfirmed"]
+    assert events(story, 3, broker=KILLED, connected=False, outstanding=1300) == []
+    assert events(story, 4, broker=STARTING, connected=False) == []
+    assert events(story, 8.5, republished=1300) == ["connected again after 5.5 s, 1,300 orders published again"]
 
 
 def test_the_story_of_a_connection_that_is_lost_by_itself_and_of_an_alarm() -> None:
     story = Story()
-    story.goes_on(moment(0))
-    assert story.goes_on(moment(1, connected=False, outstanding=3)) == [
-        "the connection is lost, with 3 orders unconfirmed"
-    ]
-    story.goes_on(moment(2))
-    assert story.goes_on(moment(3, blocked="low on memory")) == ["the broker blocks publishing: low on memory"]
-    assert story.goes_on(moment(4)) == ["the broker takes publishes again"]
+    events(story, 0)
+    assert events(story, 1, connected=False, outstanding=3) == ["the connection is lost, with 3 orders unconfirmed"]
+    events(story, 2)
+    assert events(story, 3, blocked="low on memory") == ["the broker blocks publishing: low on memory"]
+    assert events(story, 4) == ["the broker takes publishes again"]
 
 
 def text_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:

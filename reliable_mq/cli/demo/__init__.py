@@ -32,7 +32,7 @@ def demo(
     """
     if (kill_command is None) != (restart_command is None):
         raise typer.BadParameter("--kill-command and --restart-command go together")
-    from reliable_mq.cli.demo.run import Demo
+    from reliable_mq.cli.demo.run import run
     from reliable_mq.cli.demo.scenario import Outages, Shop
     from reliable_mq.url import parse_url
 
@@ -40,4 +40,4 @@ def demo(
     settings = parse_url(url, connection_name="reliable-mq demo")
     shop = Shop(url, settings, orders=messages, rate=rate)
     outages = Outages(kill_command, restart_command, times=kills)
-    raise typer.Exit(Demo(shop, outages).run(", ".join(map(str, settings.endpoints))))
+    raise typer.Exit(run(shop, outages, ", ".join(map(str, settings.endpoints))))

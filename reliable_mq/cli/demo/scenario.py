@@ -1,13 +1,13 @@
-"""A shop: publishes orders at a steady rate, handles them, and keeps the account of what became of each.
+"""The shop of the demo publishes and handles orders, and audits them; outages kill its broker.
 
 One order in fifty fails at its first attempt, as if a payment service had not answered; one in five hundred cannot be
-processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that what is delivered
+processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that an order delivered
 again after an outage has its effect once.
 
-The account is told what was attempted before it is published, and what was handled or found in the dead-letter queue
-afterwards: it knows nothing of publishers and consumers.
+The audit records each order before it is published, and again when it was handled or found in the dead-letter queue: it
+is independent of publishers and consumers.
 
-The broker dies and comes back, by two commands of the user's, at moments that depend on the job, not on a clock.
+Two commands of the user's kill and restart the broker, at moments that depend on the progress, not on a clock.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from reliable_mq.topology import DEAD_SUFFIX, Queue
 __all__ = ["BrokerState", "Outages", "Progress", "Shop", "fails_once", "is_poison"]
 
 _NAME: Final = "reliable-mq demo"
-_AT_A_TIME: Final = 50  # orders between two looks at the clock
+_AT_A_TIME: Final = 50  # orders between two waits
 _HANDLERS: Final = 4
-_LEFT_WAIT: Final = 0.5  # seconds for the broker to say that a queue is empty
-_GRACE: Final = 5.0  # seconds for what is outstanding when the shop is closed early
+_LEFT_WAIT: Final = 0.5  # seconds for the broker to report an empty queue
+_GRACE: Final = 5.0  # seconds for outstanding confirms when the demo is interrupted
 
 
 def fails_once(number: int) -> bool:
@@ -62,16 +62,12 @@ def is_poison(number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is.
+    """The counts of orders.
 
     Attributes:
-        published: orders submitted.
-        confirmed: of these, confirmed by the broker.
-        handled: orders that a handler was through with.
-        dead_lettered: orders found in the dead-letter queue.
         retried: failed attempts that were tried again.
-        republished: orders published again, since nobody could say whether they had arrived.
-        duplicates: deliveries set aside, since their order was handled before.
+        republished: orders published again, since their outcome was unknown.
+        duplicates: deliveries skipped, since their order was handled before.
     """
 
     published: int
@@ -84,7 +80,7 @@ class Progress:
 
 
 class Shop:
-    """A context manager: entering opens it, leaving closes it and takes its queues away.
+    """A publisher and a consumer of orders. A context manager: leaving deletes the queues.
 
     Args:
         url: of the broker.
@@ -93,9 +89,9 @@ class Shop:
         rate: how many a second; 0 for as many as possible.
 
     Attributes:
-        account: of every order.
+        account: the audit of every order.
         broker: its product and version; once entered.
-        queues: the two that it declares.
+        queues: the work queue and its dead-letter queue.
         publisher, consumer: of the orders.
         failure: why not all orders were published.
     """
@@ -119,9 +115,9 @@ class Shop:
         self._queue = Queue(f"reliable-mq-demo-{secrets.token_hex(4)}")
         self.queues = (self._queue.name, f"{self._queue.name}{DEAD_SUFFIX}")
         retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
-        ladder = DelayQueues(self._queue.name, retry)
-        self._beside = (Quarantine.of(self._queue).name, *(ladder.queue(step).name for step in ladder.own))
-        soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: be back as soon as the broker is
+        delays = DelayQueues(self._queue.name, retry)
+        self._beside = (Quarantine.of(self._queue).name, *(delays.queue(step).name for step in delays.own))
+        soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: reconnect as soon as possible
         self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
         self.consumer = Consumer(
             url,
@@ -144,7 +140,7 @@ class Shop:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Open.
+        """Connect and begin.
 
         Raises:
             ReliableMQError: the broker cannot be reached, or refuses something.
@@ -170,7 +166,7 @@ class Shop:
 
     @property
     def progress(self) -> Progress:
-        """How far it is, as of now."""
+        """The counts of now."""
         sent, received = self.publisher.statistics, self.consumer.statistics
         return Progress(
             published=self._published,
@@ -183,7 +179,7 @@ class Shop:
         )
 
     def is_done(self) -> bool:
-        """Whether every order is settled, every confirmed one handled or dead-lettered, and nothing is on its way."""
+        """Whether all orders are settled, and all confirmed ones handled or dead-lettered."""
         if not self._all_settled.is_set():
             return False
         if self._handled + len(self._dead) < self.publisher.statistics.confirmed:
@@ -191,7 +187,7 @@ class Shop:
         return self._is_idle() and not self.account.balance().lost
 
     def _is_idle(self) -> bool:
-        """Whether the consumer has nothing unacked, and had nothing new since this was asked last."""
+        """Whether the consumer has nothing unacked, and got nothing since the last call."""
         received = self.consumer.statistics
         delivered, self._delivered = self._delivered, received.delivered
         settled = received.acked + received.rejected + received.handed_back + received.lost
@@ -211,7 +207,7 @@ class Shop:
                     return
                 self._publish(number)
             self.publisher.flush()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the one who waits for us is told
+        except Exception as error:  # noqa: BLE001  # reported by the watching thread
             self.failure = error
         finally:
             self._all_settled.set()
@@ -255,7 +251,7 @@ class Shop:
     # Closing
 
     def _take_down(self) -> None:
-        """Book what is left in the queues, and delete them."""
+        """Record the orders that are left in the queues, and delete these."""
         books = (self.account.left, self.account.dead_lettered, *[self.account.left] * len(self._beside))
         for name, book in zip((*self.queues, *self._beside), books, strict=True):
             with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
@@ -273,7 +269,7 @@ _PATIENCE: Final = 120.0  # seconds for a command
 
 
 class BrokerState(enum.Enum):
-    """What the commands have made of the broker."""
+    """The state of the broker, by the commands."""
 
     RUNNING = "running"
     KILLED = "killed"
@@ -281,7 +277,9 @@ class BrokerState(enum.Enum):
 
 
 class Outages:
-    """Kills the broker `times` times, evenly spread over the job. For one thread; the commands run on another.
+    """Kill the broker ``times`` times, evenly spread over the job.
+
+    For one thread; the commands run on another.
 
     Args:
         kill: a command that kills the broker and returns when it is dead; None for no outages.
@@ -289,9 +287,9 @@ class Outages:
         times: how often.
 
     Attributes:
-        done: how many outages there were.
-        state: of the broker, as far as the commands go.
-        failure: why it ended early: a command failed.
+        done: number of outages.
+        state: of the broker, by the commands.
+        failure: of a command, which ends the demo.
     """
 
     def __init__(self, kill: str | None, restart: str | None, *, times: int) -> None:
@@ -303,11 +301,11 @@ class Outages:
         self._thread: threading.Thread | None = None
 
     def advance(self, part: float, *, connected: bool) -> None:
-        """The job has come this far: kill the broker if it is time. Does not wait.
+        """Kill the broker if it is due. Does not wait.
 
         Args:
-            part: of the job, 0 to 1.
-            connected: whether it is connected: the broker is back then, and may be killed again.
+            part: of the job that is done, 0 to 1.
+            connected: whether the broker is back, and may be killed again.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
@@ -321,11 +319,11 @@ class Outages:
 
     @property
     def pending(self) -> bool:
-        """Whether the broker is yet to be killed, or to be started."""
+        """Whether the broker is yet to be killed or restarted."""
         return self.failure is None and (self.done < self._times or self._thread is not None)
 
     def end(self) -> None:
-        """Kill no more; wait until a broker that was killed is started again."""
+        """Kill no more; wait until a killed broker is restarted."""
         self._times = self.done
         if self._thread is not None:
             self._thread.join()
@@ -345,7 +343,7 @@ class Outages:
                 text=True,
                 check=True,
                 timeout=_PATIENCE,
-                start_new_session=True,  # Ctrl-C is ours: the broker is to be started again
+                start_new_session=True,  # Ctrl-C must not keep the broker from being restarted
             )
         except subprocess.CalledProcessError as error:
             self.failure = f"{command!r} failed with status {error.returncode}: {error.stderr.strip()}"
