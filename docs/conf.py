@@ -21,7 +21,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "reliable_mq"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["manual.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 
@@ -37,6 +37,7 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 highlight_language = "text"
 
+autoclass_content = "both"  # the options of some classes are described by their constructors
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_default_options = {"exclude-members": "__new__"}

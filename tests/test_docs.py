@@ -36,6 +36,7 @@ ERRORS = DOCS / "reference" / "errors.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 METRICS = DOCS / "reference" / "metrics.md"
 EXAMPLES = DOCS / "reference" / "examples.md"
+ARCHITECTURE = DOCS / "explanation" / "architecture.md"
 CONTRIBUTING = DOCS / "contributing.md"
 MATRIX = DOCS / "explanation" / "faults.md"
 PROXY = DOCS / "guides" / "testing.md"
@@ -111,6 +112,15 @@ def test_the_paths_that_the_readme_names_exist() -> None:
     assert len(paths) > 3
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=lambda page: page.stem)
+def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> None:
+    """Files of the package are named from its root, the others from the root of the repository."""
+    files = {name for name in inline(page) if re.fullmatch(r"[\w/.]+\.(py|sh|md|toml)", name)} - {"stores/NAME.py"}
+    assert len(files) > 5
+    for name in files:
+        assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
 
 
 def test_every_test_that_is_named_exists() -> None:

@@ -4,6 +4,7 @@
 ``metrics``          the metrics of an exporter: from its families
 ``headers``          the headers of ours: from the docstring of their module
 ``commands``         the command line: from the application itself
+``state-machines``   the states of everything that has some, as diagrams and tables
 ``error-messages``   the texts of the errors, by class: from the source
 
 Each makes Markdown and has it parsed in place of itself.
@@ -18,6 +19,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import state_machines
 import typer
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -91,7 +93,7 @@ class Options(FromCode):
     def lines(self) -> Iterator[str]:
         module, _, name = self.arguments[0].rpartition(".")
         owner = getattr(importlib.import_module(module), name)
-        documented = arguments_of(owner.__doc__)
+        documented = arguments_of(owner.__doc__ or "") or arguments_of(owner.__init__.__doc__ or "")
         rows = []
         for parameter in inspect.signature(owner).parameters.values():
             if parameter.name not in documented:
@@ -169,6 +171,27 @@ def metavar(argument: Any) -> str:
     return shown if argument.required else f"[{shown}]"
 
 
+class StateMachines(FromCode):
+    """A diagram, the states and the changes of each state machine."""
+
+    def lines(self) -> Iterator[str]:
+        for machine in state_machines.machines():
+            numbers = state_machines.numbered(machine)
+            yield from (f"## {machine.states.__name__}", "", cell(inspect.getdoc(machine.states) or ""), "")
+            yield from (f"Defined in `{machine.module}`.", "", f"<div>{state_machines.drawn(machine)}</div>", "")
+            yield from table(
+                ("state", "meaning"), [(f"`{state.name}`", cell(str(state.value))) for state in machine.states]
+            )
+            changes: dict[str, list[str]] = {}
+            for edge in machine.edges:
+                before = "-" if edge.before is None else f"`{edge.before.name}`"
+                changes.setdefault(edge.event, []).append(f"{before} → `{edge.after.name}`")
+            if numbers:
+                rows = [(str(numbers[event]), cell(event), "; ".join(each)) for event, each in changes.items()]
+                yield from ("", *table(("", "event", "changes"), rows), "")
+            yield ""
+
+
 class ErrorMessages(FromCode):
     """The texts that errors of a class are raised with; ``…`` stands for a value."""
 
@@ -226,5 +249,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("metrics", Metrics)
     app.add_directive("headers", Headers)
     app.add_directive("commands", Commands)
+    app.add_directive("state-machines", StateMachines)
     app.add_directive("error-messages", ErrorMessages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
