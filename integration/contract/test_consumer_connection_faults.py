@@ -501,7 +501,7 @@ def test_a_retry_that_waits_is_handed_out_again_after_a_loss_and_keeps_its_count
     policy = RetryPolicy(3, delays=(1.0,))
     with Consumer(proxy.url, ORDERS, handler, retry=policy, reconnect_wait=SOON) as consumer:
         publish(vhost, "orders", numbered(1))
-        wait_until(lambda: consumer.statistics.retried == 1, timeout=10, what="put into its delay queue")
+        wait_until(lambda: consumer.statistics.delayed == 1, timeout=10, what="put into its delay queue")
         # Or a cut would fall between that and the ack, and it would rightly come twice.
         wait_until(lambda: sum(vhost.live_counts().values()) == 1, timeout=10, what="acked")
         proxy.cut()

@@ -305,8 +305,10 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         if self._pools:
             patience = self._patience(subscription, 0.0)
             self._warn_of_running(await asyncio.gather(*(pool.stop(patience) for pool in self._pools)))
-            owed = await self._pools[0].tell_owed(self._time_to_settle(), lambda: not subscription.hurried)
-            self._log_unsettled(owed)
+            unanswered = await self._pools[0].retry_settlements(
+                self._time_to_settle(), lambda: not subscription.hurried
+            )
+            self._log_unsettled(unanswered)
         await subscription.join()
         if subscription.republisher is not None:
             await subscription.republisher.close(END_TIMEOUT)

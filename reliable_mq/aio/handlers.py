@@ -1,20 +1,21 @@
-"""The tasks that run coroutine handlers.
+"""Handlers in the asyncio API: their tasks and threads, and the calls to the store.
 
-There is one task per handler that may run at a time, not one per delivery: it takes what waits, one after the other.
-Tasks are started when there is work for them.
+There is one task per coroutine handler that may run at a time, not one per delivery: it handles one delivery after the
+other. Tasks are started when there is work for them. Plain handlers run on the threads of the sync API, whose end a
+task waits for. A store is called on the event loop: an asyncio store is awaited, one in memory is called, any other has
+a thread.
 
-Invariants: a delivery is taken by one task, and has exactly one result or is handed back; what no handler has begun
-with can be withdrawn; an exception, whatever it is, ends no other delivery; deliveries are begun in the order in which
-they were put; a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a
-message that always makes it do so would come again for ever); handlers that never wait for anything leave the loop to
-others after `_SLICE` seconds; after `stop` no task is left, unless a handler does not let itself be cancelled.
+Invariants:
 
-How a store is asked on the event loop: one that awaits is awaited, one in memory is called, any other has a thread.
-
-Invariant: a question that was asked is waited for, though the task that asked is cancelled meanwhile: a claim that
-nobody knows of would keep its message until the lease ends. Only `abandon` ends that, for a store that hangs.
-
-The threads that run plain handlers, on the asyncio face: those of the sync face, waited for by a task.
+- a delivery is with one task, and has exactly one result or is requeued; one that no handler has begun with can be
+  withdrawn; deliveries are begun in the order in which they were put; an exception, whatever it is, ends no other
+  delivery;
+- a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a message that
+  always makes it do so would come again for ever);
+- handlers that never wait for anything leave the loop to others after `_SLICE` seconds; after `stop` no task is left,
+  unless a handler refuses to be cancelled;
+- a call to a store is waited for though the task that made it is cancelled meanwhile: a claim that nobody knows of
+  would keep its message until the lease ends. Only `abandon` ends that, for a store that hangs.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ from reliable_mq.core.consumer.handler import (
     settling,
 )
 from reliable_mq.core.statistics import Histogram
-from reliable_mq.engine.workers import LOOK_AT_OWED, ClaimBatcher, WorkerPool, all_failed, all_lost, judged, pauses
+from reliable_mq.engine.workers import LOOK_INTERVAL, ClaimBatcher, WorkerPool, all_failed, all_lost, judged, pauses
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
+    from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result, Step
     from reliable_mq.core.idempotency import Claim
-    from reliable_mq.engine.workers import ResultSink, Work
+    from reliable_mq.engine.workers import ResultSink
 
 __all__ = ["BlockingStore", "StoreAdapter", "TaskPool", "ThreadPool", "awaits"]
 
@@ -65,7 +67,7 @@ T = TypeVar("T")
 
 
 class StoreAdapter:
-    """The questions to one store. Made on the loop that it is for.
+    """The calls to one store. Made on the loop that it is for.
 
     Args:
         store: an `IdempotencyStore` or an `AsyncIdempotencyStore`.
@@ -85,7 +87,7 @@ class StoreAdapter:
         self._asked: set[asyncio.Future[Any]] = set()
 
     async def ask(self, step: Step) -> Any:
-        """Ask, and wait for the answer. What the store raises is raised here."""
+        """Call the store, and wait for its answer. Raises its exceptions."""
         if isinstance(step, ClaimKeys):
             question = partial(self._store.claim_many, step.keys, step.lease)
         elif isinstance(step, Complete):
@@ -108,7 +110,7 @@ class StoreAdapter:
         return answer.result()
 
     def abandon(self) -> None:
-        """Wait for no answer any more."""
+        """Wait for no answers any more."""
         for answer in self._asked:
             answer.cancel()
         if self._threads is not None:
@@ -126,7 +128,7 @@ def _as_task(question: Callable[[], Any]) -> asyncio.Future[Any]:
 
 
 class BlockingStore:
-    """An `AsyncIdempotencyStore` asked by threads, which wait for the event loop that this is made on."""
+    """An `AsyncIdempotencyStore` for threads, which wait for the loop that it runs on."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -160,7 +162,7 @@ _CANCELLED = "its handler was cancelled"
 
 
 class TaskPool:
-    """See the module. Made on the loop that it is to run on, and used there.
+    """Runs coroutine handlers in tasks, on the event loop that it is made on.
 
     Args:
         name: of the tasks.
@@ -172,7 +174,7 @@ class TaskPool:
         sink: where to report.
 
     Attributes:
-        items: what no task has taken yet.
+        items: the work that no task has begun.
         epoch: grows when that is withdrawn.
         handler_seconds: the time that handlers took, per call, waiting included.
     """
@@ -206,12 +208,12 @@ class TaskPool:
         self._numbers = itertools.count(1)
 
     def put(self, work: Iterable[Work]) -> None:
-        """Hand out deliveries, or batches."""
+        """Queue deliveries, or batches, for handlers."""
         self.items.extend(work)
         self._fill()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        """Put deliveries in front again, in their order; False if they are withdrawn."""
         if epoch != self.epoch:
             return False
         self.items.extendleft(reversed(deliveries))
@@ -219,12 +221,12 @@ class TaskPool:
         return True
 
     def hold(self) -> None:
-        """Begin with nothing more. What waits, and what is put in by now, is there to be withdrawn. Any thread."""
+        """Begin with nothing more; waiting work can be withdrawn. Any thread."""
         self._held = True
         self.epoch += 1
 
     def withdraw(self) -> list[Delivery]:
-        """Take back what no handler has begun with; what a task holds of it is handed back to the sink instead."""
+        """Return the deliveries that no handler has begun with; a task requeues its own."""
         self.epoch += 1
         withdrawn: list[Delivery] = []
         for item in self.items:
@@ -233,12 +235,12 @@ class TaskPool:
         return withdrawn
 
     def cancel(self) -> None:
-        """Cancel the handlers that run: their deliveries go back."""
+        """Cancel the running handlers: their deliveries are requeued."""
         for task in self._tasks:
             task.cancel()
 
     async def stop(self, patience: float) -> bool:
-        """End the tasks, each after what it runs; after ``patience`` seconds, cancel what it runs.
+        """End the tasks, each after its handler; cancel that after ``patience`` seconds.
 
         Returns:
             Whether all have ended: a handler may refuse to be cancelled.
@@ -257,22 +259,24 @@ class TaskPool:
                 await asyncio.wait(self._tasks, timeout=_CANCEL_GRACE)
         return not self._tasks
 
-    async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Tell the store again what it did not answer to, after `stop`; see `Workers.tell_owed`."""
-        if self._store is None or self._claiming is None or not self._claiming.owed:
+    async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Retry settlements after `stop`, as `WorkerPool.retry_settlements`."""
+        if self._store is None or self._claiming is None or not self._claiming.retries:
             return 0
         deadline = time.monotonic() + timeout
-        task = self._loop.create_task(self._tell_owed(self._store, self._claiming), name=f"{self._name}-owed")
+        task = self._loop.create_task(
+            self._retry_settlements(self._store, self._claiming), name=f"{self._name}-settlements"
+        )
         try:
             while not task.done() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
-                await asyncio.wait([task], timeout=min(left, LOOK_AT_OWED))
+                await asyncio.wait([task], timeout=min(left, LOOK_INTERVAL))
         finally:
             task.cancel()
             self._store.abandon()
             await asyncio.wait([task], timeout=_CANCEL_GRACE)
-        return len(self._claiming.owed)
+        return len(self._claiming.retries)
 
-    async def _tell_owed(self, store: StoreAdapter, claiming: ClaimPolicy) -> None:
+    async def _retry_settlements(self, store: StoreAdapter, claiming: ClaimPolicy) -> None:
         for pause in pauses():
             steps = settling(claiming)
             try:
@@ -285,7 +289,7 @@ class TaskPool:
                     else:
                         step = steps.send(answer)
             except StopIteration:
-                if not claiming.owed:
+                if not claiming.retries:
                     return
             await asyncio.sleep(pause)
 
@@ -302,7 +306,7 @@ class TaskPool:
         return asyncio.current_task() in self._tasks
 
     def _fill(self) -> None:
-        """See to it that as many tasks are at work as there is work for."""
+        """Start or wake as many tasks as there is work for."""
         missing = 0 if self._held else len(self.items)
         while missing and self._idle:
             _wake(self._idle.popleft())
@@ -372,7 +376,7 @@ class TaskPool:
             raise
 
     async def _handle(self, item: Work, task: asyncio.Task[None], _groups: ClaimBatcher) -> Sequence[Result]:
-        """Call the handler without a store: what `handling` does step by step, at once."""
+        """Call the handler without a store, as `handling` does step by step."""
         started = time.perf_counter()
         try:
             if isinstance(item, Delivery):
@@ -422,13 +426,13 @@ class TaskPool:
         self._tasks[task] = ()
         begun, left = groups.end([one for one in results if not _of(one, cancelled)])
         if left:
-            self._sink.hand_back(left)
+            self._sink.requeue(left)
         return [*begun, *(Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in cancelled)]
 
     async def _carry_out(
         self, task: asyncio.Task[None], steps: Handling, groups: ClaimBatcher, cancelled: list[Delivery]
     ) -> list[Result]:
-        """Carry out steps to their end. Note in ``cancelled`` whose handler was."""
+        """Carry out steps to their end; add to ``cancelled`` deliveries whose handler was."""
         store = self._store
         if store is None:
             raise RuntimeError("there is no store")
@@ -533,7 +537,7 @@ class ThreadPool:
         self._workers.start()
 
     def put(self, work: Iterable[Work]) -> None:
-        """Hand out deliveries, or batches."""
+        """Queue deliveries, or batches, for handlers."""
         self._workers.put(work)
 
     def hold(self) -> None:
@@ -541,13 +545,13 @@ class ThreadPool:
         self._workers.hold()
 
     def withdraw(self) -> list[Delivery]:
-        """Take back what no handler has begun with."""
+        """Return the deliveries that no handler has begun with."""
         return self._workers.withdraw()
 
     async def stop(self, patience: float) -> bool:
-        """End the threads, each after what it runs. Waits up to ``patience`` seconds; returns whether all have ended.
+        """End the threads, each after its handler. Returns whether all have ended in time.
 
-        A thread cannot be cancelled: what still runs then is left to itself.
+        A thread cannot be cancelled: a handler that still runs after ``patience`` seconds is left to itself.
         """
         if self._workers.stop(0.0):
             return True
@@ -557,11 +561,11 @@ class ThreadPool:
         finally:
             thread.close()
 
-    async def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Tell the store again what it did not answer to; see `Workers.tell_owed`."""
-        thread = DaemonExecutor(f"{self._name}-owed", 1)
+    async def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Retry settlements after `stop`, as `WorkerPool.retry_settlements`."""
+        thread = DaemonExecutor(f"{self._name}-settlements", 1)
         try:
-            return await thread.future(partial(self._workers.tell_owed, timeout, worth_waiting))
+            return await thread.future(partial(self._workers.retry_settlements, timeout, worth_waiting))
         finally:
             thread.close()
 
@@ -569,7 +573,7 @@ class ThreadPool:
         """Nothing: a thread cannot be cancelled."""
 
     def abort(self) -> None:
-        """End the threads, each after what it runs. Does not wait."""
+        """End the threads, each after its handler. Does not wait."""
         self._workers.stop(0.0)
 
     @property

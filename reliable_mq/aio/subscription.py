@@ -1,14 +1,11 @@
-"""Publishes dead letters on a connection of their own, confirmed, and says of each whether it was.
+"""The consumer's connection in the asyncio API: on the event loop.
 
-On a connection of their own, since the broker blocks publishing connections under an alarm, and a consumer's must go on
-acking.
+Dead letters and retries are published on a connection of their own, since the broker blocks publishing connections
+under an alarm, and a consumer's must go on acking.
 
-Invariants: each dead letter that is put is answered exactly once, unless the loop ends before; nothing blocks the
-caller; the connection is opened with the first dead letter; there is a task only while some wait to be published.
-
-A consumer's connection on the event loop, and how tasks wait for it.
-
-Deliveries on request, for tasks, which take turns.
+Invariants: the outcome of each publish is reported exactly once, unless the loop ends before; nothing blocks the caller
+of `AsyncRepublisher.put`; the connection is opened with the first publish; there is a task only while some wait to be
+published.
 """
 
 from __future__ import annotations
@@ -47,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncRepublisher:
-    """See the module. On one event loop.
+    """Publishes dead letters and retries, confirmed. On one event loop.
 
     Args:
         publisher: not opened yet; closed by `close`.
-        answer: told of each dead letter: None where it is confirmed, else why not.
+        answer: called with the outcome of each publish: None if it is confirmed, else an error.
         name: of the task.
     """
 
@@ -65,13 +62,13 @@ class AsyncRepublisher:
         self._task: asyncio.Task[None] | None = None
 
     def put(self, republish: RepublishRequest) -> None:
-        """Publish one. Does not wait."""
+        """Publish a message. Does not wait."""
         self._waiting.append(republish)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
 
     async def close(self, timeout: float) -> None:
-        """Give up what is not confirmed within ``timeout`` seconds; its originals stay unacked."""
+        """Abandon publishes without a confirm in time; their originals stay unacked."""
         try:
             await self._publisher.close(timeout)
         except PublishError:
@@ -127,7 +124,7 @@ class AsyncSubscription(BaseSubscription):
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None.
+        """Wait for the first attempt on every host. Returns its error, or None.
 
         A set-up that goes on (a large topology) is waited for beyond ``timeout``.
         """
@@ -166,7 +163,7 @@ _LONGEST = 1e8  # seconds that a timer is set for
 
 
 class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
-    """See `BasePullSubscription`."""
+    """A subscription that asks for each delivery; see `BasePullSubscription`."""
 
     _changed: _Changes
 
@@ -175,7 +172,7 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
         self._turn = asyncio.Lock()
 
     async def take(self, most: int, timeout: float) -> list[PulledDelivery]:
-        """Take up to ``most`` deliveries: all that are there, or what comes first within ``timeout`` seconds.
+        """Take up to ``most`` deliveries: those here, or the first that come in time.
 
         The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most. Where the
         task is cancelled, nothing is taken.

@@ -120,6 +120,6 @@ class SettlementRetries:
 
     def settlements(self, keys: Container[str] | None = None) -> list[tuple[list[Claim], bool | None]]:
         """Return the settlements, by outcome; those of ``keys`` alone if given."""
-        owed = [each for each in list(self._settlements) if keys is None or each[0].key in keys]
-        kinds = dict.fromkeys(failed for _, failed in owed)
-        return [([claim for claim, failed in owed if failed is kind], kind) for kind in kinds]
+        found = [each for each in list(self._settlements) if keys is None or each[0].key in keys]
+        kinds = dict.fromkeys(failed for _, failed in found)
+        return [([claim for claim, failed in found if failed is kind], kind) for kind in kinds]

@@ -20,7 +20,7 @@ from reliable_mq._util.validation import Duration, declared_by, seconds, whole_n
 from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription, HandlerPool
-from reliable_mq.engine.workers import OWED
+from reliable_mq.engine.workers import UNANSWERED
 from reliable_mq.errors import UsageError
 from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
@@ -200,10 +200,10 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
                 sink=subscription,
             )
             self._pools = (new_pool(name=options.name, count=options.concurrency),)
-            subscription.outlet = self._pools[0]
+            subscription.handlers = self._pools[0]
             if options.isolates:
                 self._pools += (new_pool(name=f"{options.name}-quarantine", count=1),)
-                subscription.isolation = self._pools[1]
+                subscription.quarantine_handlers = self._pools[1]
         if options.republishes:
             subscription.republisher = self._republisher_type(
                 options.new_publisher(self._publisher_type),
@@ -231,7 +231,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     def _log_unsettled(self, claims: int) -> None:
         if claims:
-            logger.error(OWED, self._options.name, claims)
+            logger.error(UNANSWERED, self._options.name, claims)
 
     def _finished(self) -> None:
         """Note that nothing is left to wait for."""

@@ -1,12 +1,12 @@
 """Deliveries on request (``basic.get``), for jobs that take what is there and go.
 
-Each request is answered with a delivery or with "empty"; a whole batch of requests goes out in one write. Deliveries
-are the consuming session's as any others: a retried one is held in the process and comes first with a later request.
+Each request is answered with a delivery or with "empty"; a whole batch of requests is sent in one write. Deliveries go
+through the consumer session as any others: a retried one is held in the process and comes first with a later request.
 
 Invariants: no more deliveries are unsettled, held ones included, than the prefetch, which the broker itself does not
-apply to ``basic.get``; requests that a lost channel did not answer are made again on the next one, for whoever still
-waits; a call ends with every request of its own answered, unless the broker does not answer; a delivery that was not
-settled when its block is left goes back, or is acked, as the block ended.
+apply to ``basic.get``; requests that a lost channel did not answer are made again on the next one, for a caller that
+still waits; a call ends with every request of its own answered, unless the broker does not answer; a delivery that is
+not settled when its block is left is requeued, or acked, as the block ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no
 
 
 class PulledDelivery(Delivery):
-    """A delivery from ``get``: settled one by one, or all together when its block is left."""
+    """A delivery from ``get``, settled by its methods or at the end of its block."""
 
     __slots__ = ("_settled", "_subscription")
 
@@ -68,7 +68,7 @@ class PulledDelivery(Delivery):
         self._subscription = subscription
 
     def ack(self) -> None:
-        """It is done. Does not wait for the broker.
+        """Ack it. Does not wait for the broker.
 
         Raises:
             StaleDelivery: its channel is gone; the broker will deliver it again.
@@ -77,7 +77,7 @@ class PulledDelivery(Delivery):
         self._settle(self)
 
     def retry(self, delay: Duration | None = None) -> None:
-        """Try it again later: a failed attempt, as `RetryLater` raised by a handler. Errors as for `ack`."""
+        """Retry it later: a failed attempt, as by `RetryLater`. Errors as for `ack`."""
         self._settle(Failed(self, describe(RetryLater(delay), time.time())))
 
     def dead_letter(self, reason: str) -> None:
@@ -85,12 +85,12 @@ class PulledDelivery(Delivery):
         self._settle(Failed(self, describe(DeadLetter(reason), time.time())))
 
     def hand_back(self) -> None:
-        """Return it to the queue, unhandled and no attempt. Errors as for `ack`."""
+        """Requeue it, without an attempt. Errors as for `ack`."""
         self._settle(None)
 
     @property
     def settled(self) -> bool:
-        """Whether it was acked, retried, dead-lettered or handed back."""
+        """Whether it was acked, retried, dead-lettered or requeued."""
         return self._settled
 
     def _settle(self, result: Result | None) -> None:
@@ -101,10 +101,10 @@ class PulledDelivery(Delivery):
 
 
 class ChangeMonitor(Protocol):
-    """Guards what a caller and the loop share, and tells callers that it has changed."""
+    """Guards the state that a caller and the loop share, and wakes callers on changes."""
 
     def __enter__(self) -> object:
-        """Begin to look at it, or to change it."""
+        """Begin to read or change it."""
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
@@ -112,21 +112,21 @@ class ChangeMonitor(Protocol):
         """End that."""
 
     def notify_all(self) -> None:
-        """It has changed. Between `__enter__` and `__exit__` only."""
+        """Wake callers. Between `__enter__` and `__exit__` only."""
 
 
 class BasePullSubscription(BaseSubscription):
-    """A subscription whose deliveries are asked for; it is its own outlet. A face says how callers wait.
+    """A subscription that asks for each delivery, and is its own handler pool.
 
-    Callers take turns. The one whose turn it is says how many it wants; the loop asks for them, and says when the round
-    is over: when every request is answered, or none can be made.
+    Callers take turns; an API adds how they wait. The one whose turn it is asks for a number of deliveries; the loop
+    requests them, and ends the round when every request is answered, or none can be made.
     """
 
     _changed: ChangeMonitor  # guards the seven that `__init__` begins with
 
     def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
         super().__init__(options, settings, recovery)
-        self.outlet = self
+        self.handlers = self
         self._changed = self._new_changes()
         self._arrived: deque[Delivery] = deque()
         self._unsettled = 0  # given to the user and not settled
@@ -135,7 +135,7 @@ class BasePullSubscription(BaseSubscription):
         self._done = False  # nothing will come any more
         self._doubted = False  # the broker did not find the queue, and it is not known yet whether it is gone
         self._gone: ReliableMQError | None = None  # how the broker said that the queue does not exist any more
-        self._owed = 0  # requests that are not answered; on the loop only, as the rest
+        self._unanswered = 0  # requests that are not answered; on the loop only, as the rest
         self._empty = False  # an answer of this round
         self._channel = 0
         self._poll = _POLL_FIRST
@@ -161,7 +161,7 @@ class BasePullSubscription(BaseSubscription):
         self._io.call_soon(self._ask_afresh)
 
     def _take_arrived(self, taken: list[PulledDelivery], deadline: float) -> float | None:
-        """Move to ``taken`` what has arrived. Returns how many seconds to wait for more; None where that is all.
+        """Move arrived deliveries to ``taken``. Returns seconds to wait for more, or None.
 
         The answers of a broker that is connected are waited for, a few seconds beyond ``deadline`` at most.
 
@@ -185,7 +185,7 @@ class BasePullSubscription(BaseSubscription):
         return (deadline if over else last) - now
 
     def _give_back(self, taken: list[PulledDelivery]) -> None:
-        """The caller was interrupted before it had them: they come first again."""
+        """Put deliveries in front again: the caller was interrupted before it had them."""
         self._arrived.extendleft(reversed(taken))
         self._unsettled -= len(taken)
 
@@ -193,11 +193,11 @@ class BasePullSubscription(BaseSubscription):
         self._wanted = 0
 
     def settle(self, delivery: PulledDelivery, result: Result | None) -> None:
-        """The user settled a delivery; None hands it back."""
+        """Settle a delivery with the result of the user; None requeues it."""
         with self._changed:
             self._unsettled -= 1
         if result is None:
-            self.hand_back([delivery])
+            self.requeue([delivery])
         else:
             self.report([result])  # counted as stale where it is
             self._wake()
@@ -205,7 +205,11 @@ class BasePullSubscription(BaseSubscription):
             raise StaleDelivery(f"the channel of {delivery!r} is gone; the broker will deliver it again")
 
     def leave(self, deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
-        """A block is left: ack what is not settled, or hand it back. Raises StaleDelivery after the last of them."""
+        """Ack, or requeue, unsettled deliveries at the end of a block.
+
+        Raises:
+            StaleDelivery: the channel of one is gone; the others are acked.
+        """
         stale: StaleDelivery | None = None
         for delivery in deliveries:
             if not delivery.settled:
@@ -219,19 +223,19 @@ class BasePullSubscription(BaseSubscription):
         if stale is not None and ack:
             raise stale
 
-    # On the loop: the outlet
+    # On the loop: the handler pool
 
     def put(self, work: Iterable[Delivery | list[Delivery]]) -> None:
-        """Deliveries that were asked for, or whose next attempt is due."""
+        """Pass deliveries on to the caller: requested ones, or those of a next attempt."""
         with self._changed:
             self._arrived.extend(item for item in work if isinstance(item, Delivery))
             self._changed.notify_all()
 
     def hold(self) -> None:
-        """Nothing: no handler begins with anything."""
+        """Do nothing: there are no handlers."""
 
     def withdraw(self) -> list[Delivery]:
-        """Give back what nobody has taken."""
+        """Return the deliveries that no caller has."""
         with self._changed:
             withdrawn = list(self._arrived)
             self._arrived.clear()
@@ -240,7 +244,7 @@ class BasePullSubscription(BaseSubscription):
     # On the loop: the connection
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Ask again what the lost channel did not answer."""
+        """Repeat the requests that the lost channel did not answer."""
         self._channel = channel
         with self._changed:
             self._gone, self._doubted = None, False
@@ -248,8 +252,8 @@ class BasePullSubscription(BaseSubscription):
         self._ask_afresh()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """What was asked is not answered any more. A broker that refuses to answer would do so again and again."""
-        self._owed = 0
+        """Forget unanswered requests; end if the broker refuses them for good."""
+        self._unanswered = 0
         self._empty = False
         with self._changed:
             self._doubted = loss.by_broker and loss.code == _NOT_FOUND
@@ -261,7 +265,7 @@ class BasePullSubscription(BaseSubscription):
             self._end()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Where the queue is gone, callers are told; it may come back."""
+        """Wake callers if the queue is gone; it may come back."""
         super().failed(error, will_retry)
         if will_retry and is_missing(error):
             with self._changed:
@@ -269,45 +273,45 @@ class BasePullSubscription(BaseSubscription):
                 self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:
-        """A request is answered with a delivery."""
-        self._owed -= 1
+        """Take in the delivery that answers a request."""
+        self._unanswered -= 1
         self._poll = _POLL_FIRST
         super().got(delivery, message_count)
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """A request is answered with a delivery that nobody gets."""
-        self._owed -= 1
+        """Take in a delivery that answers a request, and that no caller gets."""
+        self._unanswered -= 1
         self._poll = _POLL_FIRST
         super().oversized(delivery, size, message_count)
 
     def got_empty(self) -> None:
-        """A request is answered: the queue is empty."""
-        self._owed -= 1
+        """Note that the queue is empty."""
+        self._unanswered -= 1
         self._empty = True
 
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         return self._options.pull_setup(server, self._maker)
 
     def _run(self) -> None:
-        """Pass deliveries on; then ask for those that are still wanted, or tell the caller that there are no more."""
+        """Pass deliveries on; then request more, or end the round."""
         super()._run()
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for what is wanted and neither here nor asked for, as far as the prefetch allows."""
-        if self._owed:
+        """Request the deliveries that are still wanted, as far as the prefetch allows."""
+        if self._unanswered:
             return
         with self._changed:
             missing = self._wanted - len(self._arrived)
         if missing > 0 and self.connected and not self._empty:
             prefetch = self._options.prefetch
-            self._owed = max(min(missing, prefetch - self.session.outstanding) if prefetch else missing, 0)
+            self._unanswered = max(min(missing, prefetch - self.session.outstanding) if prefetch else missing, 0)
             if self._poll > _POLL_FIRST:
-                self._owed = min(self._owed, 1)  # an empty queue is asked once at a time
-        if self._owed:
+                self._unanswered = min(self._unanswered, 1)  # an empty queue is asked once at a time
+        if self._unanswered:
             with self._changed:
                 self._over = False
-            self._io.write(encode_get(self._channel, self._options.queue_name) * self._owed)
+            self._io.write(encode_get(self._channel, self._options.queue_name) * self._unanswered)
             return
         with self._changed:
             self._over = True
@@ -322,7 +326,7 @@ class BasePullSubscription(BaseSubscription):
         self._ask()
 
     def _ask_afresh(self) -> None:
-        """Ask at once, whatever the queue has said before."""
+        """Ask at once, though the queue was empty before."""
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         self._poll = _POLL_FIRST

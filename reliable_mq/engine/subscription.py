@@ -76,7 +76,7 @@ _LEVELS = {
 
 
 class ConsumerConnection(Protocol):
-    """The connection of an API. Only `start`, `call_soon` and `stop` may be called from other threads."""
+    """The connection of an API. From other threads: `start`, `call_soon` and `stop`."""
 
     def start(self) -> None:
         """Begin to connect. Does not wait."""
@@ -112,27 +112,27 @@ class Event(Protocol):
 
 
 class RepublisherProtocol(Protocol):
-    """Publishes messages in place of deliveries; calls `BaseSubscription.published` once for each."""
+    """Publishes messages in place of deliveries; each outcome is reported once."""
 
     def put(self, republish: RepublishRequest, /) -> None:
-        """Publish a message. Called on the loop; must not block."""
+        """Publish a message; `BaseSubscription.published` follows. Must not block."""
 
 
 class HandlerPool(Protocol):
     """Runs handlers. Called on the loop, but for `hold`; must not block."""
 
     def put(self, work: Iterable[Work]) -> None:
-        """Have these handled."""
+        """Queue work for handlers."""
 
     def hold(self) -> None:
-        """Begin with nothing more: the deliveries that wait, and those put in by now, will be withdrawn. Any thread."""
+        """Begin with nothing more; waiting work, and new, is withdrawn. Any thread."""
 
     def withdraw(self) -> list[Delivery]:
         """Return the deliveries that no handler has begun with, nor will."""
 
 
 class BaseSubscription:
-    """The connection of a consumer, and its session. An API says how its connection and its events are made.
+    """The connection of a consumer, and its session; an API adds its own parts.
 
     Args:
         options: of the consumer.
@@ -140,8 +140,9 @@ class BaseSubscription:
         recovery: when to connect again.
 
     Attributes:
-        outlet: runs handlers; to be set before `start`.
-        isolation: runs handlers of deliveries from quarantine, so that these hold up no others; None to use ``outlet``.
+        handlers: runs handlers; to be set before `start`.
+        quarantine_handlers: the same for deliveries from quarantine, which hold up no others there; None to use
+            ``handlers``.
         republisher: for dead letters and retries; to be set before `start` where the session makes any.
         session: decides.
         largest_body: see `ChannelSink`.
@@ -151,14 +152,14 @@ class BaseSubscription:
         ended: set when it has ended.
     """
 
-    outlet: HandlerPool
+    handlers: HandlerPool
     ended: Event
     _verdict: Event  # each host had its first attempt, or one has succeeded
     _io: ConsumerConnection
 
     def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
         self.republisher: RepublisherProtocol | None = None
-        self.isolation: HandlerPool | None = None
+        self.quarantine_handlers: HandlerPool | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body
         self.error: ReliableMQError | None = None
@@ -169,13 +170,13 @@ class BaseSubscription:
         self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
         self._maker: QueueRecord | None = None  # the same, where anybody wants to know
-        self._isolated = False  # subscribed to quarantine
+        self._in_quarantine = False  # subscribed to quarantine
         self._version: tuple[int, ...] = ()  # of the broker
         self._results: deque[Result] = deque()
         self._reported_at = 0.0  # when the oldest of them was
         self._report_after = 1  # results; fewer of them wait for the next poll
         self._published: deque[tuple[RepublishRequest, ReliableMQError | None]] = deque()
-        self._handed_back: deque[Delivery] = deque()
+        self._requeued: deque[Delivery] = deque()
         self._woken = False
         self._connection_lost = False
         self._alarm = Wakeup(self._run)
@@ -212,7 +213,7 @@ class BaseSubscription:
         return self.session.lifecycle.connected
 
     def verdict(self, waited: float) -> ReliableMQError | None:
-        """Return why it is not subscribed, after ``waited`` seconds for the first attempt on every host; or None."""
+        """Return why it is not subscribed after ``waited`` seconds, or None."""
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
@@ -235,18 +236,18 @@ class BaseSubscription:
         ):
             self._wake()
 
-    def hand_back(self, deliveries: Iterable[Delivery]) -> None:
+    def requeue(self, deliveries: Iterable[Delivery]) -> None:
         """Requeue dispatched deliveries that no handler began with."""
-        self._handed_back.extend(deliveries)
+        self._requeued.extend(deliveries)
         self._wake()
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None) -> None:
-        """Pass the outcome of a publish on to the session; ``error`` None: it is confirmed."""
+        """Pass the outcome of a publish on to the session; no ``error``: confirmed."""
         self._published.append((republish, error))
         self._wake()
 
     def prefetch_changed(self) -> None:
-        """Subscribe anew with the prefetch that the options have now. Does not wait; deliveries stay."""
+        """Subscribe anew with the prefetch of the options. Does not wait."""
         self._io.call_soon(self._change_prefetch)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
@@ -254,15 +255,15 @@ class BaseSubscription:
         return self._io.call_later(delay, fn)
 
     def stop(self) -> None:
-        """Begin to stop and return at once: nothing more is dispatched, running handlers are waited for.
+        """Begin to stop: nothing more is dispatched. Does not wait for running handlers.
 
         A handler that calls this is the last one on its thread, or task, however late the loop learns of it.
         """
         self._io.call_soon(self._begin_to_stop)
         if not self.session.automatic:
-            self.outlet.hold()
-            if self.isolation is not None:
-                self.isolation.hold()
+            self.handlers.hold()
+            if self.quarantine_handlers is not None:
+                self.quarantine_handlers.hold()
 
     @property
     def stalled_seconds(self) -> float | None:
@@ -277,7 +278,7 @@ class BaseSubscription:
     # On the loop: events of the connection
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Begin with a channel that is set up, and subscribed unless the consumer is stopping."""
+        """Begin with a channel that is set up, and subscribed unless the consumer stops."""
         self.reconnects += self._connection_lost
         self._connection_lost = False
         self._version = server.version_tuple
@@ -290,7 +291,7 @@ class BaseSubscription:
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """Forget the channel; the broker delivers again what was not acked."""
-        self._isolated = False
+        self._in_quarantine = False
         self._connection_lost |= loss.scope == "connection"
         self._record.lost(time.monotonic())
         timeout = consumer_timeout_of(loss)
@@ -302,7 +303,7 @@ class BaseSubscription:
         self._run()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Note a failed attempt. A queue with other arguments ends the consumer even where a lost one is waited for."""
+        """Note a failed attempt; a queue with other arguments ends the consumer."""
         self._last_error = error
         self._attempts_left -= 1
         if self.session.lifecycle.stopping:
@@ -320,7 +321,7 @@ class BaseSubscription:
         """Do nothing."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Subscribe again: the queue is gone, or its leader, or a delivery was unacked for too long."""
+        """Subscribe again: the queue or its leader is gone, or a delivery timed out."""
         if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.isolated_tag}:
             return
         if not self.session.cancelled(time.monotonic()):
@@ -391,7 +392,7 @@ class BaseSubscription:
         self._alarm.set(actions.wake_at, now, self._io.call_later)
 
     def _take_in(self, now: float) -> None:
-        """Tell the session what has happened on other threads."""
+        """Pass events of other threads on to the session."""
         session = self.session
         if self._results:
             since = self._reported_at
@@ -399,13 +400,13 @@ class BaseSubscription:
             session.finished(results, now, since=min(since, now))
         while self._published:
             session.published(*self._published.popleft(), now)
-        if self._handed_back:
-            back = self._handed_back
+        if self._requeued:
+            back = self._requeued
             session.withdrawn([back.popleft() for _ in range(len(back))])
 
     def _carry_out(self, actions: Actions) -> None:
         if actions.dispatch:
-            self.outlet.put(actions.dispatch)
+            self.handlers.put(actions.dispatch)
         for queue in actions.declare:
             self._io.run(declare(queue, self._version, self._maker), partial(self._declared, queue))
         if self.republisher is not None:
@@ -414,7 +415,7 @@ class BaseSubscription:
         if actions.data:
             self._io.write(actions.data)
         if actions.dispatch_quarantined:
-            (self.isolation or self.outlet).put(actions.dispatch_quarantined)
+            (self.quarantine_handlers or self.handlers).put(actions.dispatch_quarantined)
         for change in actions.subscribe:
             self._change_subscription(change)
         for event in actions.log:
@@ -428,10 +429,10 @@ class BaseSubscription:
         elif isinstance(change, ReopenChannel):
             self._io.reopen_channel()
         else:
-            self._io.run(self._options.subscribe_to_quarantine(), self._isolating)
+            self._io.run(self._options.subscribe_to_quarantine(), self._subscribed_to_quarantine)
 
     def _finish(self, now: float) -> None:
-        """Close the connection. What came to an end until now is acked, and nothing keeps the consumer alive."""
+        """Close the connection, after the acks of everything that has ended by now."""
         self._alarm.cancel()  # the loop may be the user's
         if self.ended.is_set():
             return
@@ -474,16 +475,16 @@ class BaseSubscription:
 
     def _unsubscribe(self) -> StepGenerator:
         yield Cancel(self.session.lifecycle.consumer_tag)
-        if self._isolated:  # by now: that may have been under way when the stop began
+        if self._in_quarantine:  # by now: that may have been under way when the stop began
             yield Cancel(self._options.isolated_tag)
 
     def _unsubscribed(self, _outcome: object) -> None:
         self.session.lifecycle.unsubscribed(time.monotonic())
         self._run()
 
-    def _isolating(self, outcome: object) -> None:
-        self._isolated = not isinstance(outcome, Exception)
-        if not self._isolated:
+    def _subscribed_to_quarantine(self, outcome: object) -> None:
+        self._in_quarantine = not isinstance(outcome, Exception)
+        if not self._in_quarantine:
             logger.warning("consumer %r does not handle what is in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
@@ -517,16 +518,16 @@ class BaseSubscription:
             self._run()
 
     def _withdraw(self) -> None:
-        """Take dispatched deliveries back that no handler began with, unless they would never come again."""
+        """Withdraw dispatched deliveries, unless the broker has forgotten them."""
         if not self.session.automatic:
             self.session.withdrawn(self._withdrawn())
 
     def _withdrawn(self) -> list[Delivery]:
-        isolated = [] if self.isolation is None else self.isolation.withdraw()
-        return [*self.outlet.withdraw(), *isolated]
+        quarantined = [] if self.quarantine_handlers is None else self.quarantine_handlers.withdraw()
+        return [*self.handlers.withdraw(), *quarantined]
 
     def _time_out(self, timeout: ConsumerTimeout) -> None:
-        """Fail the deliveries that handlers have begun with by now, and that are old enough."""
+        """Fail the running deliveries that the broker took back."""
         now = time.monotonic()
         self._take_in(now)
         self._withdraw()

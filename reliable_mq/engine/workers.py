@@ -1,20 +1,20 @@
-"""The threads that run handlers.
+"""The threads that run handlers, and the groups in which deliveries are claimed.
 
-Invariants: a delivery is taken by one worker, and has exactly one result or is handed back; what no handler has begun
-with can be withdrawn; an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a
-handler runs; deliveries are begun in the order in which they were put; a batch handler gets a list of its own.
+An exception that comes where none can be expected (one that another thread has sent, no memory) is logged, and the
+deliveries that the worker held have failed; the worker goes on, on another thread if need be.
 
-An exception that comes where none can be expected (one that another thread has sent, no memory) is logged, and what the
-worker held has failed; the worker goes on, on another thread if need be.
+If handlers are quick, several deliveries are claimed at once; those whose turn does not come soon are put back,
+unclaimed, so that no lease runs while another handler takes its time. If the store fails, half as many are claimed
+next, and then slowly more: it may have no space for so many.
 
-How many deliveries one worker or task claims with one question to the store, and which of them may still begin.
+Invariants:
 
-Where handlers are quick, several deliveries are claimed at once; those whose turn does not come soon are put back,
-unclaimed, so that no lease runs while another handler takes its time. Where the store fails, half as many are claimed
-next, and then slowly more: it may have no room for so many.
-
-Invariants: a group is of one epoch of what waits: once that was withdrawn, none of the group begins any more; the first
-of a group may always begin; what is put back comes first again, in its order.
+- a delivery is with one worker, and has exactly one result or is requeued; one that no handler has begun with can be
+  withdrawn; deliveries are begun in the order in which they were put;
+- an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a handler runs; a
+  batch handler gets a list of its own;
+- a group is of one epoch of the waiting work: once that was withdrawn, none of the group begins any more; the first of
+  a group may always begin; deliveries that are put back come first again, in their order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.dispatch import verdicts
+from reliable_mq.core.consumer.dispatch import Work, verdicts
 from reliable_mq.core.consumer.handler import (
     ClaimKeys,
     Complete,
@@ -52,12 +52,11 @@ if TYPE_CHECKING:
     from reliable_mq.stores import IdempotencyStore
 
 __all__ = [
-    "LOOK_AT_OWED",
-    "OWED",
+    "LOOK_INTERVAL",
+    "UNANSWERED",
     "ClaimBatcher",
     "ResultSink",
     "Waiting",
-    "Work",
     "WorkerPool",
     "all_failed",
     "all_lost",
@@ -65,28 +64,26 @@ __all__ = [
     "pauses",
 ]
 
-_CLAIMED_TOGETHER = 64  # deliveries for which the store is asked at once, at most
-_GROUP_SECONDS = 0.05  # after which handlers that have not begun are put off: the lease of their claims is running
-
-Work = Delivery | list[Delivery]
+_CLAIMED_TOGETHER = 64  # deliveries that are claimed at once, at most
+_GROUP_SECONDS = 0.05  # after which deliveries that have not begun are put back: the lease of their claims is running
 
 
 class Waiting(Protocol):
-    """What has been handed out and nobody has begun with. An epoch ends when it is withdrawn."""
+    """Dispatched work that nobody has begun with. An epoch ends when it is withdrawn."""
 
     items: deque[Work]
     epoch: int
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        """Put deliveries in front again, in their order; False if they are withdrawn."""
 
 
 class ClaimBatcher:
-    """The groups of one worker or task, one after the other.
+    """The groups that one worker or task claims, one after the other.
 
     Args:
-        waiting: where to take from.
-        share: of what waits that it may take at once.
+        waiting: the work to take from.
+        share: the part of it to take at once, at most.
     """
 
     def __init__(self, waiting: Waiting, share: float) -> None:
@@ -99,7 +96,7 @@ class ClaimBatcher:
         self._end = 0.0  # until when they may begin
 
     def take(self, first: Work) -> list[Delivery]:
-        """Begin a group with ``first``, and take a fair share of what waits along with it, unless that is a batch."""
+        """Begin a group with ``first``; unless that is a batch, take a fair share with it."""
         self._calls, self._epoch, self._end = 0, self._waiting.epoch, time.perf_counter() + _GROUP_SECONDS
         if not isinstance(first, Delivery):
             return first
@@ -115,12 +112,16 @@ class ClaimBatcher:
         return deliveries
 
     def may_begin(self, now: float) -> bool:
-        """Whether the next one of the group may begin now, by ``time.perf_counter``; asked once for each."""
+        """Whether the next of the group may begin at ``now``; to be called once for each."""
         self._calls += 1
         return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
 
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
-        """Put back what has not begun. Returns the results of what has, and what could not be put back."""
+        """Put back deliveries that have not begun.
+
+        Returns:
+            The results of the others, and the deliveries that could not be put back.
+        """
         left = [one.delivery for one in results if isinstance(one, Skipped) and one.what is SkipReason.NOT_BEGUN]
         failed = any(isinstance(one, Skipped) and one.what is SkipReason.STORE_FAILED for one in results)
         self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
@@ -133,26 +134,26 @@ class ClaimBatcher:
 
 logger = logging.getLogger(__name__)
 
-OWED = (
+UNANSWERED = (
     "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
     "and one whose handler has returned is handled again then"
 )
-LOOK_AT_OWED = 0.1  # seconds between two looks whether it is still worth waiting for the store
+LOOK_INTERVAL = 0.1  # seconds between two looks whether it is still worth waiting for the store
 _LOST = "the worker that called its handler was ended"
 
 
 class ResultSink(Protocol):
-    """Where workers report. Any thread."""
+    """Takes the results of workers. Any thread."""
 
     def report(self, results: Sequence[Result]) -> None:
-        """These are the results."""
+        """Take results."""
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        """No handler has begun with these, and none will."""
+    def requeue(self, deliveries: Sequence[Delivery]) -> None:
+        """Requeue deliveries that no handler has begun with, nor will."""
 
 
 class WorkerPool:
-    """See the module. `put`, `hold` and `withdraw` may be called from any thread.
+    """Runs handlers on threads. `put`, `hold` and `withdraw`: from any thread.
 
     Args:
         name: of the threads.
@@ -195,15 +196,15 @@ class WorkerPool:
             thread.start()
 
     def put(self, work: Iterable[Work]) -> None:
-        """Hand out deliveries, or batches. Does not block."""
+        """Queue deliveries, or batches, for handlers. Does not block."""
         self._waiting.put(work)
 
     def hold(self) -> None:
-        """Begin with nothing more. What waits, and what is put in by now, is there to be withdrawn."""
+        """Begin with nothing more; waiting work, and any put by now, can be withdrawn."""
         self._waiting.hold()
 
     def withdraw(self) -> list[Delivery]:
-        """Take back what no handler has begun with; what a worker holds of it is handed back to the sink instead."""
+        """Return the deliveries that no handler has begun with; a worker requeues its own."""
         withdrawn: list[Delivery] = []
         for item in self._waiting.withdraw():
             if isinstance(item, Delivery):
@@ -213,7 +214,7 @@ class WorkerPool:
         return withdrawn
 
     def stop(self, timeout: float) -> bool:
-        """End the threads, each after what it runs. Waits up to ``timeout`` seconds; returns whether all have ended."""
+        """End the threads, each after its handler. Returns whether all have ended in time."""
         self._waiting.close()
         deadline = time.monotonic() + timeout
         for number in range(len(self._threads)):
@@ -222,24 +223,28 @@ class WorkerPool:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def tell_owed(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
-        """Tell the store again what it did not answer to, after `stop`; again and again, while it is ``worth_waiting``.
+    def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
+        """Retry settlements that the store did not answer to, while ``worth_waiting``.
+
+        To be called after `stop`.
 
         Returns:
-            How many settlements it has not answered to within ``timeout`` seconds.
+            The number of settlements without an answer after ``timeout`` seconds.
         """
-        if not self._claiming or not self._claiming.owed:
+        if not self._claiming or not self._claiming.retries:
             return 0
         over = threading.Event()
-        thread = threading.Thread(target=self._tell_owed, args=(over,), name=f"{self._name}-owed", daemon=True)
+        thread = threading.Thread(
+            target=self._retry_settlements, args=(over,), name=f"{self._name}-settlements", daemon=True
+        )
         thread.start()
         deadline = time.monotonic() + timeout
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
-            thread.join(min(left, LOOK_AT_OWED))
+            thread.join(min(left, LOOK_INTERVAL))
         over.set()
-        return len(self._claiming.owed)
+        return len(self._claiming.retries)
 
-    def _tell_owed(self, over: threading.Event) -> None:
+    def _retry_settlements(self, over: threading.Event) -> None:
         if self._store is None or self._claiming is None:
             raise RuntimeError("there is no store")
         for pause in pauses():
@@ -254,7 +259,7 @@ class WorkerPool:
                     else:
                         step = steps.send(answer)
             except StopIteration:
-                if not self._claiming.owed or over.wait(pause):
+                if not self._claiming.retries or over.wait(pause):
                     return
 
     @property
@@ -289,7 +294,7 @@ class WorkerPool:
                 self._threads[number].start()
 
     def _recover(self, worker: _Worker, error: BaseException) -> None:
-        """A worker was ended by what no handler has raised: it goes on, and what it held has failed."""
+        """Go on after an exception that no handler raised; the worker's deliveries failed."""
         held, worker.held = worker.held, ()
         deliveries = [held] if isinstance(held, Delivery) else list(held)
         if deliveries:
@@ -304,7 +309,7 @@ class WorkerPool:
 
 
 class _WaitingWork:
-    """What no worker has taken yet. Taking it needs no lock; an epoch ends when what waits is withdrawn or held."""
+    """Work that no worker has. Taking it needs no lock; a withdrawal ends an epoch."""
 
     def __init__(self) -> None:
         self.items: deque[Work] = deque()
@@ -312,7 +317,7 @@ class _WaitingWork:
         self._changed = threading.Condition()
         self._idle = 0
         self._closed = False
-        self._held: deque[Work] | None = None  # what is not to be taken any more
+        self._held: deque[Work] | None = None  # work that is not to be begun any more
 
     def put(self, work: Iterable[Work]) -> None:
         with self._changed:
@@ -320,7 +325,7 @@ class _WaitingWork:
             self._notify()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put what was taken in front again, in its order; False where it is to be withdrawn by now."""
+        """Put deliveries in front again, in their order; False if they are withdrawn."""
         with self._changed:
             if epoch != self.epoch:
                 return False
@@ -331,12 +336,12 @@ class _WaitingWork:
     def hold(self) -> None:
         with self._changed:
             if self._held is None:
-                self._held = deque(self._taken_out())
+                self._held = deque(self._take_all())
 
     def withdraw(self) -> list[Work]:
         with self._changed:
             held, self._held = self._held, None if self._held is None else deque()
-            return [*(held or ()), *self._taken_out()]
+            return [*(held or ()), *self._take_all()]
 
     def close(self) -> None:
         with self._changed:
@@ -356,8 +361,8 @@ class _WaitingWork:
                     self._idle -= 1
         return True
 
-    def _taken_out(self) -> list[Work]:
-        """Under the lock. What no worker has taken; nothing that one has taken begins any more."""
+    def _take_all(self) -> list[Work]:
+        """Take out all work, under the lock; no group that a worker has begins any more."""
         self.epoch += 1
         items: list[Work] = []
         while True:
@@ -402,7 +407,7 @@ class _Worker:
             sink.report(results)
 
     def _handle(self, item: Work) -> Sequence[Result]:
-        """Call the handler without a store: what `handling` does step by step, at once."""
+        """Call the handler without a store, as `handling` does step by step."""
         deliveries = [item] if isinstance(item, Delivery) else item
         started = time.perf_counter()
         try:
@@ -447,7 +452,7 @@ class _ClaimingWorker(_Worker):
         self.held = ()
         begun, left = self._groups.end(results)
         if left:
-            self._sink.hand_back(left)
+            self._sink.requeue(left)
         return begun
 
     def _run(self, steps: Handling) -> list[Result]:
@@ -483,7 +488,7 @@ class _ClaimingWorker(_Worker):
 
 
 def ask(store: IdempotencyStore, step: Step) -> object:
-    """Ask a store what a step says."""
+    """Carry out a step of `handling` with a store."""
     if isinstance(step, ClaimKeys):
         return store.claim_many(step.keys, step.lease)
     if isinstance(step, Complete):
@@ -493,7 +498,7 @@ def ask(store: IdempotencyStore, step: Step) -> object:
 
 
 def pauses() -> Iterator[float]:
-    """Give the seconds from one try to tell a store what it is owed to the next."""
+    """Yield the seconds from one retry of settlements to the next."""
     pause = 0.05
     while True:
         yield pause
@@ -521,12 +526,12 @@ def judged(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:
 
 
 def all_failed(deliveries: list[Delivery], error: BaseException) -> list[Result]:
-    """Say of each of these that its handler, or that of its batch, raised ``error``."""
+    """Return failures by ``error`` of the handler of these deliveries."""
     failure = describe(error, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]
 
 
 def all_lost(deliveries: list[Delivery]) -> list[Result]:
-    """Say of each of these that the worker, or task, that held it was ended. Nothing of the user's is looked at."""
+    """Return failures by the end of their worker, or task; call no code of the user."""
     failure = Failure("RuntimeError", _LOST, time.time())
     return [Failed(delivery, failure, alone=len(deliveries) == 1) for delivery in deliveries]

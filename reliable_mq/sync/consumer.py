@@ -271,7 +271,9 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         if self._pools:
             patience = self._patience(subscription, 0.1)
             self._warn_of_running([pool.stop(patience) for pool in self._pools])
-            self._log_unsettled(self._pools[0].tell_owed(self._time_to_settle(), lambda: not subscription.hurried))
+            self._log_unsettled(
+                self._pools[0].retry_settlements(self._time_to_settle(), lambda: not subscription.hurried)
+            )
         if subscription.republisher is not None:
             subscription.republisher.close(END_TIMEOUT)
         _open_consumers.discard(self)

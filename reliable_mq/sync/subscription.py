@@ -1,14 +1,11 @@
-"""Publishes dead letters on a connection of their own, confirmed, and says of each whether it was.
+"""The consumer's connection in the sync API: on an I/O thread, others wait for it.
 
-On a connection of their own, since the broker blocks publishing connections under an alarm, and a consumer's must go on
-acking. On a thread of their own, since opening that connection and a full window block.
+Dead letters and retries are published on a connection of their own, since the broker blocks publishing connections
+under an alarm, and a consumer's must go on acking; and on a thread of their own, since opening that connection and a
+full window block.
 
-Invariants: each dead letter that is put is answered exactly once; nothing blocks the caller; the connection is opened
-with the first dead letter.
-
-A consumer's connection on an I/O thread, and how any other thread waits for it.
-
-Deliveries on request, for callers on any thread, who take turns.
+Invariants: the outcome of each publish is reported exactly once; nothing blocks the caller of `Republisher.put`; the
+connection is opened with the first publish.
 """
 
 from __future__ import annotations
@@ -45,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class Republisher:
-    """See the module. Thread-safe.
+    """Publishes dead letters and retries, confirmed. Thread-safe.
 
     Args:
-        publisher: not opened yet; closed by `close`.
-        answer: told of each dead letter: None where it is confirmed, else why not. Called on threads of this object.
+        publisher: not opened yet; closed by `close`. answer: called with the outcome of each publish, on a thread of
+            this object: None if it is confirmed, else an error.
     """
 
     def __init__(
@@ -60,11 +57,11 @@ class Republisher:
         self._thread = CallbackThread(name)
 
     def put(self, republish: RepublishRequest) -> None:
-        """Publish one. Does not block."""
+        """Publish a message. Does not block."""
         self._thread.put(partial(self._publish, republish))
 
     def close(self, timeout: float) -> None:
-        """Give up what is not confirmed within ``timeout`` seconds; its originals stay unacked."""
+        """Abandon publishes without a confirm in time; their originals stay unacked."""
         try:
             self._publisher.close(timeout)
         except PublishError:
@@ -91,7 +88,7 @@ class Republisher:
 
 
 class Subscription(BaseSubscription):
-    """See `BaseSubscription`."""
+    """The connection of a consumer; see `BaseSubscription`."""
 
     ended: threading.Event
     republisher: Republisher | None
@@ -99,7 +96,7 @@ class Subscription(BaseSubscription):
     _io: IOThread
 
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait for the outcome of the first attempt on every host. Returns why it is not subscribed, or None.
+        """Wait for the first attempt on every host. Returns its error, or None.
 
         A set-up that goes on (a large topology) is waited for beyond ``timeout``.
         """
@@ -132,7 +129,7 @@ class Subscription(BaseSubscription):
 
 
 class PullSubscription(Subscription, BasePullSubscription):
-    """See `BasePullSubscription`."""
+    """A subscription that asks for each delivery; see `BasePullSubscription`."""
 
     _changed: threading.Condition
 
@@ -141,7 +138,7 @@ class PullSubscription(Subscription, BasePullSubscription):
         self._turn = threading.Lock()
 
     def take(self, most: int, timeout: float) -> list[PulledDelivery]:
-        """Take up to ``most`` deliveries: all that are there, or what comes first within ``timeout`` seconds.
+        """Take up to ``most`` deliveries: those here, or the first that come in time.
 
         The answers of a broker that is connected are waited for, a few seconds beyond ``timeout`` at most.
 

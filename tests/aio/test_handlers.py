@@ -34,7 +34,7 @@ class Sink:
         self.results += results
         self._changed.set()
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    def requeue(self, deliveries: Sequence[Delivery]) -> None:
         self.handed_back += deliveries
         self._changed.set()
 

@@ -33,7 +33,7 @@ def test_a_release_that_was_not_answered_is_told_again_before_the_next_attempt()
     assert isinstance(only(runner(retried)), Failed)
     assert runner.kinds == [ClaimKeys, RunHandler, Release, Release, ClaimKeys, RunHandler, Release]
     assert retried.attempt == 2, "the first one was to be counted"
-    assert not runner.claiming or not runner.claiming.owed
+    assert not runner.claiming or not runner.claiming.retries
 
 
 def test_a_handler_that_has_returned_is_not_called_for_another_delivery_of_the_same_message() -> None:
@@ -82,13 +82,13 @@ def test_at_the_end_the_store_is_told_again_of_all_that_is_owed() -> None:
     runner(delivery(1, message_id="m1"))
     runner(delivery(2, message_id="m2"))
     runner.settle()
-    assert len(runner.claiming.owed) == 2
+    assert len(runner.claiming.retries) == 2
     runner.broken = {Release}
     runner.settle()
-    assert len(runner.claiming.owed) == 1
+    assert len(runner.claiming.retries) == 1
     runner.broken = set()
     runner.settle()
-    assert not runner.claiming.owed
+    assert not runner.claiming.retries
     first, second = runner.store.claim_many(["q|orders|m1", "q|orders|m2"], HOUR)
     assert (first.status, first.attempts, second.status) == (ClaimStatus.NEW, 1, ClaimStatus.DONE)
 

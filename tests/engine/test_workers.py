@@ -36,7 +36,7 @@ class Sink:
             self.results += results
             self._changed.notify_all()
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    def requeue(self, deliveries: Sequence[Delivery]) -> None:
         with self._changed:
             self.handed_back += deliveries
             self._changed.notify_all()

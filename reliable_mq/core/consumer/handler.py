@@ -179,10 +179,10 @@ class ClaimPolicy:
 
     Attributes:
         key, lease, max_attempts, transaction: as given.
-        owed: the settlements to retry.
+        retries: settlements to retry.
     """
 
-    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "owed", "transaction")
+    __slots__ = ("_namespace", "_prefix", "_queue", "key", "lease", "max_attempts", "retries", "transaction")
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class ClaimPolicy:
         self.lease = lease
         self.max_attempts = max_attempts
         self.transaction = transaction
-        self.owed = SettlementRetries()
+        self.retries = SettlementRetries()
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery; None if it has none."""
@@ -238,7 +238,7 @@ def handling(
     if claiming is None:
         handled, failed, left = yield from _judge(list(deliveries), batch, wall_clock)
         return [*handled, *failed, *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
-    owed = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
+    done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
     claims = yield from _claim(fresh, claiming, results, wall_clock)
     handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
@@ -251,14 +251,14 @@ def handling(
     if claiming.transaction is not None:
         results.extend(delivery for delivery in handled if _is_completed(delivery))
         handled = [delivery for delivery in handled if not _is_completed(delivery)]
-    owed += [(delivery, claims[delivery]) for delivery in handled]
-    yield from _complete(claiming, owed, results)
+    done += [(delivery, claims[delivery]) for delivery in handled]
+    yield from _complete(claiming, done, results)
     return results
 
 
 def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
     """Retry the settlements that the store did not answer to."""
-    for claims, failed in claiming.owed.settlements():
+    for claims, failed in claiming.retries.settlements():
         yield from _settle(claiming, claims, failed)
 
 
@@ -335,7 +335,7 @@ def _claim(
                 keys[delivery] = key
     new: dict[Delivery, Claim] = {}
     exhausted: list[Delivery] = []
-    if claiming.owed:
+    if claiming.retries:
         yield from _settle_before(claiming, keys, results)
     answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
     if isinstance(answer, str):
@@ -357,8 +357,8 @@ def _claim(
         else:
             what = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
             results.append(Skipped(delivery, what))
-    if keys and claiming.owed:  # the store answers: a good time for what is owed of other keys
-        for claims, failed in claiming.owed.settlements():
+    if keys and claiming.retries:  # the store answers: a good time for those of other keys
+        for claims, failed in claiming.retries.settlements():
             yield from _settle(claiming, claims, failed)
     detail = yield from _give_up(claiming, [new.pop(delivery) for delivery in exhausted])
     results.extend(Skipped(delivery, SkipReason.EXHAUSTED, detail) for delivery in exhausted)
@@ -389,7 +389,7 @@ def _settle_before(
     claiming: ClaimPolicy, keys: dict[Delivery, str], results: list[Result]
 ) -> Generator[Step, Any, None]:
     """Retry the settlements of these keys; leave out those that the store still fails."""
-    for claims, failed in claiming.owed.settlements(set(keys.values())):
+    for claims, failed in claiming.retries.settlements(set(keys.values())):
         answer = yield from _settle(claiming, claims, failed)
         if isinstance(answer, str):
             unsettled = {claim.key for claim in claims}
@@ -402,9 +402,9 @@ def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> 
     """Complete claims, or release them, as ``failed`` or not. Returns as `_ask`."""
     answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):
-        claiming.owed.add(claims, failed)
-    elif claiming.owed:
-        claiming.owed.answered(claims, failed)
+        claiming.retries.add(claims, failed)
+    elif claiming.retries:
+        claiming.retries.answered(claims, failed)
     return answer
 
 
