@@ -87,9 +87,9 @@ def test_a_large_message_is_not_kept_out_by_small_ones(
         assert lane is not None
         with ThreadPoolExecutor(2) as pool:
             large = pool.submit(submit, checker, publisher, "orders", b"l" * 900)
-            wait_until(lambda: len(lane._line) == 1, timeout=10, what="the large message")
+            wait_until(lambda: len(lane._waiting) == 1, timeout=10, what="the large message")
             small = pool.submit(submit, checker, publisher, "orders", b"s" * 100)
-            wait_until(lambda: len(lane._line) == 2, timeout=10, what="the small message")
+            wait_until(lambda: len(lane._waiting) == 2, timeout=10, what="the small message")
             for _ in range(9):
                 assert not large.done()
                 proxy.release_confirms(1)

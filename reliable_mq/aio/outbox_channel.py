@@ -110,7 +110,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
         self._carrier = carrier
-        self._room = AsyncWindowWaiters(self.loop, self._window)
+        self._waiters = AsyncWindowWaiters(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
         self._threads = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
@@ -150,13 +150,13 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         """
         self.check_usable()
         self._check_open()
-        if not self._room and self._window.fits(confirmation.size):
+        if not self._waiters and self._window.fits(confirmation.size):
             self._admit(confirmation, row)
             return
         remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
-        if not await self._room.wait(confirmation.size, remaining, partial(self._admit, confirmation, row)):
+        if not await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation, row)):
             self._check_open()
-            raise self._no_room(confirmation)
+            raise self._window_timeout(confirmation)
 
     async def flush(self, limit: float) -> int:
         """Wait until every message in the outbox is published, or will not be by itself.
@@ -200,7 +200,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._carrier.cancel()
         self._writer.stop()
         await self._join(self._writer.join, deadline)
-        self._say_left(left)
+        self._log_left(left)
         try:
             await self._ask(self.outbox.close, deadline)
         except (OutboxError, TimeoutError) as error:
@@ -262,12 +262,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._window.take(confirmation.size)
         self._writer.store(confirmation, row)
 
-    def _tell_room(self) -> None:
-        self._room.give()
+    def _notify_window(self) -> None:
+        self._waiters.admit()
 
     def _refuse_waiting(self) -> None:
         self._closed = True
-        self._room.refuse()
+        self._waiters.refuse()
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
         """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.

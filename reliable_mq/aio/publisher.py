@@ -287,7 +287,7 @@ class AsyncPublisher(
         )
         confirmation.seen = reported
         if not channel.take(confirmation):
-            await channel.wait_for_room(confirmation)
+            await channel.wait_for_window(confirmation)
         return confirmation
 
     async def _connect_relay(self) -> None:
@@ -304,7 +304,7 @@ class AsyncPublisher(
         confirmation = self._new_relayed(channel, row)
         confirmation.watchers = [partial(done, confirmation)]
         if not channel.take(confirmation):
-            await channel.wait_for_room(confirmation)
+            await channel.wait_for_window(confirmation)
 
     # Opening
 

@@ -1,25 +1,22 @@
-"""A publishing lane on asyncio: one connection, its publishing session, and the window that callers await.
+"""The publisher channel of the asyncio API: its inbox, and tasks that wait.
 
-A caller admits its publish to the window and leaves it in the inbox; the lane takes whole inboxes, lets the session
-decide, writes what the session encodes, and settles what the session settled. One turn of the loop serves all that came
-in meanwhile, so that a publish costs no task, no lock and no write of its own.
+A caller admits its publish to the window and puts it into the inbox; one turn of the loop serves all that came in
+meanwhile, so that a publish costs no task, no lock and no write of its own.
 
 Invariants:
 
 - everything runs on one event loop, and nothing here awaits but for callers;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
-  lane ends; whoever is cancelled while awaiting, what was admitted stays as it is;
-- callers that wait for the window are admitted in the order in which they came, by the lane itself
+- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
+  end of the channel; a cancelled await leaves an admitted publish as it is;
+- tasks that wait for the window are admitted in the order in which they came, by the channel itself
   (`AsyncWindowWaiters`): one that is cancelled first has not been admitted;
-- every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends.
+- every wait of a task ends: with its condition, at its deadline, or at the end of the channel.
 
-Who waits for room in a window on the asyncio face.
+Invariants of `AsyncWindowWaiters`:
 
-Invariants:
-
-- room is given in the order in which it was asked for, by whoever frees it, and is taken at that moment: neither a
+- places are assigned in the order of the requests, by the call that frees them, and are taken at that moment: neither a
   cancellation nor a newcomer comes between;
-- who is late or cancelled has taken nothing, leaves nothing behind, and holds up nobody who came after it.
+- a task that is late or cancelled has taken nothing, leaves nothing behind, and holds up no task after it.
 """
 
 from __future__ import annotations
@@ -47,11 +44,11 @@ __all__ = ["AsyncPublisherChannel", "AsyncWindowWaiters"]
 
 
 class AsyncWindowWaiters:
-    """See the module. For one event loop; true while somebody waits.
+    """Tasks of one event loop that wait for a window; true while there are some.
 
     Args:
         loop: the event loop.
-        window: where the room is.
+        window: the window.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, window: PublishWindow) -> None:
@@ -64,12 +61,12 @@ class AsyncWindowWaiters:
         return bool(self._waiting)
 
     async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool:
-        """Wait for room. False where there is none within ``timeout`` seconds, or will be none.
+        """Wait for a place in the window; return whether it was taken.
 
         Args:
             size: bytes.
-            timeout: seconds; where none are left, what is free in the same turn of the loop is given all the same.
-            take: called once there is room, before anybody else is; takes it.
+            timeout: seconds; with none left, a place that is free in the same turn of the loop is taken all the same.
+            take: takes the place; called once there is one, before any other task runs.
         """
         given: asyncio.Future[bool] = self._loop.create_future()
         late = self._loop.call_later(max(timeout, 0.0), _resolve, given)
@@ -79,14 +76,14 @@ class AsyncWindowWaiters:
         finally:
             late.cancel()
             if self._waiting.pop(given, None) is not None:
-                self.give()
+                self.admit()
 
-    def give(self) -> None:
-        """Room may be free: give it to those who wait."""
+    def admit(self) -> None:
+        """Admit waiting tasks that fit."""
         waiting = self._waiting
         while waiting:
             given, (size, take) = next(iter(waiting.items()))
-            if not given.done():  # else it is late or cancelled, and about to leave
+            if not given.done():  # otherwise it is late or cancelled, and about to leave
                 if not self._window.fits(size):
                     return
                 take()
@@ -94,7 +91,7 @@ class AsyncWindowWaiters:
             del waiting[given]
 
     def refuse(self) -> None:
-        """There will be no room for those who wait."""
+        """Refuse all waiting tasks."""
         while self._waiting:
             _resolve(self._waiting.popitem(last=False)[0])
 
@@ -104,11 +101,11 @@ def _resolve(given: asyncio.Future[bool]) -> None:
         given.set_result(False)
 
 
-_PUMPED_AT = 64  # publishes in the inbox that are not left to wait for the next turn of the loop
+_ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of the loop
 
 
 class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
-    """See the module. Made on the loop that it is to run on.
+    """The channel of one publisher of the asyncio API, made on its loop.
 
     Attributes:
         loop: the event loop.
@@ -120,10 +117,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     def __init__(self, options: PublisherOptions) -> None:
         super().__init__(options, nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
-        self._changed: list[asyncio.Future[None]] = []  # of those who wait for the state to change
-        self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # until which moment all is to be settled
+        self._changed: list[asyncio.Future[None]] = []  # of tasks that wait for the state to change
+        self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # the moment before which all must be settled
         self._inbox: list[AsyncConfirmation] = []
-        self._room = AsyncWindowWaiters(self.loop, self.window)
+        self._waiters = AsyncWindowWaiters(self.loop, self.window)
         self._io = AsyncConnection(
             name=options.name,
             settings=options.settings,
@@ -139,17 +136,19 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         self._io.start()
 
     def check_usable(self) -> None:
-        """Raise UsageError on another event loop than the publisher's, or in a forked child."""
+        """Raise UsageError on another event loop, or in a forked child."""
         self._check_not_forked()
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
 
     async def wait_connected(self, limit: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
-        """Wait until the lane is connected or ``attempts`` more have failed. Returns why it is not connected, or None.
+        """Wait until it is connected or ``attempts`` more have failed.
 
         A set-up that goes on (a large topology) is waited for beyond ``limit``, unless that is ``firm``.
 
-        Where the error is permanent the lane has ended (``fatal``); else it goes on trying.
+        Returns:
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
+            otherwise it goes on trying.
         """
         self.check_usable()
         enough = self._attempts_failed + attempts
@@ -168,7 +167,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         return self._why_not_connected(limit)
 
     def take(self, confirmation: AsyncConfirmation) -> bool:
-        """Take a publish in, where the window has room for it. False where it has none.
+        """Accept a publish if it fits the window; return whether it does.
 
         Raises:
             PublishBlocked: the broker blocks publishing, and that is to be raised.
@@ -182,24 +181,24 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             raise self._refusal(confirmation)
         if asyncio.get_running_loop() is not self.loop:
             self.check_usable()
-        if self._room or not self.window.fits(confirmation.size):
+        if self._waiters or not self.window.fits(confirmation.size):
             return False
         self._admit(confirmation)
-        if len(self._inbox) >= _PUMPED_AT and self.connected:
-            self._io.guard(self._pump)
+        if len(self._inbox) >= _ADVANCE_AT and self.connected:
+            self._io.guard(self._advance)
         return True
 
-    async def wait_for_room(self, confirmation: AsyncConfirmation) -> None:
-        """Take a publish in once the window has room for it.
+    async def wait_for_window(self, confirmation: AsyncConfirmation) -> None:
+        """Accept a publish once it fits the window.
 
         Raises:
-            PublishUnconfirmed: no room within the publish's own deadline; it was not sent.
+            PublishUnconfirmed: the window was full until its deadline; it was not sent.
             PublishBlocked: likewise, while the broker blocks publishing.
             UsageError: closed meanwhile.
         """
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
-        if await self._room.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
+        if await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
             return
         if self._closed or self.fatal is not None or self.session.blocked_reason:
             raise self._refusal(confirmation)
@@ -211,7 +210,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         )
 
     async def flush(self, limit: float) -> bool:
-        """Wait until everything submitted before is settled. False where ``limit`` seconds were not enough."""
+        """Wait until all that was submitted before is settled; return whether it is."""
         self.check_usable()
         return await self._wait_settled_before(time.monotonic(), limit)
 
@@ -222,19 +221,19 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         """
         self.check_usable()
         self._closed = True
-        self._tell_change()
-        self._room.refuse()
+        self._notify_change()
+        self._waiters.refuse()
         if not await self._wait_settled_before(float("inf"), limit):
             self._end()
         await self._io.close(CLOSE_GRACE)
-        self._alarm.cancel()
+        self._wakeup.cancel()
 
     def abort(self) -> None:
-        """Give up what is unsettled, and disconnect without waiting for it."""
+        """Settle everything as given up, and disconnect without waiting for that."""
         self._closed = True
         self._end()
         self._io.stop()
-        self._alarm.cancel()
+        self._wakeup.cancel()
 
     @property
     def outstanding(self) -> int:
@@ -243,7 +242,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, see `AsyncConnection`."""
+        """Seconds for which the event loop has stood still (`AsyncConnection`)."""
         return self._io.stalled_seconds
 
     # The work
@@ -259,7 +258,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     def _on_wake(self) -> None:
         self._woken = False
-        self._pump()
+        self._advance()
 
     def _accept_inbox(self) -> None:
         if self._inbox:
@@ -269,17 +268,17 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
     def _first_in_inbox(self) -> AsyncConfirmation | None:
         return self._inbox[0] if self._inbox else None
 
-    def _tell_settled(self) -> None:
-        if self._room:
-            self._room.give()
+    def _notify_settled(self) -> None:
+        if self._waiters:
+            self._waiters.admit()
         if self._flushing:
-            self._tell_flushing()
+            self._notify_flushing()
 
     def _end(self) -> None:
-        self._room.refuse()
+        self._waiters.refuse()
         super()._end()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         changed, self._changed = self._changed, []
         for future in changed:
             if not future.done():
@@ -302,7 +301,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._flushing.remove(entry)
         return True
 
-    def _tell_flushing(self) -> None:
+    def _notify_flushing(self) -> None:
         for moment, settled in self._flushing:
             if not settled.done() and self._settled_before(moment):
                 settled.set_result(None)

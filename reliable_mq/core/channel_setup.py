@@ -1,8 +1,8 @@
-"""What to do on a fresh channel before it is used, as generators of steps that either face can carry out.
+"""The set-up of a channel, as generators of steps.
 
-A generator yields one step at a time and is sent the broker's reply; where the broker closes the channel over a step,
-`StepRefused` is thrown in at that ``yield``. What the generator raises ends the attempt; when it returns, the channel
-is ready.
+A generator yields one step at a time and is sent the reply of the broker; if the broker closes the channel over a step,
+`StepRefused` is thrown in at that ``yield``. An exception of the generator ends the attempt; when it returns, the
+channel is ready.
 
 Invariants:
 
@@ -11,15 +11,14 @@ Invariants:
 - A declaration that differs from what exists is compared with it, argument by argument (`compare`), before the error
   is raised: at a set-up only, where a step may cost the channel.
 - A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
-- A refusal leaves as one of our errors, which names the step; whether trying again can help is in its type
+- A refusal is raised as one of our errors, which names the step; its type says whether trying again can help
   (`core.reconnect.is_permanent`).
 - Nothing here selects transactions: a channel is never both transactional and confirming (the broker forbids it).
 - Prefetch is set per consumer: a channel-wide one is refused by RabbitMQ 4.3.
 
-What a declaration becomes when one of its arguments is corrected to the value that exists on the broker.
-
 AMQP does not return the arguments of a queue or an exchange. Its refusal of a declaration that differs names one
-argument with both values. A declaration with that argument corrected gets the next one named, until the broker agrees.
+argument with both values. A declaration with that argument corrected (`corrected`) gets the next one named, until the
+broker agrees.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
 def corrected(
     step: DeclareQueue | DeclareExchange, inequivalence: Inequivalence
 ) -> DeclareQueue | DeclareExchange | None:
-    """Return a declaration with the argument that differs as it exists; None where nothing can be corrected.
+    """Return a declaration with one argument as it exists; None if that is not known.
 
     Args:
         step: the declaration that was refused.
@@ -110,12 +109,12 @@ def corrected(
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the broker says of itself.
+    """The server properties of the broker.
 
     Attributes:
         product: ``"RabbitMQ"``.
         version: as sent, e.g. ``"4.3.6"``.
-        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty where there are none.
+        version_tuple: its numbers, e.g. ``(4, 3, 6)``, for comparisons; empty if there are none.
         properties: all of ``server-properties``.
     """
 
@@ -126,7 +125,7 @@ class ServerInfo:
 
     @property
     def cluster_name(self) -> str:
-        """The name of the cluster, by default that of its first node; empty where the broker gives none."""
+        """The name of the cluster, by default that of its first node; may be empty."""
         return str(self.properties.get("cluster_name", ""))
 
     @classmethod
@@ -138,19 +137,22 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Declarations and checks that are sent in one piece, for one round trip; the reply is a tuple of theirs."""
+    """Declarations and checks sent together, for one round trip.
+
+    The reply is a tuple of theirs.
+    """
 
     steps: tuple[DeclareQueue | CheckQueue | DeclareExchange | CheckExchange | Bind | ConfirmSelect, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a declaration compares with what exists.
+    """The differences of a declaration from the existing queue or exchange.
 
     Attributes:
-        existing: the declaration that the broker agrees to; None where it is not known.
+        existing: the declaration that the broker agrees to; None if it is not known.
         differences: the arguments in which the declaration differs, in the order in which the broker named them.
-        ended_by: the code and text of the refusal that ended the search; empty where `existing` is known.
+        ended_by: the code and text of the refusal that ended the search; empty if `existing` is known.
     """
 
     existing: DeclareQueue | DeclareExchange | None
@@ -163,13 +165,14 @@ SetupGenerator = Generator[Step | Pipeline, Any, None]
 
 
 class StepRefused(Exception):
-    """The broker closed the channel, or the connection, over a step. Thrown into generators, never at a user.
+    """The broker closed the channel, or the connection, over a step.
 
-    A generator of a set-up may go on where the connection lives: the next step is taken on a new channel.
+    Thrown into generators; a user never sees it. The generator of a set-up may go on while the connection lives: the
+    next step is carried out on a new channel.
 
     Attributes:
         code: the AMQP reply code.
-        text: the broker's text.
+        text: the reply text.
         answered: the replies to the steps of a `Pipeline` before the refused one.
         connection: whether the connection is lost, too.
     """
@@ -190,9 +193,9 @@ def publisher_setup(
     """Declare `topology`, in order, and select confirms.
 
     Args:
-        topology: what to declare.
-        version: the broker's, which decides which arguments it can be given.
-        maker: is told which quorum queues are made; None where nobody wants to know, and the broker is not asked.
+        topology: the declarations.
+        version: of the broker, which decides the arguments that it can be given.
+        maker: notified of the quorum queues that are made; if None, the broker is not asked for them first.
 
     Raises:
         TopologyMismatch: something exists that differs, or something named is missing.
@@ -214,12 +217,12 @@ def consumer_setup(
     exclusive: bool = False,
     maker: NewQueueListener | None = None,
 ) -> SetupGenerator:
-    """Declare `topology` and `queue` (or check that it exists, where it is a name), set the prefetch and consume.
+    """Declare `topology` and `queue`, set the prefetch and consume.
 
     Args:
-        queue: what to consume from.
-        topology: what else to declare, before the queue is checked.
-        version: the broker's.
+        queue: the queue to consume from; a name is checked to exist.
+        topology: further declarations, which come before the queue is checked.
+        version: of the broker.
         prefetch: deliveries that may be unacked, for this consumer; 0 for no limit.
         consumer_tag: unique on the channel.
         arguments: of ``basic.consume``, e.g. ``x-stream-offset`` or ``x-priority``.
@@ -242,9 +245,9 @@ def pull_setup(
     """Do as `consumer_setup`, up to the subscription: for ``basic.get``.
 
     Args:
-        queue: what to get from.
-        topology: what else to declare.
-        version: the broker's.
+        queue: the queue to get from.
+        topology: further declarations.
+        version: of the broker.
         maker: as in `publisher_setup`.
 
     Raises:
@@ -267,21 +270,24 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
 
 
 def round_trip() -> StepGenerator:
-    """Ask on a channel that is in use, and in confirm mode, something that changes nothing: an answer is wanted."""
+    """Send a method that changes nothing, for its answer.
+
+    The channel is in use, and in confirm mode.
+    """
     yield Pipeline((ConfirmSelect(),))
 
 
 def compare(
     declared: DeclareQueue | DeclareExchange, refused: StepRefused | None = None
 ) -> Generator[Pipeline, Any, Comparison]:
-    """Find every argument in which something that exists differs from a declaration. The broker is not changed.
+    """Find every argument in which an existing queue or exchange differs.
 
-    Each round declares with one more argument corrected (`core.channel_setup`), on a channel of its own. The broker
+    Nothing is changed on the broker. Each round declares with one more argument corrected, on a channel of its own. It
     checks in the same round trip that it still exists, so that a declaration does not create what was deleted.
 
     Args:
         declared: the declaration.
-        refused: the broker's refusal of it; None where it was not declared yet.
+        refused: the refusal of it by the broker; None if it was not declared yet.
     """
     kind, name = _subject(declared)
     check = CheckQueue(name) if isinstance(declared, DeclareQueue) else CheckExchange(name)
@@ -328,18 +334,18 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
 
 
 def is_away(refused: StepRefused) -> bool:
-    """Whether a queue was refused that exists and is not there for now: its broker starts, or its node is away."""
+    """Whether an existing queue was refused because its node is away, or starts."""
     return refused.code in _AWAY_CODES and any(text in refused.text for text in _AWAY)
 
 
 def is_missing(error: ReliableMQError) -> bool:
-    """Whether a set-up ended because something named does not exist; it may come to exist."""
+    """Whether a set-up ended because a queue or an exchange does not exist (yet)."""
     cause = error.__cause__
     return isinstance(cause, StepRefused) and cause.code == _NOT_FOUND and not is_away(cause)
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: ``(4, 3, 0)`` for ``"4.3.0-rc.1"``, empty where there are none."""
+    """Return the numbers of a version, e.g. ``(4, 3, 0)`` for ``"4.3.0-rc.1"``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -377,7 +383,7 @@ def _queue_setup(
 def _declare_all(
     topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
 ) -> SetupGenerator:
-    """Declare, in two round trips: the second one is the declarations'."""
+    """Declare in two round trips: checks, then declarations."""
     declared = declarations(topology)
     steps = tuple(_declare(declaration, version) for declaration in declared)
     if not steps:
@@ -388,10 +394,10 @@ def _declare_all(
 
 
 def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
-    """Ask the broker for queues; return those that it is not known to have.
+    """Check queues; return those that the broker is not known to have.
 
-    It closes the channel over the first that it has not, and says nothing of those behind that. To ask for each of them
-    would take a channel each; to count one as missing that exists takes time alone.
+    It closes the channel over the first that it does not have, without a word on the others. A check of each of them
+    would take a channel each; to count an existing one as missing takes time alone.
     """
     if not names:
         return []
@@ -470,7 +476,7 @@ def _carry_out_all(steps: tuple[DeclareQueue | DeclareExchange | Bind, ...]) -> 
 def _explained(
     step: DeclareQueue | DeclareExchange | Bind, refused: StepRefused
 ) -> Generator[Pipeline, Any, ReliableMQError]:
-    """Return the error for a declaration that the broker refused, with every difference from what exists."""
+    """Return the error for a refused declaration, with every difference."""
     if not isinstance(step, Bind):
         comparison = yield from compare(step, refused)
         if comparison.differences:
@@ -480,7 +486,7 @@ def _explained(
 
 
 def _subject(step: Step) -> tuple[str, str]:
-    """What a step is about: kind and name, both empty where that is the channel."""
+    """Return kind and name of the subject of a step; both empty for the channel."""
     match step:
         case DeclareQueue(name=name) | CheckQueue(name=name) | DeleteQueue(name=name) | Consume(queue=name):
             return "queue", name

@@ -1,14 +1,14 @@
-"""What an outbox holds and what becomes of it: the row with its format, the fate of a row, and the order of a relay.
+"""The rows of an outbox: their format, their order in a relay, their outcomes.
 
-A row is a message that is durable and not yet confirmed, with where it goes. A relay takes rows, publishes them, and
-says of each what is to become of it; everything that it decides, it decides here.
+A row is a durable message that is not yet confirmed, with its exchange and routing key. A relay leases rows, publishes
+them, and settles each; `RelaySession` takes all of its decisions.
 
 Invariants:
 
 - a row of a newer format is never decoded: it stays where it is, for a relay that knows it;
-- of the rows with one ordering key at most one is outstanding at a time, in the order in which they were taken; where
-  one of them was not confirmed, those behind it are handed back untouched, so none ever overtakes it;
-- every row that was taken gets exactly one fate.
+- of the rows with one ordering key at most one is outstanding at a time, in the order in which they were leased; if
+  one of them was not confirmed, those behind it are returned untouched, so none ever overtakes it;
+- every leased row is settled exactly once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 FORMAT: Final = 1
-"""The format of the rows that are written here: what the columns mean. Rows of a greater one are left alone."""
+"""The format of the rows that are written here. Rows of a greater one are left alone."""
 
 COLUMNS: Final = (
     "format",
@@ -56,7 +56,7 @@ COLUMNS: Final = (
     "attempts",
     "possible_duplicate",
 )
-"""The columns that make a message; a backend has more, of its own."""
+"""The columns of a message; a backend has more, of its own."""
 
 _DELAYS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 LONGEST_DELAY: Final = _DELAYS[-1]
@@ -69,10 +69,10 @@ class NewRow(NamedTuple):
     """A message on its way into an outbox.
 
     Attributes:
-        message: to publish.
-        exchange: where to.
-        routing_key: with which key.
-        mandatory: whether it is set aside where no queue is bound for it, or dropped by the broker.
+        message: the message.
+        exchange: its exchange.
+        routing_key: its routing key.
+        mandatory: whether it is set aside if no queue is bound for it; otherwise the broker drops it then.
         ordering_key: rows with the same key are published one after the other; None for no order.
     """
 
@@ -84,15 +84,15 @@ class NewRow(NamedTuple):
 
 
 class OutboxRow(NamedTuple):
-    """A row as a relay gets it.
+    """A row that a relay has leased.
 
     Attributes:
-        id: the order in which rows were accepted.
+        id: its place in the order in which rows were accepted.
         message: with the ``message_id`` and the properties that it was accepted with, byte for byte.
-        exchange, routing_key, mandatory, ordering_key: see `NewRow`.
-        attempts: how often a relay has had it and could not get it confirmed.
+        exchange, routing_key, mandatory, ordering_key: as in `NewRow`.
+        attempts: publishes of it that were not confirmed.
         possible_duplicate: whether it may have been published before.
-        claim: by which it was taken, where relays share an outbox: its fate is carried out while that holds.
+        claim: the lease, if relays share the outbox: its settlement is carried out while that holds.
     """
 
     id: int
@@ -107,7 +107,7 @@ class OutboxRow(NamedTuple):
 
 
 class UnreadableRow(Exception):
-    """A row that cannot be made into a message.
+    """A row that cannot be decoded.
 
     Attributes:
         newer: whether a newer version of this package has written it, which is no fault of the row.
@@ -119,7 +119,7 @@ class UnreadableRow(Exception):
 
 
 def values_of(row: NewRow) -> tuple[Any, ...]:
-    """Give the values of `COLUMNS`."""
+    """Return the values of `COLUMNS`."""
     message = row.message
     return (
         FORMAT,
@@ -142,16 +142,16 @@ def row_from(
     in_doubt: bool = False,
     claim: str | None = None,
 ) -> OutboxRow:
-    """Make a row again.
+    """Decode a row.
 
     Args:
         id: its place in the order.
         values: of `COLUMNS`.
-        in_doubt: that it may have been published before is known from elsewhere.
-        claim: by which it was taken.
+        in_doubt: whether it may have been published before, as is known from elsewhere.
+        claim: its lease.
 
     Raises:
-        UnreadableRow: it is of a newer format, or no row that was ever written here.
+        UnreadableRow: it is of a newer format, or damaged.
     """
     format_, message_id, exchange, routing_key, mandatory, key, properties, body, attempts, duplicate = values
     if not isinstance(format_, int) or format_ < 1:
@@ -188,25 +188,25 @@ def row_from(
 
 
 class RowOutcome(enum.Enum):
-    """What is to become of a row that a relay has taken."""
+    """The outcome of a row that a relay has leased."""
 
     CONFIRMED = "confirmed"
     """The broker has it: remove it."""
     LATER = "later"
-    """It was not confirmed, which may change: try it again after a delay."""
+    """It was not confirmed, which may change: publish it again after a delay."""
     SET_ASIDE = "set aside"
-    """It will not be confirmed as things are: keep it, with the reason, until somebody decides."""
+    """It cannot be confirmed as it is: keep it, with the reason, until an operator decides."""
     BACK = "back"
-    """Nothing was tried: it is as it was."""
+    """It was not published: leave it as it is."""
 
 
 class RowSettlement(NamedTuple):
-    """The fate of one row.
+    """The settlement of one row.
 
     Attributes:
-        row: which.
-        fate: what becomes of it.
-        delay: seconds until it may be tried again.
+        row: the row.
+        fate: its outcome.
+        delay: seconds until it may be published again.
         reason: why it was not confirmed.
         possible_duplicate: whether it may have arrived all the same.
     """
@@ -219,16 +219,16 @@ class RowSettlement(NamedTuple):
 
 
 def delay_after(attempts: int) -> float:
-    """Give the seconds that a row waits which has failed so often."""
+    """Return the seconds that a row waits after so many failures."""
     return _DELAYS[min(attempts, len(_DELAYS)) - 1]
 
 
 class RelaySession:
-    """Which of the rows that a relay has taken may be published now, and what becomes of each. Not thread-safe.
+    """The leased rows of a relay: their order, and their settlements. Not thread-safe.
 
     Attributes:
-        ready: rows to publish now, in order; the relay takes them off.
-        settlements: fates to carry out, in order; the relay takes them off.
+        ready: rows to publish now, in order; the relay removes them.
+        settlements: settlements to carry out, in order; the relay removes them.
         trouble: why nothing could be published at all, until something is; the relay pauses.
     """
 
@@ -241,15 +241,15 @@ class RelaySession:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait for one of their ordering key."""
+        """Rows that wait for another of their ordering key."""
         return self._waiting
 
     def has(self, ordering_key: str) -> bool:
-        """Whether it has rows of that key which have no fate yet."""
+        """Whether it has unsettled rows of that key."""
         return ordering_key in self._behind
 
-    def taken(self, rows: Iterable[OutboxRow]) -> None:
-        """Rows were taken from the outbox, in its order."""
+    def add(self, rows: Iterable[OutboxRow]) -> None:
+        """Add leased rows, in the order of the outbox."""
         for row in rows:
             if row.ordering_key is None:
                 self.ready.append(row)
@@ -261,7 +261,7 @@ class RelaySession:
                 self.ready.append(row)
 
     def settled(self, row: OutboxRow, error: ReliableMQError | None) -> None:
-        """The publish of a row has ended: confirmed, or with an error."""
+        """Settle a row whose publish ended, with this error or confirmed."""
         if error is None:
             self.trouble = None
             self.settlements.append(RowSettlement(row, RowOutcome.CONFIRMED))
@@ -278,14 +278,14 @@ class RelaySession:
         else:  # it says nothing about this row
             self.trouble = error
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
-        self._hand_back(row)
+        self._return_rows_behind(row)
 
     def stopped(self) -> None:
-        """The relay stops: hand back what is not outstanding."""
+        """Return all rows that are not outstanding: the relay stops."""
         while self.ready:
             row = self.ready.popleft()
             self.settlements.append(RowSettlement(row, RowOutcome.BACK))
-            self._hand_back(row)
+            self._return_rows_behind(row)
         for key in [key for key, behind in self._behind.items() if behind]:
             self.settlements.extend(RowSettlement(row, RowOutcome.BACK) for row in self._behind[key])
             self._waiting -= len(self._behind[key])
@@ -301,7 +301,7 @@ class RelaySession:
         else:
             del self._behind[row.ordering_key]
 
-    def _hand_back(self, row: OutboxRow) -> None:
+    def _return_rows_behind(self, row: OutboxRow) -> None:
         if row.ordering_key is None:
             return
         behind = self._behind.pop(row.ordering_key)

@@ -1,20 +1,20 @@
-"""Which host next, after how long, and when to give up: every decision about connecting again.
+"""The policy of reconnecting: the next host, the wait before it, the end.
 
-No clock, no socket: the shell says what happened (``begin``, ``failed``, ``lost``, ``ready``) and when, in seconds of
-a monotonic clock, and is told how long to wait before it tries `host`, or to give up.
+No clock, no socket: the connection reports events (``begin``, ``failed``, ``lost``, ``ready``) with their time, in
+seconds of a monotonic clock, and gets the seconds to wait before it tries `host`, or None to give up.
 
 Invariants:
 
 - Hosts are tried in the order given. After a failed attempt and after a lost connection the next one is `host`; the
-  first attempt of all goes to the first. Every host gets one attempt, without a wait in between, before the wait object
-  is asked: that is a pass.
+  very first attempt goes to the first. Every host gets one attempt, without a wait in between, before the wait object
+  is called: that is a pass.
 - A pass in which *every* attempt failed for a reason that time does not heal (wrong credentials, unknown virtual host,
   a certificate that does not verify, a topology that differs) ends it all, as long as nothing was ever ready: that is a
   wrong configuration, and waiting would hide it. Once something was ready, everything is tried again: brokers are
   re-created, passwords and certificates renewed.
-- A loss is answered at once, as long as losses are few. A channel or a connection that is lost again and again uses up
-  a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The budget for
-  channels is large, since finding the one message that the broker closes channels over takes several closes in a row.
+- A loss is followed by an attempt at once, as long as losses are few. A channel or a connection that is lost again and
+  again uses up a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The
+  budget for channels is large, since the search for the message that closes channels takes several closes in a row.
 - No wait is negative; none is computed from a wall clock.
 - Wait and stop are the user's: functions of the number of passes, or tenacity's objects. If one raises, or returns no
   number, the default decides in its place: a mistake in them costs no message.
@@ -59,10 +59,10 @@ class ConnectionLoss:
     """The end of a channel that was ready, or of the connection under it.
 
     Attributes:
-        code: the broker's reply code (406, 320, ...), or None where the broker gave none.
-        text: the broker's reply text, or our own reason.
-        scope: whether the connection went too. With ``"channel"`` it lives on.
-        by_broker: True where the broker closed it with a code; False for everything else (reset, heartbeat, `discard`).
+        code: the reply code of the broker (406, 320, ...), or None if it gave none.
+        text: the reply text of the broker, or our own reason.
+        scope: whether the connection was lost too. With ``"channel"`` it lives on.
+        by_broker: True if the broker closed it with a code; False for everything else (reset, heartbeat, `discard`).
     """
 
     code: int | None
@@ -72,10 +72,12 @@ class ConnectionLoss:
 
 
 class ReconnectPolicy:
-    """Decides about the attempts of one connection. Not thread-safe: it belongs to the thread or loop that connects.
+    """The attempts of one connection. Not thread-safe.
+
+    It belongs to the thread or loop that connects.
 
     Args:
-        hosts: how many hosts there are; at least one.
+        hosts: the number of hosts, at least one.
         wait: called after every pass with the number of passes since the outage began, which is the ``attempt_number``
             of a tenacity wait. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a
             half and all.
@@ -84,7 +86,7 @@ class ReconnectPolicy:
         random: the randomness of the default wait; a seeded one makes it repeatable.
 
     Attributes:
-        broken: what the wait or the stop object raised at the last decision; None where it did not.
+        broken: the exception of the wait or the stop object at the last decision; None if there was none.
 
     Raises:
         ConfigurationError: a value that is none of these.
@@ -124,22 +126,22 @@ class ReconnectPolicy:
         return self._host
 
     def begin(self, now: float) -> None:
-        """The first attempt begins."""
+        """Begin the first attempt."""
         self._outage(now)
 
     def ready(self) -> None:
-        """A connection and its channel are set up: the outage is over."""
+        """End the outage: a connection and its channel are set up."""
         self._ever_ready = True
         self._new_pass()
         self._passes = 0
 
     def failed(self, error: ReliableMQError, now: float, *, connected: bool = False) -> float | None:
-        """An attempt to connect or to set up failed.
+        """Decide after an attempt to connect, or to set up a channel, that failed.
 
         Args:
-            error: why.
+            error: the reason.
             now: seconds.
-            connected: True where the connection stands and only its channel could not be set up. The host is not to
+            connected: True if the connection is there, and only its channel could not be set up. The host is not to
                 blame then: `host` stays, and no other is tried before the wait.
 
         Returns:
@@ -160,7 +162,7 @@ class ReconnectPolicy:
         return self._ask(error, now)
 
     def lost(self, loss: ConnectionLoss, now: float) -> float:
-        """What was ready is lost.
+        """Decide after the loss of a channel, or a connection, that was ready.
 
         Returns:
             Seconds to wait before the next attempt (of a channel on the same connection, for a channel loss).
@@ -183,7 +185,7 @@ class ReconnectPolicy:
         self._host = (self._host + 1) % self._hosts
 
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
-        """Call wait and stop as tenacity's own loop does: the wait first, since a stop object may look at it."""
+        """Call wait and stop as tenacity does: a stop object may read the wait."""
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
         state.attempt_number = self._passes
         state.start_time = self._outage_began
@@ -200,7 +202,7 @@ class ReconnectPolicy:
 
 
 class Asking:
-    """When to call something of the user's again whose earlier calls have not returned: a credentials callback.
+    """The calls of a credentials callback whose earlier calls have not returned.
 
     A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
     after twice as long, and so on until one returns, with up to `MOST_UNANSWERED` at a time.
@@ -230,13 +232,13 @@ class Asking:
         return True
 
     def answered(self) -> None:
-        """A call has returned, or raised."""
+        """Note that a call has returned, or raised."""
         self.unanswered -= 1
         self._begun = 0
 
 
 def _check_callable(option: str, given: object, kind: type[wait_base | stop_base]) -> None:
-    """Refuse an option that cannot be called with a number, or is one of tenacity's objects of another kind."""
+    """Refuse an option that cannot be called, or is of another kind of tenacity's."""
     foreign = isinstance(given, (wait_base, stop_base)) and not isinstance(given, kind)
     if foreign or isinstance(given, type) or not callable(given):
         raise ConfigurationError(
@@ -253,7 +255,10 @@ def is_permanent(error: ReliableMQError) -> bool:
 
 
 class _HalfJitter(wait_exponential):
-    """Exponential, of which a random part between a half and all: many clients of a broker do not come back as one."""
+    """A random part, between a half and all, of an exponential wait.
+
+    Many clients of a broker do not come back as one.
+    """
 
     def __init__(self, random: Random) -> None:
         super().__init__(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
@@ -276,7 +281,7 @@ class _Budget:
         self._seen = 0.0
 
     def take(self, now: float) -> float:
-        """Take one; return the seconds until it is there, 0 where it is there already."""
+        """Take a token; return the seconds until there is one, 0 if there is."""
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._seen) * self._refill)
         self._seen = now
         self._tokens -= 1.0

@@ -1,12 +1,12 @@
-"""The way into an outbox: what a publisher with one does in place of publishing, and the relay beside it.
+"""The channel into an outbox: it stores messages, with the relay beside it.
 
-The same on both faces: callers leave a message with the writer, whose thread stores it; the relay's thread takes rows
-out again and publishes them through the publisher's own lane. A face adds how its callers wait, and how it asks the
-outbox, which may hang.
+The same for both APIs: callers put a message into the queue of the writer, whose thread stores it; the thread of the
+relay reads rows and publishes them through the publisher's own channel. Each API adds the waiting of its callers, and
+its calls of the outbox, which may hang.
 
-Invariants: every confirmation that ``submit`` returned is settled, by the writer or by who waits for it beyond its
-deadline; no user code runs on the writer's or the relay's thread; every wait of a caller ends, also where the outbox
-does not answer.
+Invariants: every confirmation that ``submit`` returned is settled, by the writer or by the caller that waits for it
+beyond its deadline; no user code runs on the threads of the writer and the relay; every wait of a caller ends, even if
+the outbox does not answer.
 """
 
 from __future__ import annotations
@@ -43,29 +43,34 @@ CLOSE_GRACE: Final = 2.0
 """Seconds for threads to end, beyond the caller's own timeout."""
 
 ANSWER_AT_LEAST: Final = 0.5
-"""Seconds that the outbox is given to answer, whatever is left of the caller's timeout."""
+"""Seconds that the outbox has to answer, whatever is left of the timeout of the caller."""
 
 QUESTIONS: Final = 8
-"""Questions to the outbox that may hang, each on a thread; further ones fail at once."""
+"""Calls of the outbox that may hang, each on a thread; further ones fail at once."""
 
-_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two looks into the outbox, the first and the longest
-_LOOK_SHARE: Final = 20  # where a look takes long, so many times longer until the next: it costs the relay its pace
-_FAILURES_KEPT: Final = 100  # that nobody has looked at, to be raised when the publisher is left
-_FAILURES_SAID_EVERY: Final = 10.0  # seconds
+_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox, the first and the longest
+_LOOK_SHARE: Final = 20  # times that the last poll took, at least: polls cost the relay its pace
+_FAILURES_KEPT: Final = 100  # that no user has looked at, to be raised when the publisher is left
+_LOG_FAILURES_EVERY: Final = 10.0  # seconds
 
 
 class BacklogPoller:
-    """When to look into the outbox again, for somebody who waits until it is empty."""
+    """The polls of an outbox, for a caller that waits until it is empty."""
 
     def __init__(self) -> None:
         self._shortest, self._longest = _LOOK_AFTER
         self._pause = self._shortest
-        self._before: tuple[int, float] | None = None  # what was left, and when
+        self._before: tuple[int, float] | None = None  # rows left, and when
 
     def pause_after(self, left: int, now: float, took: float) -> float:
-        """Give the seconds until the next look, when the last one took so many and so many rows are left.
+        """Return the seconds until the next poll.
 
-        Half of the time until the last one may be gone, at the rate of late.
+        They are half of the time until no row is left, at the latest rate.
+
+        Args:
+            left: rows left.
+            now: seconds, on a monotonic clock.
+            took: seconds that the last poll took.
         """
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         if self._before is not None and left < self._before[0]:
@@ -79,13 +84,13 @@ C = TypeVar("C", bound=StoredPublication)
 
 
 class BaseOutboxChannel(Generic[C]):
-    """See the module.
+    """The channel into one outbox, without the waiting of callers.
 
     Args:
-        outbox: where to store.
+        outbox: the outbox.
         carrier: publishes the rows of the relay.
-        options: of the publisher. As much may be submitted and not stored as may be outstanding without an outbox.
-        measured: whether to count what is in the outbox now and then, for metrics.
+        options: of the publisher. Its limits of outstanding messages hold for those that are not stored yet.
+        measured: whether to count the rows of the outbox now and then, for metrics.
         guard: guards the window, failures, and the watchers of all confirmations; they may be on other threads.
 
     Attributes:
@@ -114,8 +119,8 @@ class BaseOutboxChannel(Generic[C]):
         self._closed = False
         self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
         self._unseen = 0
-        self._said_at = float("-inf")
-        self._left_said = False  # by one of those who close it
+        self._logged_at = float("-inf")
+        self._left_logged = False  # by one of the callers of close
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -134,26 +139,29 @@ class BaseOutboxChannel(Generic[C]):
             statistics=statistics,
             measured=measured,
         )
-        _lanes.add(self)
+        _channels.add(self)
 
-    # What a face adds
+    # Of each API
 
     def _stored(self, confirmations: list[C], error: OutboxError | None) -> None:
-        """Have `_settle` called. On the writer's thread."""
+        """Call `_settle`, later if need be. On the thread of the writer."""
         raise NotImplementedError
 
     def _settled(self, settlements: list[RowSettlement]) -> None:
-        """Tell the relay, and who waits for that. On the writer's thread."""
+        """Wake the relay and the callers that wait for it. On the thread of the writer."""
         raise NotImplementedError
 
-    def _tell_room(self) -> None:
-        """Tell who waits for room, or for what was submitted before. Called under the guard."""
+    def _notify_window(self) -> None:
+        """Wake callers that wait for the window, or in a flush. Called under the guard."""
         raise NotImplementedError
 
     # For callers
 
     def take_failures(self) -> tuple[list[C], int]:
-        """The failed confirmations that nobody has looked at (the last hundred), and how many there are in all."""
+        """Return failed confirmations that no user has looked at, and their number.
+
+        They are the last hundred; the number is of all.
+        """
         with self._guard:
             unseen = [failed for failed in self._failures if not failed.seen]
             count, self._unseen = self._unseen, 0
@@ -161,7 +169,7 @@ class BaseOutboxChannel(Generic[C]):
         return unseen, count
 
     def give_up(self, confirmation: C) -> None:
-        """Its deadline has passed, and the writer has not answered."""
+        """Settle a message whose deadline has passed before the writer answered."""
         error = OutboxError(
             f"{confirmation} was not stored in time, and may be stored yet: writing to {self.outbox!r} hangs",
             message_id=confirmation.message.message_id,
@@ -177,11 +185,11 @@ class BaseOutboxChannel(Generic[C]):
         return self._store_timeout if confirmation.timeout is None else confirmation.timeout
 
     def failure_seen(self) -> None:
-        """Somebody looked at a failure; the caller holds the guard."""
+        """Note that a user looked at a failure; the caller holds the guard."""
         self._unseen -= 1
 
     def forget(self) -> None:
-        """This is a copy in a forked child."""
+        """Disable this copy in a forked child."""
         self.forked = True
 
     @property
@@ -189,16 +197,16 @@ class BaseOutboxChannel(Generic[C]):
         """Messages submitted and not stored."""
         return max(self._window.count, 0)
 
-    # For the faces
+    # For both APIs
 
     def _begin(self, claims: RowLeases) -> None:
-        """The outbox is open: store and relay."""
+        """Store and relay: the outbox is open."""
         self.relay.start(claims)
         self._writer.start()
         self.begun = True
 
     def _close_outbox(self) -> None:
-        """Close the outbox when the threads have ended. On a thread that nobody waits for."""
+        """Close the outbox when the threads have ended. On a thread without a caller."""
         self.relay.join(CLOSE_GRACE)
         self._writer.join(CLOSE_GRACE)
         try:
@@ -222,33 +230,33 @@ class BaseOutboxChannel(Generic[C]):
         if self.relay.ended:
             raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
 
-    def _no_room(self, confirmation: C) -> OutboxError:
+    def _window_timeout(self, confirmation: C) -> OutboxError:
         return OutboxError(
             f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
             message_id=confirmation.message.message_id,
         )
 
     def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
-        """The writer has answered for these."""
+        """Settle messages that the writer has stored, or has not."""
         with self._guard:
             size = 0
             for confirmation in confirmations:
                 size += confirmation.size
-                if confirmation.outcome is not None:  # given up by who waited for it
+                if confirmation.outcome is not None:  # given up by its caller
                     continue
                 if error is None:
                     confirmation.stored(None)
                 else:
                     self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
                 if error is not None or confirmation.watchers is not None:
-                    self._tell_watchers(confirmation)
+                    self._call_watchers(confirmation)
             self._window.release(len(confirmations), size)
-            self._tell_room()
+            self._notify_window()
         if error is not None:
-            self._say(len(confirmations), error)
+            self._log_failures(len(confirmations), error)
 
-    def _tell_watchers(self, confirmation: C) -> None:
-        """Tell who watches; that it cannot be, as where no thread can be started, concerns no other message."""
+    def _call_watchers(self, confirmation: C) -> None:
+        """Call the watchers of one message; a failure concerns no other message."""
         try:
             confirmation.settled()
         except Exception:
@@ -260,30 +268,30 @@ class BaseOutboxChannel(Generic[C]):
             self._failures.append(confirmation)
             self._unseen += 1
 
-    def _say(self, count: int, error: OutboxError) -> None:
+    def _log_failures(self, count: int, error: OutboxError) -> None:
         now = time.monotonic()
-        if now - self._said_at >= _FAILURES_SAID_EVERY:
-            self._said_at = now
+        if now - self._logged_at >= _LOG_FAILURES_EVERY:
+            self._logged_at = now
             logger.error("%d messages were not stored: %s", count, error)
 
-    def _say_left(self, left: int) -> None:
-        if left and not self._left_said:
-            self._left_said = True
+    def _log_left(self, left: int) -> None:
+        if left and not self._left_logged:
+            self._left_logged = True
             logger.warning("%d messages stay in %r, to be published at the next start", left, self.outbox)
 
 
 def not_open(outbox: Outbox, limit: float) -> OutboxError:
-    """Make the error for an outbox that does not answer when it is opened."""
+    """Return the error for an outbox that does not answer when it is opened."""
     return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
 
 
-# A forked child has copies of the lanes and none of their threads.
-_lanes: WeakSet[BaseOutboxChannel[Any]] = WeakSet()
+# A forked child has copies of the channels and none of their threads.
+_channels: WeakSet[BaseOutboxChannel[Any]] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    for lane in _lanes:
-        lane.forget()
+    for channel in _channels:
+        channel.forget()
 
 
 at_fork(ForkStage.MARK, _forget_in_child)

@@ -1,16 +1,16 @@
-"""A publisher's connection: what was submitted goes to the publishing session, and what it decides is carried out.
+"""The channel of a publisher: between its callers, its session and its connection.
 
-The same on both faces: it lives on the loop of its connection, an I/O thread's or asyncio's. Callers admit a publish to
-the window and leave it in the inbox; the lane takes whole inboxes, lets the session decide, writes what the session
-encodes, and settles what the session settled. One wake-up serves all that came in meanwhile. A face adds its connection
-and its inbox, and how its callers wait.
+The same for both APIs: it runs on the loop of its connection, an I/O thread's or asyncio's. Callers admit a publish to
+the window and put it into the inbox; the channel takes the whole inbox, lets the session decide, writes the frames that
+the session encodes, and settles the publishes that the session settled. One wake-up serves all that came in meanwhile.
+Each API adds its connection and its inbox, and the waiting of its callers.
 
 Invariants:
 
 - the session is touched on the loop alone; no user code runs, and nothing blocks, there;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
-  lane ends;
-- what callers look at (the window, failures, whether it is connected) changes under ``lock``.
+- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
+  end of the channel;
+- state that callers read (the window, failures, whether it is connected) changes under ``lock``.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "Publis
 
 logger = logging.getLogger(__name__)
 unwatched_logger = logger.getChild("unwatched")
-"""Says how many publishes have failed with nobody to hear of it: no callback, nobody who waits."""
+"""Logs the number of failed publishes without a callback and without a caller that waits."""
 
 CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
 
 _BUFFERED_BYTES = 512 * 1024  # not yet taken by the socket, above which nothing more is encoded
-_FAILURES_KEPT = 100  # failed confirmations that nobody has looked at, kept to be raised when the publisher is left
-_FAILURES_SAID_EVERY = 10.0  # seconds, at least, between two log lines about such failures
+_FAILURES_KEPT = 100  # failed confirmations that no user has looked at, to be raised when the publisher is left
+_LOG_FAILURES_EVERY = 10.0  # seconds, at least, between two log lines about such failures
 
 
 class PublisherConnection(Protocol):
-    """The connection of a face, on its loop."""
+    """The connection of a publisher, on its loop."""
 
     @property
     def write(self) -> Callable[[bytes], None]:
-        """Send whole frames on the ready channel; does nothing where none is ready."""
+        """Send whole frames on the ready channel; does nothing if none is ready."""
 
     @property
     def write_buffer_size(self) -> Callable[[], int]:
@@ -73,19 +73,22 @@ class PublisherConnection(Protocol):
         """Run `fn` on the loop in `delay` seconds."""
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None], /) -> None:
-        """Carry out steps on the ready channel; `done` gets the result or the exception, never inside this call."""
+        """Carry out steps on the ready channel.
+
+        `done` is called with the result or the exception, never inside this call.
+        """
 
     def discard(self, reason: str, /) -> None:
         """Abort the connection: the channel is in doubt."""
 
 
 class ObservedPublication(Publication):
-    """A publish whose user may be told of its outcome, in the way of a face."""
+    """A publish whose user may be notified of its outcome."""
 
     __slots__ = ()
 
     def settled(self) -> None:
-        """The outcome is written: tell the watchers. Called under the lock."""
+        """Call the watchers: the outcome is written. Called under the lock."""
         raise NotImplementedError
 
 
@@ -93,20 +96,20 @@ P = TypeVar("P", bound=ObservedPublication)
 
 
 class BasePublisherChannel(Generic[P]):
-    """See the module.
+    """The channel of one publisher, without the waiting of callers.
 
     Args:
         options: of the publisher.
-        lock: guards what callers look at; they may be on other threads.
+        lock: guards the state that callers read; they may be on other threads.
 
     Attributes:
-        window: how much may be outstanding.
-        session: decides; read-only for others.
-        fatal: why the lane has ended by itself, if it has.
-        forked: whether this is a copy in a forked child, where the lane's loop does not exist.
+        window: the limits of outstanding publishes.
+        session: the publishing session; read-only for others.
+        fatal: the error that has ended the channel, if one has.
+        forked: whether this is a copy in a forked child, where the loop does not exist.
         reconnects: connections lost and made again.
         connected: whether the broker takes messages.
-        largest_body: see `ChannelSink`; nobody looks at the body of a return.
+        largest_body: as in `ChannelSink`; the body of a return is not read.
     """
 
     write_bytes: int  # encoded and written in one piece
@@ -130,39 +133,42 @@ class BasePublisherChannel(Generic[P]):
         self._woken = False
         self._closed = False
         self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
-        self._unseen = 0  # failures that nobody has looked at, those that _failures has dropped included
-        self._unwatched = 0  # of those, not said in the log yet
-        self._unwatched_said_at = float("-inf")
+        self._unseen = 0  # failures that no user has looked at, those that _failures has dropped included
+        self._unwatched = 0  # of those, not logged yet
+        self._unwatched_logged_at = float("-inf")
         self._attempts_failed = 0
         self._last_error: ReliableMQError | None = None
         self._generation = 0
-        self._alarm = Wakeup(self._pump)
+        self._wakeup = Wakeup(self._advance)
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
-        _lanes.add(self)
+        _channels.add(self)
 
-    # What a face adds
+    # Of each API
 
     def _accept_inbox(self) -> None:
-        """Give to the session what was submitted."""
+        """Pass the submitted publishes to the session."""
         raise NotImplementedError
 
     def _first_in_inbox(self) -> P | None:
-        """What was submitted first of what the session does not have yet. Called under the lock."""
+        """Return the first publish that the session does not have. Called under the lock."""
         raise NotImplementedError
 
-    def _tell_change(self) -> None:
-        """Tell who waits for the lane to connect or to end. Called under the lock."""
+    def _notify_change(self) -> None:
+        """Wake callers that wait for the connection or the end. Called under the lock."""
         raise NotImplementedError
 
-    def _tell_settled(self) -> None:
-        """Tell who waits for room or for what was submitted before. Called under the lock."""
+    def _notify_settled(self) -> None:
+        """Wake callers that wait for the window, or in a flush. Called under the lock."""
         raise NotImplementedError
 
     # For callers
 
     def take_failures(self) -> tuple[list[P], int]:
-        """The failed confirmations that nobody has looked at (the last hundred), and how many there are in all."""
+        """Return failed confirmations that no user has looked at, and their number.
+
+        They are the last hundred; the number is of all.
+        """
         with self._guard:
             unseen = [failed for failed in self._failures if not failed.seen]
             count, self._unseen = self._unseen, 0
@@ -170,7 +176,7 @@ class BasePublisherChannel(Generic[P]):
         return unseen, count
 
     def not_reported(self, confirmations: Iterable[P]) -> None:
-        """The report that was to tell of these will not be made: their failures are told at the end."""
+        """Count failures of these as not looked at: their report will not be made."""
         with self._guard:
             for confirmation in confirmations:
                 if confirmation.seen:
@@ -180,11 +186,11 @@ class BasePublisherChannel(Generic[P]):
                         self._unseen += 1
 
     def failure_seen(self) -> None:
-        """Somebody looked at a failure; the caller holds the lock."""
+        """Note that a user looked at a failure; the caller holds the lock."""
         self._unseen -= 1
 
     def forget(self) -> None:
-        """This is a copy in a forked child: the connection and the loop are the parent's."""
+        """Disable this copy in a forked child: connection and loop are the parent's."""
         self.forked = True
 
     @property
@@ -209,13 +215,13 @@ class BasePublisherChannel(Generic[P]):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long the broker has blocked publishing, in all, the present time included."""
+        """Seconds for which the broker has blocked publishing, up to now."""
         since = self._blocked_since
         return self._blocked_seconds + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def oldest_age(self) -> float:
-        """Seconds since the oldest unsettled publish was submitted; 0 where there is none. For any thread."""
+        """Seconds since the oldest unsettled publish was submitted, or 0. For any thread."""
         oldest = self._oldest
         return 0.0 if oldest is None else max(time.monotonic() - oldest, 0.0)
 
@@ -235,7 +241,7 @@ class BasePublisherChannel(Generic[P]):
 
     @property
     def _takes_none(self) -> bool:
-        """Whether there is a `_refusal` for what is submitted now."""
+        """Whether there is a `_refusal` for a publish submitted now."""
         return (
             self._closed or self.fatal is not None or (self._raise_when_blocked and bool(self.session.blocked_reason))
         )
@@ -255,14 +261,14 @@ class BasePublisherChannel(Generic[P]):
     def _settled_before(self, moment: float) -> bool:
         return self._oldest is None or self._oldest > moment
 
-    # On the loop: what the connection reports
+    # On the loop: events of the connection
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         """Return the steps that make a channel ready."""
         return self._setup(server, self._record.maker(server))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """A channel is open, the topology is declared and confirms are selected."""
+        """Publish: a channel is open, the topology declared, confirms are selected."""
         self._generation = generation
         self.reconnects += self._connection_lost
         self._connection_lost = False
@@ -271,53 +277,53 @@ class BasePublisherChannel(Generic[P]):
         self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
         with self._guard:
             self.connected = True
-            self._tell_change()
-        self._pump()
+            self._notify_change()
+        self._advance()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """The channel is gone."""
+        """Take back the publishes of the lost channel."""
         reply = BrokerReply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
         self._record.lost(self.session.proven)
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection")
         with self._guard:
             self.connected = False
         self._connection_lost = loss.scope == "connection"
-        self._pump()
+        self._advance()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """An attempt to connect failed."""
+        """Note a failed attempt to connect; end if it was the last."""
         with self._guard:
             self._attempts_failed += 1
             self._last_error = error
             if not will_retry:
                 self.fatal = error
-            self._tell_change()
+            self._notify_change()
         if not will_retry:
             self._end()
 
     def blocked(self, reason: str) -> None:
-        """``connection.blocked``."""
+        """Stop publishing: ``connection.blocked``."""
         logger.warning("the broker blocks publishing: %s", printable(reason))
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
 
     def unblocked(self) -> None:
-        """``connection.unblocked``."""
+        """Publish again: ``connection.unblocked``."""
         logger.info("the broker takes publishes again")
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
-        self._pump()
+        self._advance()
 
     def acked(self, tag: int, multiple: bool) -> None:
-        """``basic.ack``."""
+        """Pass a ``basic.ack`` to the session."""
         self.session.acked(self._generation, tag, multiple, time.monotonic())
 
     def nacked(self, tag: int, multiple: bool) -> None:
-        """``basic.nack``."""
+        """Pass a ``basic.nack`` to the session."""
         self.session.nacked(self._generation, tag, multiple, time.monotonic())
 
     def returned(self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes) -> None:
-        """``basic.return``."""
+        """Pass a ``basic.return`` to the session."""
         try:
             message_id = Properties(properties).message_id
         except CodecError:
@@ -325,12 +331,12 @@ class BasePublisherChannel(Generic[P]):
         self.session.returned(self._generation, code, text, message_id)
 
     def read_finished(self) -> None:
-        """All that was read from the socket at once is handled: settle it together."""
-        self._pump()
+        """Settle together all confirms that were read from the socket at once."""
+        self._advance()
 
     def write_drained(self) -> None:
-        """The socket has taken what was buffered."""
-        self._pump()
+        """Write on: the socket has taken the buffered frames."""
+        self._advance()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
         """Never: this channel consumes nothing."""
@@ -354,8 +360,8 @@ class BasePublisherChannel(Generic[P]):
 
     # On the loop: the work
 
-    def _pump(self) -> None:
-        """Take in what was submitted, write what may be written, settle what is settled, see to the next wake-up."""
+    def _advance(self) -> None:
+        """Let the session work: accept, write, settle, set the next wake-up."""
         session, io = self.session, self._io
         self._accept_inbox()
         now = time.monotonic()
@@ -369,12 +375,12 @@ class BasePublisherChannel(Generic[P]):
                 session.asked(now)
                 io.run(round_trip(), self._answered)
         self._settle()
-        self._alarm.set(session.next_wakeup(), now, self._io.call_later)
+        self._wakeup.set(session.next_wakeup(), now, self._io.call_later)
 
     def _answered(self, outcome: object) -> None:
-        if not isinstance(outcome, Exception):  # else the channel is lost, too
+        if not isinstance(outcome, Exception):  # otherwise the channel is lost, too
             self.session.answered(time.monotonic())
-            self._pump()
+            self._advance()
 
     def _settle(self) -> None:
         session = self.session
@@ -400,32 +406,32 @@ class BasePublisherChannel(Generic[P]):
             self._oldest = session.oldest_accepted_at
             if self._oldest is None and (first := self._first_in_inbox()) is not None:
                 self._oldest = first.accepted_at
-            self._tell_settled()
+            self._notify_settled()
         if unwatched is not None:
-            self._say_unwatched(unwatched)
+            self._log_unwatched(unwatched)
 
-    def _say_unwatched(self, latest: P) -> None:
+    def _log_unwatched(self, latest: P) -> None:
         now = time.monotonic()
-        if now - self._unwatched_said_at >= _FAILURES_SAID_EVERY:
+        if now - self._unwatched_logged_at >= _LOG_FAILURES_EVERY:
             unwatched_logger.warning(
                 "%d publishes failed that nobody waits for; the last: %s", self._unwatched, latest.failure()
             )
-            self._unwatched, self._unwatched_said_at = 0, now
+            self._unwatched, self._unwatched_logged_at = 0, now
 
     def _end(self) -> None:
-        """Give up what is unsettled."""
+        """Settle everything: the channel ends."""
         self._accept_inbox()
         self.session.abandon_all()
         self._settle()
 
 
-# A forked child has copies of the lanes, whose loops and sockets are the parent's.
-_lanes: WeakSet[BasePublisherChannel[Any]] = WeakSet()
+# A forked child has copies of the channels, whose loops and sockets are the parent's.
+_channels: WeakSet[BasePublisherChannel[Any]] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    for lane in _lanes:
-        lane.forget()
+    for channel in _channels:
+        channel.forget()
 
 
 at_fork(ForkStage.MARK, _forget_in_child)

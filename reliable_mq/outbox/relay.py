@@ -240,7 +240,7 @@ class OutboxRelay:
             self._look_at = 0.0
         elif not self._outstanding:
             self._pauses = 0  # nothing is to be done, so nothing is wrong
-        session.taken(taken.rows)
+        session.add(taken.rows)
         session.settlements.extend(taken.damaged)
         return len(taken.rows)
 

@@ -96,7 +96,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self.lock = threading.RLock()
         super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
-        self._room = WindowWaiters(self.lock, self._window, self._ask_for_room)
+        self._waiters = WindowWaiters(self.lock, self._window, self._ask_for_check)
         self._asked = False  # the writer's thread will look for room
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
@@ -147,8 +147,8 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self.check_waitable()
         with self.lock:
             self._check_open()
-            if self._room.waiting or not self._window.fits(confirmation.size):
-                self._wait_for_room(confirmation, row)
+            if self._waiters.waiting or not self._window.fits(confirmation.size):
+                self._wait_for_window(confirmation, row)
             else:
                 self._take(confirmation, row)
 
@@ -181,7 +181,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         with self.lock:
             self._closed = True
             self._changed.notify_all()
-            self._room.wake()
+            self._waiters.wake()
         left = 0
         try:
             if self._wait_stored(timeout):
@@ -196,7 +196,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._writer.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._callbacks.stop()
         self._callbacks.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
-        self._say_left(left)
+        self._log_left(left)
         try:
             self._ask(self.outbox.close, deadline)
         except (OutboxError, TimeoutError) as error:
@@ -284,31 +284,31 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
 
     # Under the lock
 
-    def _tell_room(self) -> None:
-        self._give_room()
+    def _notify_window(self) -> None:
+        self._admit_waiters()
         self._changed.notify_all()
 
-    def _ask_for_room(self) -> None:
+    def _ask_for_check(self) -> None:
         if not self._asked:
-            self._writer.call(self._look_for_room)
+            self._writer.call(self._check_waiters)
             self._asked = True
 
-    def _look_for_room(self) -> None:
+    def _check_waiters(self) -> None:
         with self.lock:
             self._asked = False
-            self._give_room()
+            self._admit_waiters()
 
-    def _give_room(self) -> None:
+    def _admit_waiters(self) -> None:
         if not (self._closed or self.forked):
-            self._room.give(crowded=False)
+            self._waiters.admit(crowded=False)
 
     def _take(self, confirmation: StoredConfirmation, row: NewRow) -> None:
         self._writer.store(confirmation, row)
         self._window.take(confirmation.size)
 
-    def _wait_for_room(self, confirmation: StoredConfirmation, row: NewRow) -> None:
+    def _wait_for_window(self, confirmation: StoredConfirmation, row: NewRow) -> None:
         """Store a message once there is room."""
-        if not self._room.wait(
+        if not self._waiters.wait(
             confirmation.size,
             confirmation.accepted_at + self.timeout_of(confirmation),
             partial(self._take, confirmation, row),
@@ -317,7 +317,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         ):
             self.check_waitable()
             self._check_open()
-            raise self._no_room(confirmation)
+            raise self._window_timeout(confirmation)
 
     # Without it
 

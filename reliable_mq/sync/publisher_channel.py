@@ -1,33 +1,29 @@
-"""A publishing lane: one connection, its publishing session, and the window that callers on other threads wait at.
+"""The publisher channel of the sync API: its inbox, and callers that wait.
 
-Callers admit a publish to the window and leave it in the inbox, under one lock; the I/O thread takes whole inboxes,
-lets the session decide, writes what the session encodes, and settles what the session settled. One wake-up serves all
-that came in meanwhile.
+Callers admit a publish to the window and put it into the inbox, under one lock; the I/O thread takes whole inboxes.
 
 Invariants:
 
 - the session is touched by the I/O thread alone; the inbox, the window and the watchers of confirmations only under the
   lock;
 - no user code runs, and nothing blocks, on the I/O thread;
-- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or when the
-  lane ends;
-- every wait of a caller ends: with what it waits for, at its deadline, or when the lane ends;
+- every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
+  end of the channel;
+- every wait of a caller ends: with its condition, at its deadline, or at the end of the channel;
 - callers that wait for the window are admitted in the order in which they came, by the I/O thread (`WindowWaiters`); a
-  callback passes those who wait for callbacks;
-- a caller may be interrupted anywhere: by a signal handler that calls the lane itself (hence locks that their owner may
-  take again, and waits that let go of them altogether), or by an exception that a signal handler raises: what it leaves
-  behind is at most a place too many in the window, or its message, which is published all the same.
+  callback overtakes the callers that wait for callbacks;
+- a caller may be interrupted anywhere: by a signal handler that calls the channel itself (hence locks that their owner
+  may take again, and waits that release them altogether), or by an exception that a signal handler raises: it leaves
+  behind at most a place too many in the window, or its message, which is published all the same.
 
-Who waits for room in a window on the sync API.
+Invariants of `WindowWaiters`:
 
-Invariants:
-
-- room is given in the order in which it was asked for, by one thread, and is taken at that moment: a newcomer never
-  comes between, and a large message is not kept out by small ones;
-- who is late, or leaves, has taken nothing and holds up nobody who came after it;
-- a caller may be interrupted anywhere by an exception that a signal handler raises, and by a handler that asks for room
-  itself: callers only ever enter and leave, each by one step that cannot be cut in two. What an interrupted one leaves
-  behind is given its room when its turn comes, or is dropped at its deadline.
+- places are assigned in the order of the requests, by one thread, and are taken at that moment: a newcomer never comes
+  between, and a large message is not kept out by small ones;
+- a caller that is late, or leaves, has taken nothing and holds up no caller after it;
+- a caller may be interrupted anywhere by an exception that a signal handler raises, and by a handler that requests a
+  place itself: callers only ever enter and leave, each by one step that cannot be cut in two. The entry of an
+  interrupted one gets its place when its turn comes, or is dropped at its deadline.
 """
 
 from __future__ import annotations
@@ -57,15 +53,15 @@ _LOOK_AGAIN = 0.1  # seconds after which one that waits asks by itself: few plac
 
 
 class WindowWaiters:
-    """See the module. Every method is for who holds the lock.
+    """Callers on other threads that wait for a window. All methods need the lock.
 
     Args:
         lock: guards the window.
-        window: where the room is.
-        ask: called, with the lock held, to have the thread that gives call `give` soon.
+        window: the window.
+        ask: called, with the lock held, to make the I/O thread call `admit` soon.
 
     Attributes:
-        waiting: true while somebody waits.
+        waiting: the waiting callers; true while there are some.
     """
 
     def __init__(self, lock: threading.RLock, window: PublishWindow, ask: Callable[[], object]) -> None:
@@ -75,19 +71,19 @@ class WindowWaiters:
         self.waiting: OrderedDict[_Waiter, None] = OrderedDict()
 
     def is_free(self, size: int, *, crowded: bool, passes: bool) -> bool:
-        """Whether there is room for a newcomer: nobody is before it."""
+        """Whether a newcomer fits, and no caller is before it."""
         return (passes or not crowded) and self._first(crowded) is None and self._window.fits(size)
 
     def wait(
         self, size: int, deadline: float, take: Callable[[], object], over: Callable[[], bool], *, passes: bool
     ) -> bool:
-        """Wait for room; it is taken when this returns True.
+        """Wait for a place in the window; it is taken when this returns True.
 
         Args:
             size: bytes.
             deadline: on the monotonic clock, seconds.
-            take: called once there is room, by the thread that gives it; takes it.
-            over: whether there will be none; `wake` has it looked at.
+            take: takes the place; called on the I/O thread once there is one.
+            over: whether there will be none; `wake` makes the caller check it.
             passes: whether it is admitted while the window is crowded.
         """
         waiter = _Waiter(size, deadline, take, passes, Condition(self._lock))
@@ -110,16 +106,16 @@ class WindowWaiters:
                     self._ask()
         return waiter.admitted
 
-    def give(self, *, crowded: bool) -> bool:
-        """Room may be free: give it to those who wait, on the one thread that does so. Whether anybody got some.
+    def admit(self, *, crowded: bool) -> bool:
+        """Admit waiting callers that fit, on the I/O thread; return whether any did.
 
         Args:
-            crowded: whether those wait that do not pass.
+            crowded: whether to admit only those that pass.
         """
         now = time.monotonic()
         given = False
         while (waiter := self._first(crowded)) is not None:
-            if waiter.deadline > now:  # else it is about to leave, or was interrupted
+            if waiter.deadline > now:  # otherwise it is about to leave, or was interrupted
                 if not self._window.fits(waiter.size):
                     break
                 waiter.take()
@@ -129,7 +125,7 @@ class WindowWaiters:
         return given
 
     def wake(self) -> None:
-        """Have everyone who waits look whether it is over."""
+        """Make every waiting caller check whether it is over."""
         for waiter in list(self.waiting):
             waiter.changed.notify()
 
@@ -155,7 +151,9 @@ _ABORT_GRACE = 1.0  # seconds for what is aborted after the closing handshake
 
 
 class PublisherChannel(BasePublisherChannel[Confirmation]):
-    """See the module. Public methods are thread-safe; those of the base that are on the loop are for the I/O thread.
+    """The channel of one publisher of the sync API. Thread-safe.
+
+    Methods of the base that are on the loop are for the I/O thread.
 
     Attributes:
         lock: guards the inbox, the window and the watchers of all confirmations.
@@ -168,13 +166,13 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         self.lock = threading.RLock()
         super().__init__(options, self.lock)
         self._changed = Condition(self.lock)
-        self._room = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._look_for_room))
-        self._line = self._room.waiting
-        self._flushing: list[float] = []  # since when, for each caller that waits for what was submitted before
+        self._waiters = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._check_waiters))
+        self._waiting = self._waiters.waiting
+        self._flushing: list[float] = []  # one for each caller in a flush: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
-        self._taken = 0  # publishes on their way from the inbox to the session
+        self._accepting = 0  # publishes on their way from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
-        self._crowded = False  # more callbacks wait to be called than the window has places
+        self._crowded = False  # more callbacks are due than the window has places
         self._io = IOThread(
             name=options.name,
             settings=options.settings,
@@ -194,11 +192,13 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
             raise
 
     def wait_connected(self, timeout: float, attempts: int = 1, *, firm: bool = False) -> ReliableMQError | None:
-        """Wait until the lane is connected or ``attempts`` more have failed. Returns why it is not connected, or None.
+        """Wait until it is connected or ``attempts`` more have failed.
 
         A set-up that goes on (a large topology) is waited for beyond ``timeout``, unless that is ``firm``.
 
-        Where the error is permanent the lane has ended (``fatal``); else it goes on trying.
+        Returns:
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``);
+            otherwise it goes on trying.
         """
         self._check_not_forked()
         with self.lock:
@@ -212,11 +212,11 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
             return self._why_not_connected(timeout)
 
     def submit(self, confirmation: Confirmation) -> None:
-        """Take a publish in; waits for room in the window, up to the publish's own deadline.
+        """Accept a publish; wait for the window up to its deadline.
 
         Raises:
             PublishBlocked: the broker blocks publishing, and that is to be raised.
-            PublishUnconfirmed: no room in time; it was not sent.
+            PublishUnconfirmed: the window was full for so long; it was not sent.
             UsageError: closed.
         """
         if self.forked:
@@ -225,9 +225,9 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
             with self.lock:
                 if self._takes_none:
                     self._refuse(confirmation)
-                if (self._crowded or self._line or not self.window.fits(confirmation.size)) and self._wait_for_room(
-                    confirmation
-                ):
+                if (
+                    self._crowded or self._waiting or not self.window.fits(confirmation.size)
+                ) and self._wait_for_window(confirmation):
                     return
                 self._inbox.append(confirmation)
                 self.window.take(confirmation.size)
@@ -235,13 +235,13 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
                     self._oldest = confirmation.accepted_at
                 wake, self._woken = not self._woken, True
             if wake:
-                self._io.call_soon(self._pump)
+                self._io.call_soon(self._advance)
         except BaseException:
             self.nudge()  # its wake-up may be what was interrupted, or that of others before
             raise
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything submitted before is settled. False where ``timeout`` seconds were not enough."""
+        """Wait until all that was submitted before is settled; return whether it is."""
         self._check_not_forked()
         with self.lock:
             return self._wait_settled_before(time.monotonic(), timeout)
@@ -249,13 +249,16 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
     def close(self, timeout: float) -> int:
         """Settle everything within ``timeout`` seconds, give up the rest, disconnect.
 
-        Returns how many were given up. May be called again, and by several threads: each waits for the end.
+        May be called again, and by several threads: each waits for the end.
+
+        Returns:
+            The number of publishes given up.
         """
         deadline = time.monotonic() + timeout
         with self.lock:
             self._closed = True
             self._changed.notify_all()
-            self._room.wake()
+            self._waiters.wake()
             settled = self._wait_settled_before(float("inf"), timeout)
         given_up = 0 if settled else self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._io.stop(CLOSE_GRACE)
@@ -265,15 +268,15 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         return given_up
 
     def expect_callbacks(self) -> None:
-        """See to it that ``call_back`` needs no new thread."""
+        """Start the thread of callbacks, so that ``call_back`` needs none."""
         self._callbacks.start()
 
     def nudge(self) -> None:
-        """See to it that the I/O thread knows of every publish."""
-        self._io.call_soon(self._pump)
+        """Make the I/O thread look into the inbox."""
+        self._io.call_soon(self._advance)
 
     def call_back(self, call: Callable[[], object]) -> None:
-        """Run a user's callback, off the I/O thread."""
+        """Run a callback of a user on the thread of callbacks."""
         self._callbacks.put(call)
 
     def check_waitable(self) -> None:
@@ -281,60 +284,63 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         self._check_not_forked()
 
     def check_closable(self) -> None:
-        """Raise UsageError where closing would wait for the caller itself."""
+        """Raise UsageError if closing would wait for the caller itself."""
         if self._callbacks.is_current:
             raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
     def forget(self) -> None:
-        """This is a copy in a forked child: the connection, the thread and the holder of the lock are the parent's."""
+        """Disable this copy in a forked child.
+
+        The connection, the thread and the holder of the lock are the parent's.
+        """
         super().forget()
         self.lock = self._guard = threading.RLock()
 
     @property
     def outstanding(self) -> int:
-        """Publishes submitted and not settled. For a moment one may be counted twice; none is ever left out."""
-        return len(self._inbox) + self._taken + self.session.outstanding
+        """Publishes submitted and not settled. One may count twice for a moment."""
+        return len(self._inbox) + self._accepting + self.session.outstanding
 
     # On the I/O thread
 
     def _accept_inbox(self) -> None:
         with self.lock:
             taken, self._inbox, self._woken = self._inbox, deque(), False
-            self._taken = len(taken)
+            self._accepting = len(taken)
         self.session.accept(taken)
-        self._taken = 0
+        self._accepting = 0
 
     def _first_in_inbox(self) -> Confirmation | None:
         return self._inbox[0] if self._inbox else None
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         self._changed.notify_all()
-        self._room.wake()
+        self._waiters.wake()
 
-    def _tell_settled(self) -> None:
+    def _notify_settled(self) -> None:
         self._crowded = self._callbacks.backlog > self.window.max_count
-        if self._line and self.window.worth_waking(self.session.on_wire):
-            self._give_room()
+        if self._waiting and self.window.worth_waking(self.session.on_wire):
+            self._admit_waiters()
         if self._flushing and self._settled_before(min(self._flushing)):
             self._changed.notify_all()
 
-    def _look_for_room(self) -> None:
+    def _check_waiters(self) -> None:
         with self.lock:
-            if self._line:
+            if self._waiting:
                 self._crowded = self._callbacks.backlog > self.window.max_count
-                self._give_room()
-        if self._inbox:  # the call that was to tell of it may have been interrupted
-            self._pump()
+                self._admit_waiters()
+        if self._inbox:  # the call that was to wake this thread may have been interrupted
+            self._advance()
 
-    def _give_room(self) -> None:
-        if not self._takes_no_more and self._room.give(crowded=self._crowded) and not self._woken:
+    def _admit_waiters(self) -> None:
+        if not self._takes_no_more and self._waiters.admit(crowded=self._crowded) and not self._woken:
             self._woken = True
-            self._io.call_soon(self._pump)
+            self._io.call_soon(self._advance)
 
     # For closing
 
     def _give_up(self, timeout: float) -> int:
-        """Give up what is unsettled, from another thread. Returns how many that were."""
+        """Settle everything as given up, from another thread; return the number."""
         done = threading.Event()
         before = self.session.statistics.unknown
 
@@ -364,15 +370,15 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         if self._oldest is None:
             self._oldest = confirmation.accepted_at
 
-    def _wait_for_room(self, confirmation: Confirmation) -> bool:
-        """Wait until there is room. Returns whether the I/O thread has taken the publish in already."""
+    def _wait_for_window(self, confirmation: Confirmation) -> bool:
+        """Wait until it fits; return whether the I/O thread has accepted it already."""
         self._crowded = self._callbacks.backlog > self.window.max_count
         size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for those behind it
-        if self._room.is_free(size, crowded=self._crowded, passes=passes):
+        if self._waiters.is_free(size, crowded=self._crowded, passes=passes):
             return False
         timeout = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         deadline = confirmation.accepted_at + timeout
-        if self._room.wait(
+        if self._waiters.wait(
             size, deadline, partial(self._take, confirmation), lambda: self._takes_no_more, passes=passes
         ):
             return True
@@ -399,7 +405,10 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         return True
 
     def _wait_ended(self, join: Callable[[float], bool], timeout: float) -> None:
-        """Wait for a thread that may need the lock, which a caller that is a signal handler may have interrupted."""
+        """Wait for a thread that may need the lock.
+
+        The caller may be a signal handler that has interrupted its holder.
+        """
         if not join(PATIENCE):
             with self.lock:
                 self._wait_until(lambda: join(0), timeout)

@@ -1,10 +1,10 @@
-"""Queues, exchanges and bindings as data: what is declared at every connect, in which order, with which arguments.
+"""Queues, exchanges and bindings as data, declared at every connect.
 
-Where a queue or an exchange is expected, a plain name means one that exists: it is not declared.
+In place of a queue or an exchange, a plain name means one that exists: it is not declared.
 
 Invariants:
 
-- What can be constructed can be declared: a combination that RabbitMQ refuses is refused here, by its field's name.
+- Every constructed object can be declared: a combination that RabbitMQ refuses is refused here, by its field's name.
 - The defaults lose nothing: a quorum queue, dead-lettered at least once, without the broker's delivery limit, which
   counts reconnects too; a full queue refuses publishes, it does not drop messages that were confirmed.
 - A user's ``arguments`` win over our defaults, and never contradict a field without an error.

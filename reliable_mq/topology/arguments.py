@@ -1,4 +1,4 @@
-"""The arguments of queues that RabbitMQ knows: one table, and the checks that read it.
+"""The table of queue arguments that RabbitMQ knows, and the checks that read it.
 
 RabbitMQ accepts most arguments that it does not know: a queue with ``x-mesage-ttl`` never expires a message.
 `ARGUMENTS` holds one row for each argument; `Queue`, the linter, ``reliable-mq doctor`` and the Spark source read it. A
@@ -44,7 +44,7 @@ _EVERY: Final = _NO_STREAM | _STREAM
 
 
 class TopologyWarning(UserWarning):
-    """A `Queue` has an argument that does nothing, or that loses messages, and may yet be meant."""
+    """An argument of a `Queue` does nothing, or loses messages, and may yet be meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Argument:
     encode: Callable[[Any], object] | None = None
 
     def default_on(self, version: tuple[int, ...]) -> Any:
-        """Return the value that a broker of `version` assumes for a queue without this argument."""
+        """Return the value that a broker of `version` assumes without this argument."""
         return self.default if version >= self.default_since else None
 
     def is_sent_to(self, version: tuple[int, ...]) -> bool:
@@ -363,7 +363,7 @@ _DEEPEST: Final = 32
 
 
 class Arguments(Mapping[str, object]):
-    """Arguments of a declaration: a read-only copy, of types that both drivers can encode.
+    """A read-only copy of the arguments of a declaration, of types that AMQP has.
 
     Args:
         owner: the queue, exchange or binding, for the error.
@@ -392,7 +392,7 @@ class Arguments(Mapping[str, object]):
 
 
 def check_short_string(what: str, value: object) -> str:
-    """Return `value`, a text that fits an AMQP short string; `what` names it in the error."""
+    """Return `value`, a text that fits an AMQP short string; `what` is its name."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{what} must be text, not {type(value).__name__}")
     try:
@@ -407,7 +407,7 @@ def check_short_string(what: str, value: object) -> str:
 
 
 def check_name(what: str, value: object) -> str:
-    """Return `value`, a name that a queue or an exchange can have; `what` names it in the error."""
+    """Return `value`, the name of a queue or an exchange; `what` is for the error."""
     name = check_short_string(what, value)
     if not name:
         raise ConfigurationError(f"{what} must not be empty")
@@ -418,7 +418,7 @@ def check_name(what: str, value: object) -> str:
 
 
 def check_new_name(what: str, value: object) -> str:
-    """Return `value`, a name that can be declared; `what` names it in the error."""
+    """Return `value`, a name that can be declared; `what` is for the error."""
     name = check_name(what, value)
     if name.startswith("amq."):
         raise ConfigurationError(

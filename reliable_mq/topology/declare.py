@@ -1,9 +1,9 @@
-"""What the broker's refusal of a declaration means, read from its text: AMQP gives it no other form.
+"""The order of declarations, and the meaning of their refusal by the broker.
 
-The texts are those of RabbitMQ 4.0 and 4.3; one that is not understood is handed on as it is. RabbitMQ cuts a text at
-255 bytes, so that with a long name the values, or all of it, may be missing.
+A topology is declared in an order in which each item follows those that it refers to, and none comes twice.
 
-In which order a topology is declared: what is referred to comes before what refers to it, and nothing twice.
+AMQP gives a refusal no form but its text. The texts are those of RabbitMQ 4.0 and 4.3; an unknown one is passed on as
+it is. RabbitMQ cuts a text at 255 bytes, so that with a long name the values, or all of it, may be missing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
 
     Args:
         kind: ``"queue"``, ``"exchange"`` or ``"binding"``.
-        name: of what was declared.
+        name: of the queue or exchange, or of the destination of the binding.
         code: the reply code, e.g. 406.
         text: the reply text.
     """
@@ -72,7 +72,10 @@ def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyM
 
 
 class Inequivalence(NamedTuple):
-    """The argument that differs, and its values as the broker wrote them; None where the text was cut."""
+    """The argument that differs, with its values as the broker wrote them.
+
+    A value is None if the text was cut.
+    """
 
     argument: str
     declared: str | None
@@ -80,7 +83,7 @@ class Inequivalence(NamedTuple):
 
     @property
     def difference(self) -> Difference:
-        """The same for a user: without types and quotes."""
+        """The difference for a user: without types and quotes."""
         return Difference(self.argument, _value(self.declared), _value(self.existing))
 
     @property
@@ -89,10 +92,10 @@ class Inequivalence(NamedTuple):
         return self.existing is not None
 
     def existing_value(self, declared: object) -> object:
-        """Return the value that exists, in its type; None where the argument does not exist.
+        """Return the existing value, in its type; None if the argument does not exist.
 
         Args:
-            declared: the value that was declared, which has the type of a value that is written without one.
+            declared: the declared value: an existing value that is written without a type has its type.
         """
         if self.existing is None or self.existing == "none":
             return None
@@ -105,7 +108,7 @@ class Inequivalence(NamedTuple):
 
 
 def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence | None:
-    """Return the argument that the broker named in a refusal; None where the refusal has another reason.
+    """Return the argument that a refusal names; None if it has another reason.
 
     Args:
         kind: ``"queue"`` or ``"exchange"``.
@@ -125,13 +128,13 @@ def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence |
 def mismatch_from_differences(
     kind: str, name: str, differences: Sequence[Difference], *, more: str = ""
 ) -> TopologyMismatch:
-    """Return the error for a declaration that differs from what exists.
+    """Return the error for a declaration that differs from the existing one.
 
     Args:
         kind: ``"queue"`` or ``"exchange"``.
         name: the name in the declaration.
         differences: at least one.
-        more: the reply of the broker that ended the search; empty where there are no more differences.
+        more: the reply of the broker that ended the search; empty if there are no more differences.
     """
     shown = "; ".join(map(_described, differences))
     if more:
@@ -148,7 +151,10 @@ def _described(difference: Difference) -> str:
 
 
 def _value(text: str | None) -> str | None:
-    """The value alone: RabbitMQ writes ``'20'``, ``the value '20' of type 'signedint'`` or ``none``."""
+    """Return the value alone.
+
+    RabbitMQ writes ``'20'``, ``the value '20' of type 'signedint'`` or ``none``.
+    """
     if text is None:
         return None
     typed = _TYPED_VALUE.fullmatch(text)
@@ -165,12 +171,13 @@ Declaration = Queue | Exchange | Binding
 
 
 def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
-    """Return what to declare, in order: exchanges, queues (each after its dead-letter queue), then bindings.
+    """Return the declarations in order: exchanges, queues, bindings.
 
-    What a queue, an exchange or a binding refers to is declared too, unless it is a plain name.
+    A queue follows its dead-letter queue. Queues and exchanges that another item refers to are declared too, unless by
+    a plain name.
 
     Args:
-        topology: in any order; what is equal may be in it repeatedly.
+        topology: in any order; equal items may be in it repeatedly.
 
     Raises:
         ConfigurationError: something else is in it, or two that have one name and differ.
@@ -182,7 +189,7 @@ def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
 
 
 class _Collected:
-    """What was found so far, by kind, in the order of declaration."""
+    """The declarations found so far, by kind, in order."""
 
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange] = {}

@@ -58,7 +58,7 @@ class Exchange:
             raise ConfigurationError(f"argument {_ALTERNATE} of {what} is given twice: also as alternate_exchange")
 
     def arguments_for(self, _version: tuple[int, ...]) -> dict[str, object]:
-        """Return the arguments to declare this exchange with; the same on every version of the broker."""
+        """Return the arguments of the declaration; the same on every version."""
         alternate = self.alternate_exchange
         name = alternate.name if isinstance(alternate, Exchange) else alternate
         every = {_ALTERNATE: name, **self.arguments}

@@ -1,4 +1,4 @@
-"""A queue to declare, and the arguments it is declared with on each version of the broker."""
+"""A queue to declare, with its arguments on each version of the broker."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Queue:
         return None if queue is None else queue.name
 
     def arguments_for(self, version: tuple[int, ...]) -> dict[str, object]:
-        """Return the arguments to declare this queue with on a broker of `version`, e.g. ``(4, 0, 5)``.
+        """Return the arguments of the declaration on a broker of `version`.
 
         A default of ours that the version does not know is left out; an argument of the user is always sent.
         """

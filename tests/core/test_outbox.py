@@ -135,7 +135,7 @@ def test_delays_grow_to_a_longest_one() -> None:
 def test_rows_without_a_key_are_ready_at_once_in_order() -> None:
     """Nothing waits for anything."""
     session = RelaySession()
-    session.taken([row(1), row(2), row(3)])
+    session.add([row(1), row(2), row(3)])
     assert numbers(session.ready) == [1, 2, 3]
     assert session.waiting == 0
 
@@ -143,7 +143,7 @@ def test_rows_without_a_key_are_ready_at_once_in_order() -> None:
 def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
     """The second is published when the first is confirmed; another key does not wait."""
     session = RelaySession()
-    session.taken([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "a")])
+    session.add([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "a")])
     assert numbers(session.ready) == [1, 3]
     assert session.waiting == 2
     session.ready.clear()
@@ -153,7 +153,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
     session.settled(row(2, "a"), None)
     session.settled(row(4, "a"), None)
     assert session.waiting == 0
-    session.taken([row(5, "a")])
+    session.add([row(5, "a")])
     assert numbers(session.ready) == [2, 4, 5]
     assert fates(session) == [(number, RowOutcome.CONFIRMED) for number in (1, 3, 2, 4)]
 
@@ -162,7 +162,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
 def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key(error: Any) -> None:
     """What was behind it goes back untouched, and what comes later is a matter of the outbox."""
     session = RelaySession()
-    session.taken([row(1, "a"), row(2, "a"), row(3)])
+    session.add([row(1, "a"), row(2, "a"), row(3)])
     session.settled(row(1, "a"), error)
     first = session.settlements[0]
     assert first.reason == f"{type(error).__name__}: {error}"
@@ -177,7 +177,7 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key
 def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) -> None:
     """A nack and an unknown outcome may be another one next time; an unknown one may be a duplicate then."""
     session = RelaySession()
-    session.taken([row(1, attempts=2), row(2, "a"), row(3, "a")])
+    session.add([row(1, attempts=2), row(2, "a"), row(3, "a")])
     session.settled(row(1, attempts=2), error)
     session.settled(row(2, "a"), error)
     first = session.settlements[0]
@@ -188,7 +188,7 @@ def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) ->
 def test_an_error_about_the_connection_hands_rows_back() -> None:
     """It says nothing about a row; it is remembered until something is confirmed."""
     session = RelaySession()
-    session.taken([row(1), row(2)])
+    session.add([row(1), row(2)])
     error = BrokerUnavailable("nobody there")
     session.settled(row(1), error)
     assert session.trouble is error
@@ -200,7 +200,7 @@ def test_an_error_about_the_connection_hands_rows_back() -> None:
 def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
     """What is outstanding still gets its fate, and nothing follows it."""
     session = RelaySession()
-    session.taken([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
+    session.add([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
     outstanding = session.ready.popleft()
     session.stopped()
     assert sorted(fates(session)) == [
@@ -244,7 +244,7 @@ def test_a_session_knows_of_a_key_until_its_rows_have_their_fates() -> None:
     session = RelaySession()
     first, second = row(1, "key"), row(2, "key")
     assert not session.has("key")
-    session.taken([first, second])
+    session.add([first, second])
     assert session.has("key")
     session.settled(first, None)
     assert session.has("key")

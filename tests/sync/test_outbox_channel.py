@@ -173,9 +173,9 @@ def test_a_large_message_is_not_kept_out_of_the_outbox_by_small_ones(tmp_path: P
         for _ in range(9):
             publisher.submit(Message(b"s" * 100), routing_key="orders")
         large = pool.submit(submit, b"l" * 900)
-        wait_until(lambda: len(lane._room.waiting) == 1, timeout=10, what="the large message")
+        wait_until(lambda: len(lane._waiters.waiting) == 1, timeout=10, what="the large message")
         small = pool.submit(submit, b"s" * 100)
-        wait_until(lambda: len(lane._room.waiting) == 2, timeout=10, what="the small message")
+        wait_until(lambda: len(lane._waiters.waiting) == 2, timeout=10, what="the small message")
         outbox.let.release(100)
         large.result(20)
         small.result(20)

@@ -51,7 +51,7 @@ class Lane:
 
     def give(self, *, crowded: bool = False) -> bool:
         with self.lock:
-            return self.room.give(crowded=crowded)
+            return self.room.admit(crowded=crowded)
 
     def free(self, size: int, *, crowded: bool = False, passes: bool = False) -> bool:
         with self.lock:

@@ -41,7 +41,7 @@ for stage in reversed(hooks.ForkStage):
     for number in (1, 2):
         hooks.at_fork(stage, lambda stage=stage, number=number: say(f"{stage.name} {number}"))
 lane = Lane()
-publisher_channel._lanes.add(lane)
+publisher_channel._channels.add(lane)
 publisher._open_publishers.add(lane)
 del lane
 child = os.fork()

@@ -1,26 +1,26 @@
-"""Which publish did the broker close the channel over?
+"""Find the publish that the broker closed a channel over.
 
 A channel exception (404 no such exchange, 406 message too large, 403 not permitted, ...) names no publish.
-Re-publishing everything that was outstanding closes the next channel too, for ever; failing everything would fail the
-innocent. What is known:
+Publishing everything outstanding again closes the next channel too, for ever; failing everything would fail the
+innocent. Known is:
 
 - the broker processes a channel in order. Everything before the culprit was processed, and its confirm may be lost;
   nothing after the culprit was;
-- where the text of the error names an exchange, or a value, only publishes with it can be the culprit.
+- if the text of the error names an exchange, or a value, only publishes with it can be the culprit.
 
-So the publishes that the text names (`reliable_mq.core.publisher.bisect`) are separated from the others. A single one
-is the culprit. Several are published once more, as a group of their own, behind the others: where the channel closes
-again with an error that names all of them, they have the same flaw, and all are culprits. Where the text names nobody,
-all are suspects, and are narrowed down twice: in groups of the square root of their number, then one by one.
+So the publishes that the text names (`named_by`) are separated from the others. A single one is the culprit. Several
+are published once more, as a group of their own, behind the others: if the channel closes again with an error that
+names all of them, they have the same flaw, and all are culprits. If the text names nobody, all are suspects, and are
+narrowed down twice: in groups of the square root of their number, then one by one.
 
-States and what moves between them::
+States, and the calls that move between them::
 
     idle     --closed: one is named, or was alone--> that one is the culprit; those before it are a group, those after
-                                                     it are another; idle where there are none
+                                                     it are another; idle if there are none
     idle     --closed: several are named-->          groups: those before the first that is named, the others that are
                                                      not named, those that are named
     idle     --closed: none is named-->              groups of the square root of their number
-    probing  --next_group()-->                       probing the group returned; idle where none is left
+    probing  --next_group()-->                       probing the group returned; idle if none is left
     probing  --closed: as when idle, but-->          a group of those named, all named again: all are culprits;
                                                      a group of the narrowing, none named: one by one
     probing  --interrupted: lost for another reason--> the same group again
@@ -29,22 +29,17 @@ Invariants:
 
 - every suspect is either returned as a culprit, settled by the broker, or still in a group: none is forgotten, none is
   in two;
-- groups keep the order of publishing, except that those who are named come last;
+- groups keep the order of publishing, except that the named ones come last;
 - any number of culprits that one error names are found by one further channel close, one alone by none; a culprit that
   no text names, by two;
-- an innocent publish is processed by the broker once more than without the error at most where the text names the
-  culprit, and twice more at most where it does not; what comes after the culprit is not processed twice at all.
+- an innocent publish is processed by the broker at most once more than without the error if the text names the
+  culprit, and at most twice more if it does not; a publish behind the culprit is not processed twice at all.
 
-Which publishes can a channel error be about?
+RabbitMQ's text names the exchange, the routing key or the value that it objects to. The texts are those of RabbitMQ 4.0
+to 4.3; a reply text is cut at 255 bytes, and ends with three dots then. Invariants of `named_by`:
 
-A channel exception names no publish. RabbitMQ's text names the exchange, the routing key or the value that it objects
-to, though: only publishes that have it can have caused the error. The texts are those of RabbitMQ 4.0 to 4.3; a reply
-text is cut at 255 bytes, and ends with three dots then.
-
-Invariants:
-
-- a publish is named where its own exchange, routing key, property or size stands in the text; a text that is not known
-  names nobody;
+- a publish is named if its own exchange, routing key, property or size is in the text; a text that is not known names
+  nobody;
 - properties that cannot be decoded are no error here.
 """
 
@@ -74,7 +69,7 @@ class _Group(NamedTuple, Generic[T]):
 
 
 class ChannelErrorBisector(Generic[T]):
-    """The groups of suspects still to be probed. Not thread-safe.
+    """Groups of suspects that remain to be probed. Not thread-safe.
 
     Attributes:
         active: whether suspects are being probed; nothing else may be published meanwhile.
@@ -88,15 +83,12 @@ class ChannelErrorBisector(Generic[T]):
         self._kind: _Kind = "any"  # of the group that is probed
 
     def closed(self, unsettled: Sequence[T], unwritten: Sequence[T] = (), named: Sequence[T] = ()) -> list[T]:
-        """The broker closed the channel over a publish.
+        """Return the culprits, if they are known, of an error that closed the channel.
 
         Args:
-            unsettled: what was on the channel, in publish order: the culprit is among them.
-            unwritten: what of the group that is probed had not been written yet.
-            named: those of both whom the text of the error can be about, in this order; empty where it says nothing.
-
-        Returns:
-            The culprits, where they are known.
+            unsettled: the publishes on the channel, in order: the culprit is among them.
+            unwritten: the publishes of the probed group that had not been written yet.
+            named: those of both that the text of the error can be about, in this order; empty if it names none.
         """
         kind, self._kind = self._kind, "any"
         if not unsettled:
@@ -122,15 +114,15 @@ class ChannelErrorBisector(Generic[T]):
         return culprits
 
     def interrupted(self, unsettled: Sequence[T]) -> None:
-        """The channel was lost for a reason that blames no publish: the group is probed again."""
+        """Probe the group again: the channel was lost for a reason that blames none."""
         self._push(unsettled, self._kind)
 
     def innocent(self, publications: Sequence[T]) -> None:
-        """These were confirmed, and are published again before the next group."""
+        """Publish confirmed publishes again, before the next group."""
         self._push(publications)
 
     def next_group(self) -> list[T]:
-        """The group to publish now, alone, until all of it is settled or the channel is lost.
+        """Return the group to publish alone, until it is settled or the channel is lost.
 
         Empty when all are probed: idle.
         """
@@ -163,7 +155,7 @@ _CUT_FROM = 240  # bytes of a text that may have been cut; a character that was 
 
 
 def named_by(reply: BrokerReply, publications: Iterable[P]) -> list[P]:
-    """Return the publishes that the broker's text can be about, in order. Empty where it names none of them."""
+    """Return the publishes that the text of the broker can be about, in order."""
     return [one for one in publications if _is_named(reply, one)]
 
 
@@ -196,7 +188,7 @@ def _is_named(reply: BrokerReply, publication: Publication) -> bool:
 
 
 def _phrases(code: int, publication: Publication) -> Iterator[str]:
-    """Yield the beginnings of the texts that the broker can have for this publish."""
+    """Yield the beginnings of the texts that the broker can have for a publish."""
     exchange = publication.exchange
     match code:
         case 404:

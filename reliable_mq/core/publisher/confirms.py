@@ -1,35 +1,29 @@
-"""An ordered record of items under contiguous numbers, settled in any order.
+"""Publisher confirms: the publishes that an ack or a nack of the broker settles.
 
-Sequence numbers of publishes and delivery tags of deliveries have the same shape: they are given out one by one, and
-come back singly, in any order, or as "all up to and including N". The ledger keeps what is not yet settled.
-
-Invariants:
-
-- numbers are given out contiguously, from 1 on, and never twice;
-- an item leaves the ledger once: a second removal of its number finds nothing;
-- ``pop_through`` and ``clear`` go in order of the numbers;
-- every operation is O(1) amortised per item, however many are held;
-- memory is in proportion to what was held at once, however far apart the numbers of the oldest and the newest item are.
-
-Items stand in a list by number, 8 bytes each. Its settled front is cut off once it is half of the list. Where the list
-is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others are
-confirmed), what is left moves to a dictionary: each item is written once, cleared once and moved at most twice on
-average.
-
-Publisher confirms: which publish does a ``basic.ack`` or ``basic.nack`` from the broker settle?
-
-In confirm mode both sides count the publishes on a channel, from 1. The broker answers every publish exactly once, in
+In confirm mode both sides count the publishes on a channel, from 1. The broker confirms every publish exactly once, in
 any order and at any time, singly or with ``multiple``: everything outstanding up to and including the tag. The count
 starts again on every new channel, so a tag means nothing without the generation of its channel.
 
-Invariants:
+Invariants of `ConfirmTracker`:
 
-- every item handed to :meth:`ConfirmTracker.published` comes back exactly once: from :meth:`~ConfirmTracker.settle` or,
-  in the order of publishing, from :meth:`~ConfirmTracker.channel_lost`;
+- every item passed to `ConfirmTracker.published` comes back exactly once: from `ConfirmTracker.settle` or, in the order
+  of publishing, from `ConfirmTracker.channel_lost`;
 - a confirm that is unknown (beyond the last publish, with ``multiple`` too), repeated, or of another generation settles
   nothing, changes nothing, and is counted in ``stale``;
-- nothing is outstanding between :meth:`~ConfirmTracker.channel_lost` and the next
-  :meth:`~ConfirmTracker.channel_opened`.
+- nothing is outstanding between `ConfirmTracker.channel_lost` and the next `ConfirmTracker.channel_opened`.
+
+`SequencedItems` holds items under contiguous numbers, which are settled in any order: sequence numbers of publishes, or
+delivery tags of deliveries. Its invariants:
+
+- numbers are given out contiguously, from 1 on, and never twice;
+- an item leaves once: a second removal of its number finds nothing;
+- ``pop_through`` and ``clear`` go in order of the numbers;
+- every operation is O(1) amortised per item, however many are held;
+- memory is in proportion to the items held at once, however far apart the numbers of the oldest and the newest are.
+
+The items are in a list by number, 8 bytes each. Its settled front is cut off once it is half of the list. If the list
+is mostly settled but its front is not (one publish whose queue has lost its majority, while a million others are
+confirmed), the rest moves to a dictionary: each item is written once, cleared once and moved at most twice on average.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ _SPARSE = 4  # slots per item held from which on a dictionary is smaller
 
 
 class SequencedItems(Generic[T]):
-    """Items, none of them None, under contiguous numbers; see the module's invariants. Not thread-safe."""
+    """Items, none of them None, under contiguous numbers. Not thread-safe."""
 
     __slots__ = ("_base", "_head", "_held", "_slots", "_stragglers")
 
@@ -67,11 +61,11 @@ class SequencedItems(Generic[T]):
 
     @property
     def next_number(self) -> int:
-        """The number that the next item gets."""
+        """The number of the next item."""
         return self._base + len(self._slots)
 
     def extend(self, items: Iterable[T]) -> None:
-        """Hold all of ``items``, in order."""
+        """Add all of ``items``, in order."""
         slots = self._slots
         before = len(slots)
         slots.extend(items)
@@ -80,7 +74,7 @@ class SequencedItems(Generic[T]):
             self._tidy()
 
     def pop(self, number: int) -> T | None:
-        """Remove and return the item with this number; None if it is not held."""
+        """Remove and return the item with this number; None if there is none."""
         index = number - self._base
         slots = self._slots
         if index < 0:
@@ -134,13 +128,13 @@ class SequencedItems(Generic[T]):
         return self.pop_through(self.next_number - 1)
 
     def _restart(self) -> None:
-        """No slot holds an item: let go of them all."""
+        """Drop all slots: none holds an item."""
         self._base += len(self._slots)
         self._head = 0
         self._slots.clear()
 
     def _tidy(self) -> None:
-        """Keep the list in proportion to what it holds; something has been added, so it holds something."""
+        """Shrink the list in proportion to its items, of which there is at least one."""
         slots = self._slots
         head = self._head
         while slots[head] is None:
@@ -166,16 +160,16 @@ class ConfirmTracker(Generic[T]):
         stale: confirms that settled nothing, counted over all generations.
     """
 
-    __slots__ = ("_ledger", "generation", "stale")
+    __slots__ = ("_items", "generation", "stale")
 
     def __init__(self) -> None:
         self.generation: int | None = None
         self.stale = 0
-        self._ledger: SequencedItems[T] = SequencedItems()
+        self._items: SequencedItems[T] = SequencedItems()
 
     def __len__(self) -> int:
-        """How many publishes are outstanding."""
-        return len(self._ledger)
+        """The number of outstanding publishes."""
+        return len(self._items)
 
     @property
     def open(self) -> bool:
@@ -184,11 +178,11 @@ class ConfirmTracker(Generic[T]):
 
     @property
     def none_settled(self) -> bool:
-        """Whether everything that was published on this channel is outstanding."""
-        return len(self._ledger) == self._ledger.next_number - 1
+        """Whether every publish on this channel is outstanding."""
+        return len(self._items) == self._items.next_number - 1
 
     def channel_opened(self, generation: int) -> None:
-        """A new channel is in confirm mode; its sequence numbers start at 1.
+        """Begin a new channel in confirm mode; its sequence numbers start at 1.
 
         Raises:
             UsageError: the previous channel was not reported lost.
@@ -196,53 +190,53 @@ class ConfirmTracker(Generic[T]):
         if self.open:
             raise UsageError(f"channel {self.generation} is still open: report it lost before opening {generation}")
         self.generation = generation
-        self._ledger = SequencedItems()
+        self._items = SequencedItems()
 
     def published(self, items: Sequence[T]) -> int:
-        """``items`` are published now, in this order. Returns the sequence number that the next publish will have.
+        """Record publishes, in this order; return the sequence number of the next one.
 
         Raises:
             UsageError: no channel is open.
         """
         if not self.open:
             raise UsageError("no channel is open: nothing can be published")
-        self._ledger.extend(items)
-        return self._ledger.next_number
+        self._items.extend(items)
+        return self._items.next_number
 
     def settle(self, generation: int, tag: int, multiple: bool) -> list[T]:
-        """The broker confirmed ``tag``, positively or negatively. Returns what that settles, in publish order.
+        """Return the publishes settled by a confirm of ``tag``, in publish order.
 
         ``multiple`` with tag 0 means everything outstanding, as the protocol has it.
         """
         settled: list[T] = []
         if generation == self.generation:
             if not multiple:
-                item = self._ledger.pop(tag)
+                item = self._items.pop(tag)
                 if item is not None:
                     settled.append(item)
             elif not tag:
-                settled = self._ledger.clear()
-            elif tag < self._ledger.next_number:
-                settled = self._ledger.pop_through(tag)
+                settled = self._items.clear()
+            elif tag < self._items.next_number:
+                settled = self._items.pop_through(tag)
         if not settled:
             self.stale += 1
         return settled
 
     def numbers(self, generation: int, tag: int, multiple: bool) -> list[int]:
-        """The sequence numbers of what `settle` would return for the same confirm, in its order."""
+        """Return the sequence numbers of the publishes that `settle` would return."""
         if generation != self.generation:
             return []
         if not multiple:
-            return [tag] if self._ledger.holds(tag) else []
-        last = tag or self._ledger.next_number - 1
-        return self._ledger.numbers_through(last) if last < self._ledger.next_number else []
+            return [tag] if self._items.holds(tag) else []
+        last = tag or self._items.next_number - 1
+        return self._items.numbers_through(last) if last < self._items.next_number else []
 
     @property
     def outstanding_numbers(self) -> list[int]:
-        """The sequence numbers of what `channel_lost` would return, in its order."""
-        return self._ledger.numbers_through(self._ledger.next_number - 1)
+        """The sequence numbers of the publishes that `channel_lost` would return."""
+        return self._items.numbers_through(self._items.next_number - 1)
 
     def channel_lost(self) -> list[T]:
-        """The channel is gone. Returns everything unsettled, in publish order: its outcome is unknown."""
+        """Return the unsettled publishes of the lost channel, in publish order."""
         self.generation = None
-        return self._ledger.clear()
+        return self._items.clear()

@@ -1,10 +1,11 @@
-"""Every publish that was accepted and is not yet settled: which is the oldest, and whose deadline comes next?
+"""Outstanding publishes, ordered by deadline.
 
-Most publishes have the publisher's own delivery timeout, so their deadlines come in the order of acceptance and the
-oldest one's is the next: nothing to keep beside the order. Those with a timeout of their own are in a heap as well.
+Most publishes have the publisher's own delivery timeout, so their deadlines come in the order of acceptance, and the
+next deadline is that of the oldest: the order is all there is to keep. Those with a timeout of their own are in a heap
+as well.
 
-A settled publish is known by its ``outcome``, and is dropped when it comes to the front, or when the settled ones are
-more than the others: so settling many costs one subtraction, and a straggler keeps no others alive.
+A settled publish is known by its ``outcome``. It is dropped when it comes to the front, or when there are more settled
+ones than others: so settling many costs one subtraction, and a straggler keeps no others alive.
 
 Invariants:
 
@@ -34,7 +35,7 @@ _SETTLED_KEPT = 64  # settled publishes that are left to be skipped, however few
 
 
 class PublishDeadlines(Generic[P]):
-    """The accepted and unsettled publishes. Not thread-safe."""
+    """Accepted and unsettled publishes. Not thread-safe."""
 
     __slots__ = ("_common", "_delivery_timeout", "_heap", "_order", "_timed", "_unsettled")
 
@@ -50,7 +51,7 @@ class PublishDeadlines(Generic[P]):
         return self._unsettled
 
     def enter(self, publications: Iterable[P]) -> None:
-        """Hold publishes that were accepted, in the order of their ``accepted_at``."""
+        """Add accepted publishes, in the order of their ``accepted_at``."""
         common = self._common
         before = len(common)
         for publication in publications:
@@ -64,7 +65,7 @@ class PublishDeadlines(Generic[P]):
         self._unsettled += len(common) - before
 
     def settled(self, count: int) -> None:
-        """So many of those held have an outcome now."""
+        """Subtract publishes that have an outcome now."""
         self._unsettled -= count
         kept = 2 * self._unsettled + _SETTLED_KEPT
         if len(self._common) > kept:
@@ -77,13 +78,13 @@ class PublishDeadlines(Generic[P]):
 
     @property
     def oldest_accepted_at(self) -> float | None:
-        """When the oldest publish was accepted; None where there is none."""
+        """When the oldest publish was accepted; None if there is none."""
         oldest = (_first(self._common), _first(self._timed))
         return min((one.accepted_at for one in oldest if one is not None), default=None)
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` will find the next one; None where there is none."""
+        """When `expire` will find the next one; None if there is none."""
         oldest = _first(self._common)
         common = None if oldest is None else oldest.accepted_at + self._delivery_timeout
         while self._heap and self._heap[0][2].outcome is not None:
@@ -92,9 +93,9 @@ class PublishDeadlines(Generic[P]):
         return min((at for at in (common, timed) if at is not None), default=None)
 
     def expire(self, now: float) -> list[P]:
-        """Give out those whose deadline has come, those with the common timeout first.
+        """Return those whose deadline has come, those with the common timeout first.
 
-        The caller gives them their outcome and tells :meth:`settled`, before the roster is asked for anything else.
+        The caller sets their outcome and calls `settled` before any other method.
         """
         expired: list[P] = []
         while self._common and self._common[0].accepted_at + self._delivery_timeout <= now:
@@ -105,7 +106,7 @@ class PublishDeadlines(Generic[P]):
 
 
 def _first(publications: deque[P]) -> P | None:
-    """The first that is unsettled; the settled ones in front of it are dropped."""
+    """Return the first that is unsettled; drop the settled ones before it."""
     while publications and publications[0].outcome is not None:
         publications.popleft()
     return publications[0] if publications else None
