@@ -41,7 +41,7 @@ from reliable_mq.sync.confirmation import PATIENCE, Confirmation
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reliable_mq.core.publisher.window import PublishWindow
     from reliable_mq.engine.publisher_options import PublisherOptions
@@ -72,7 +72,9 @@ class WindowWaiters:
 
     def is_free(self, size: int, *, crowded: bool, passes: bool) -> bool:
         """Whether a newcomer fits, and no caller is before it."""
-        return (passes or not crowded) and self._first(crowded) is None and self._window.fits(size)
+        return (
+            (passes or not crowded) and _first(list(self.waiting), crowded=crowded) is None and self._window.fits(size)
+        )
 
     def wait(
         self, size: int, deadline: float, take: Callable[[], object], over: Callable[[], bool], *, passes: bool
@@ -89,8 +91,8 @@ class WindowWaiters:
         waiter = _Waiter(size, deadline, take, passes, Condition(self._lock))
         try:
             self.waiting[waiter] = None
-            first = next(iter(self.waiting))
-            if first is not waiter and self._window.fits(first.size):
+            first = _first(list(self.waiting), crowded=False)  # a copy is made in one step, an iteration is not
+            if first is not None and first is not waiter and self._window.fits(first.size):
                 self._ask()
             while not (waiter.admitted or over()):
                 remaining = deadline - time.monotonic()
@@ -114,7 +116,7 @@ class WindowWaiters:
         """
         now = time.monotonic()
         given = False
-        while (waiter := self._first(crowded)) is not None:
+        while (waiter := _first(self.waiting, crowded=crowded)) is not None:
             if waiter.deadline > now:  # otherwise it is about to leave, or was interrupted
                 if not self._window.fits(waiter.size):
                     break
@@ -129,8 +131,9 @@ class WindowWaiters:
         for waiter in list(self.waiting):
             waiter.changed.notify()
 
-    def _first(self, crowded: bool) -> _Waiter | None:
-        return next((waiter for waiter in self.waiting if waiter.passes or not crowded), None)
+
+def _first(waiting: Iterable[_Waiter], *, crowded: bool) -> _Waiter | None:
+    return next((waiter for waiter in waiting if waiter.passes or not crowded), None)
 
 
 class _Waiter:

@@ -250,7 +250,7 @@ class _OutboxModel:
         self.outbox.write(rows, [])
 
     def take(self, limit: int) -> None:
-        self.session.taken(_take(self.leases, limit))
+        self.session.add(_take(self.leases, limit))
         self.publish()
 
     def publish(self) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq._util.threads import Condition
 from reliable_mq.core.publisher.window import PublishWindow
+from reliable_mq.sync import publisher_channel
 from reliable_mq.sync.publisher_channel import WindowWaiters, _Waiter
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 SOON = 10.0
 
@@ -166,3 +173,62 @@ def test_nobody_waits_on_where_it_is_over(lane: Lane) -> None:
     assert [one.result(SOON) for one in waiting] == [False] * 3
     assert not lane.room.waiting
     assert not lane.taken
+
+
+class SignalHandler:
+    """Runs `handle` at the n-th step that the waiting callers' code takes on this thread."""
+
+    def __init__(self, step: int, handle: Callable[[], object]) -> None:
+        self.left = step
+        self.handle = handle
+
+    def __call__(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., object] | None:
+        if frame.f_code.co_filename != publisher_channel.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        return self.step
+
+    def step(self, _frame: FrameType, event: str, _argument: object) -> Callable[..., object]:
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                self.handle()
+        return self.step
+
+
+def waits_and_leaves(room: WindowWaiters) -> None:
+    """A signal handler that waits: the others are admitted meanwhile, as the lock is free."""
+    waiter = _Waiter(90, time.monotonic() + SOON, lambda: None, False, Condition(room._lock))
+    room.waiting[waiter] = None
+    room.admit(crowded=False)
+    room.waiting.pop(waiter, None)
+
+
+def asks_whether_there_is_a_place(room: WindowWaiters) -> None:
+    room.is_free(10, crowded=False, passes=False)
+
+
+def waits_in_vain(room: WindowWaiters) -> None:
+    room.wait(10, 0.0, lambda: None, lambda: True, passes=False)
+
+
+@pytest.mark.parametrize("call", [asks_whether_there_is_a_place, waits_in_vain])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_signal_handler_may_wait_at_any_step_of_a_caller(call: Callable[[WindowWaiters], None], others: int) -> None:
+    """Handlers run between any two steps, and may change who waits."""
+    trace = sys.gettrace()
+    for step in range(1, 1000):
+        room = WindowWaiters(lock := threading.RLock(), PublishWindow(10, 100), lambda: None)
+        for _ in range(others):
+            room.waiting[_Waiter(10, time.monotonic() + SOON, lambda: None, False, Condition(lock))] = None
+        handler = SignalHandler(step, partial(waits_and_leaves, room))
+        with lock:
+            sys.settrace(handler)
+            try:
+                call(room)
+            finally:
+                sys.settrace(trace)
+        if handler.left > 0:
+            break
+    assert step > 20
