@@ -29,7 +29,7 @@ from reliable_mq.core.channel_setup import declare, is_missing
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.lifecycle import ConsumerState, ReopenChannel, Resubscribe, Unsubscribe
+from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
@@ -422,11 +422,11 @@ class BaseSubscription:
             logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name))
 
     def _change_subscription(self, change: SubscriptionChange) -> None:
-        if isinstance(change, Unsubscribe):
-            self._io.run(self._unsubscribe(), self._unsubscribed)
-        elif isinstance(change, Resubscribe):
+        if isinstance(change, Resubscribe):
             self._io.run(self._resubscribe(change), self._resubscribed)
-        elif isinstance(change, ReopenChannel):
+        elif change is ChannelStep.UNSUBSCRIBE:
+            self._io.run(self._unsubscribe(), self._unsubscribed)
+        elif change is ChannelStep.REOPEN:
             self._io.reopen_channel()
         else:
             self._io.run(self._options.subscribe_to_quarantine(), self._subscribed_to_quarantine)

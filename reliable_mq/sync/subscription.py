@@ -45,8 +45,9 @@ class Republisher:
     """Publishes dead letters and retries, confirmed. Thread-safe.
 
     Args:
-        publisher: not opened yet; closed by `close`. answer: called with the outcome of each publish, on a thread of
-            this object: None if it is confirmed, else an error.
+        publisher: not opened yet; closed by `close`.
+        answer: called with the outcome of each publish, on a thread of this object: None if it is confirmed, else an
+            error.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from reliable_mq.codec import encode_table, join_properties
 from reliable_mq.core import headers
@@ -28,11 +29,14 @@ class CheckedDelivery(Delivery):
     """A delivery that allows no change of its state but those of the table."""
 
     __slots__ = ()
+    seen: ClassVar[set[tuple[DeliveryState | None, object]]] = set()
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "state":
             before = getattr(self, "state", None)
             assert value is before or value in FOLLOWING[before], f"from {before} to {value}"
+            if value is not before:
+                self.seen.add((before, value))
         super().__setattr__(name, value)
 
 

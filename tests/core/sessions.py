@@ -12,7 +12,7 @@ from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed
-from reliable_mq.core.consumer.lifecycle import PAUSE, ConsumerLifecycle, SubscribeToQuarantine, SubscriptionChange
+from reliable_mq.core.consumer.lifecycle import PAUSE, ChannelStep, ConsumerLifecycle, SubscriptionChange
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import Actions, ConsumerSession
 from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
@@ -60,7 +60,7 @@ class SteppedSession(ConsumerSession):
         return list(chain.from_iterable(self._take("subscribe", ())))
 
     def take_subscription(self) -> bool:
-        return SubscribeToQuarantine() in self.take_changes()
+        return ChannelStep.SUBSCRIBE_TO_QUARANTINE in self.take_changes()
 
     def take_republishes(self) -> list[RepublishRequest]:
         return list(chain.from_iterable(self._take("publish", ())))

@@ -9,7 +9,7 @@ from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import DeliveryState
-from reliable_mq.core.consumer.lifecycle import PAUSE, ConsumerState, ReopenChannel, Resubscribe, Unsubscribe
+from reliable_mq.core.consumer.lifecycle import PAUSE, ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.session import ConsumerSession
 from tests.core.sessions import CHANNEL, items, make
 
@@ -28,7 +28,11 @@ def test_a_stop_sends_nothing_until_the_subscription_has_ended() -> None:
     assert ConsumerSession.stop(session, 1.0)
     session.withdrawn(work[1:2])
     actions = session.poll(1.0)
-    assert (actions.state, actions.data, actions.subscribe) == (ConsumerState.CANCELLING, b"", [Unsubscribe()])
+    assert (actions.state, actions.data, actions.subscribe) == (
+        ConsumerState.CANCELLING,
+        b"",
+        [ChannelStep.UNSUBSCRIBE],
+    )
     session.lifecycle.unsubscribed(1.0)
     assert session.poll(1.05).data == b""
     session.finished(work[2:], 1.06)
@@ -81,7 +85,7 @@ def test_another_prefetch_of_the_single_active_consumer_waits() -> None:
     assert session.poll(10.0).data == encode_ack(CHANNEL, 1, False)
     wake_at = session.poll(10.0).wake_at
     assert wake_at is not None
-    assert session.poll(wake_at).subscribe == [ReopenChannel()]
+    assert session.poll(wake_at).subscribe == [ChannelStep.REOPEN]
 
 
 def test_a_broker_that_ignores_the_prefetch_is_refused() -> None:

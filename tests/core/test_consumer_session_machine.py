@@ -16,7 +16,7 @@ from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
-from reliable_mq.core.consumer.lifecycle import ConsumerState, ReopenChannel
+from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
@@ -174,7 +174,7 @@ class Consuming(RuleBasedStateMachine):
         for queue in actions.declare:
             self.session.declared(queue, None, self.now)
         self.publishing += actions.publish
-        self.reopen |= ReopenChannel() in actions.subscribe
+        self.reopen |= ChannelStep.REOPEN in actions.subscribe
         assert actions.wake_at is None or actions.wake_at > self.now or actions.declare
         assert self.open or not actions.data
         for kind, tags in self.broker.receive(actions.data):

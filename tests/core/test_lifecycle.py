@@ -10,13 +10,11 @@ from reliable_mq.core.consumer.lifecycle import (
     LINGER,
     PAUSE,
     TRANSITIONS,
+    ChannelStep,
     ConsumerLifecycle,
     ConsumerState,
-    ReopenChannel,
     Resubscribe,
-    SubscribeToQuarantine,
     SubscriptionChange,
-    Unsubscribe,
 )
 from tests.properties import machine
 
@@ -58,7 +56,7 @@ def test_a_consumer_that_has_sent_few_acks_ends_as_soon_as_nothing_runs() -> Non
     life = make()
     life.opened()
     assert life.stop(1.0)
-    assert step(life, 1.0, drained=False) == [Unsubscribe()]
+    assert step(life, 1.0, drained=False) == [ChannelStep.UNSUBSCRIBE]
     assert (life.state, life.silent, life.connected) == (ConsumerState.CANCELLING, True, False)
     life.unsubscribed(1.01)
     assert not step(life, 1.02, drained=False)
@@ -119,7 +117,7 @@ def test_after_a_cancel_the_channel_is_reopened_when_nothing_runs_or_in_time(dra
     assert life.cancelled(1.0)
     assert not life.cancelled(1.0)
     assert not step(life, 1.5, drained=False)
-    assert step(life, at, drained=drained) == [ReopenChannel()]
+    assert step(life, at, drained=drained) == [ChannelStep.REOPEN]
     assert not step(life, at + 1.0)
     life.lost()
     assert not step(life, at + 1.0)
@@ -150,7 +148,7 @@ def test_another_prefetch_of_the_single_active_consumer_waits_until_nothing_is_u
     assert not step(life, 2.05)
     assert not step(life, 2.1, unacked=True)
     assert not step(life, 3.0)
-    assert step(life, 3.0 + LINGER) == [ReopenChannel()]
+    assert step(life, 3.0 + LINGER) == [ChannelStep.REOPEN]
     life.lost()
     life.subscribing(5)
     life.opened()
@@ -171,10 +169,10 @@ def test_quarantine_is_not_subscribed_to_by_a_consumer_that_stops() -> None:
     life = make()
     life.opened()
     life.subscribe_to_quarantine()
-    assert step(life, 1.0) == [SubscribeToQuarantine()]
+    assert step(life, 1.0) == [ChannelStep.SUBSCRIBE_TO_QUARANTINE]
     life.subscribe_to_quarantine()
     life.stop(1.0)
-    assert step(life, 1.0) == [Unsubscribe()]
+    assert step(life, 1.0) == [ChannelStep.UNSUBSCRIBE]
 
 
 class Living(RuleBasedStateMachine):
@@ -214,11 +212,11 @@ class Living(RuleBasedStateMachine):
                 self.unacked -= finished
         for change in self.life.advance(self.now, drained=not self.running, unacked=bool(self.unacked)):
             assert self.open
-            if isinstance(change, ReopenChannel):
+            if change is ChannelStep.REOPEN:
                 assert not self.reopening
                 assert self.life.state is ConsumerState.RESUBSCRIBING or not self.unacked
                 self.reopening = True
-            elif isinstance(change, Unsubscribe):
+            elif change is ChannelStep.UNSUBSCRIBE:
                 assert not (self.single_active and self.unacked)
                 self.cancelling = True
             else:

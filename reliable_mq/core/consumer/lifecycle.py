@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +28,11 @@ __all__ = [
     "LINGER",
     "PAUSE",
     "TRANSITIONS",
+    "ChannelStep",
     "ConsumerLifecycle",
     "ConsumerState",
-    "ReopenChannel",
     "Resubscribe",
-    "SubscribeToQuarantine",
     "SubscriptionChange",
-    "Unsubscribe",
 ]
 
 PAUSE: Final = 0.1  # seconds that a stop waits for quick handlers before it requeues the rest
@@ -82,8 +80,12 @@ _STOPPING: Final = frozenset({_S.CANCELLING, _S.SETTLING, _S.STOPPING, _S.LINGER
 _SILENT: Final = frozenset({_S.CANCELLING, _S.SETTLING})
 
 
-class Unsubscribe(NamedTuple):
-    """Cancel the subscriptions of the channel; `unsubscribed` follows, or `lost`."""
+class ChannelStep(enum.Enum):
+    """A change of the open channel, or of its subscriptions."""
+
+    UNSUBSCRIBE = "cancel the subscriptions; `unsubscribed` follows, or `lost`"
+    SUBSCRIBE_TO_QUARANTINE = "subscribe to the quarantine of the queue, too"
+    REOPEN = "close the channel, and open another one"
 
 
 class Resubscribe(NamedTuple):
@@ -100,15 +102,8 @@ class Resubscribe(NamedTuple):
     prefetch: int
 
 
-class ReopenChannel(NamedTuple):
-    """Close the channel, and open another one."""
-
-
-class SubscribeToQuarantine(NamedTuple):
-    """Subscribe to the quarantine of the queue on the open channel."""
-
-
-SubscriptionChange = Unsubscribe | Resubscribe | ReopenChannel | SubscribeToQuarantine
+#: A change to carry out.
+SubscriptionChange: TypeAlias = ChannelStep | Resubscribe
 
 
 class ConsumerLifecycle:
@@ -194,7 +189,7 @@ class ConsumerLifecycle:
         self.keeps = self.subscribed and self._single_active
         if self.subscribed and not self.keeps:
             self.state = ConsumerState.CANCELLING
-            self._changes.append(Unsubscribe())
+            self._changes.append(ChannelStep.UNSUBSCRIBE)
         else:
             self.state = ConsumerState.STOPPING
         self.connected = False
@@ -244,7 +239,7 @@ class ConsumerLifecycle:
 
     def subscribe_to_quarantine(self) -> None:
         """Subscribe to quarantine, too."""
-        self._changes.append(SubscribeToQuarantine())
+        self._changes.append(ChannelStep.SUBSCRIBE_TO_QUARANTINE)
 
     # Progress
 
@@ -326,7 +321,7 @@ class ConsumerLifecycle:
     def _reopen(self) -> None:
         if self._open:
             self._open = False
-            self._changes.append(ReopenChannel())
+            self._changes.append(ChannelStep.REOPEN)
 
 
 def _next_tag(consumer_tag: str) -> str:
