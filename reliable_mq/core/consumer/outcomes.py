@@ -14,6 +14,7 @@ from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.circuit_breaker import Transition
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
+from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.errors import ConfigurationError, PublishBlocked, PublishRefused, PublishReturned, ReliableMQError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.attempts import Failure
     from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
-    from reliable_mq.core.consumer.quarantine import Quarantine
     from reliable_mq.core.consumer.settlement import Settlement
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
@@ -261,7 +261,8 @@ class OutcomeHandler:
                 if delivery.source is not source:
                     self._stale(delivery)
         quarantine = self._quarantine
-        at_once = quarantine is not None and quarantine.active and any(map(quarantine.has, current))
+        subscribed = quarantine is not None and quarantine.state is QuarantineState.SUBSCRIBED
+        at_once = quarantine is not None and subscribed and any(map(quarantine.has, current))
         self._statistics.handled += self._settlement.finish(current, now, at_once=at_once)
         attempts = self._settlement.attempts
         if attempts:

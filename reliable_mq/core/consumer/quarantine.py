@@ -21,6 +21,7 @@ process which quarantine kills has had time for the others.
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import CodecError, Properties
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["QUARANTINE_SUFFIX", "Quarantine", "failures_by_broker", "returns"]
+__all__ = ["QUARANTINE_SUFFIX", "Quarantine", "QuarantineState", "failures_by_broker", "returns"]
 
 #: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
 SUSPECT_FROM: Final = 2
@@ -43,6 +44,15 @@ SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
 _COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 QUARANTINE_SUFFIX: Final = ".quarantine"
+
+
+class QuarantineState(enum.Enum):
+    """Whether a consumer is subscribed to quarantine."""
+
+    NO_CHANNEL = "there is no channel"
+    WAITING = "it will be in a moment"
+    SUBSCRIBED = "it is"
+    LEFT_OUT = "it will not be on this channel"
 
 
 class Quarantine:
@@ -57,7 +67,7 @@ class Quarantine:
     Attributes:
         queue: as given.
         consumer_tag: as given.
-        active: whether it was subscribed to, on this channel.
+        state: whether it is subscribed to.
         losses: channels that this process has lost, and lives, unless a delivery had been unacked for too long.
         forgiven: channels that it has lost, and lives, after something came from quarantine, unless they were lost for
             that.
@@ -67,12 +77,10 @@ class Quarantine:
         self.queue = queue
         self.consumer_tag = consumer_tag
         self.losses = self.forgiven = 0
-        self.active = False
-        self._due: float | None = None
+        self.state = QuarantineState.NO_CHANNEL
+        self._due: float | None = None  # when WAITING ends
         self._timed_out = False  # this process has seen the consumer timeout take a delivery back
-        self._here = False  # there is a channel
-        self._received = False  # and something has come from quarantine on that
-        self._open = False  # and it is not subscribed to on that
+        self._received = False  # a delivery has come from quarantine on this channel
 
     @staticmethod
     def of(queue: Queue) -> Queue:
@@ -93,14 +101,13 @@ class Quarantine:
 
     def opened(self) -> None:
         """Begin with a channel."""
-        self._open, self._due, self._here = True, None, True
+        self.state, self._due = QuarantineState.WAITING, None
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """Forget the channel; ``timed_out``: the deliveries for which it was closed."""
-        self.losses += self._here and timed_out is None
+        self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
-        self.active = self._open = self._here = self._received = False
-        self._due = None
+        self.state, self._due, self._received = QuarantineState.NO_CHANNEL, None, False
 
     def timed_out(self) -> None:
         """Note that the consumer timeout took a delivery back."""
@@ -108,15 +115,19 @@ class Quarantine:
 
     def ended(self) -> None:
         """Subscribe to quarantine no more on this channel: the consumer is stopping."""
-        self._open, self._due = False, None
+        self._due = None
+        if self.state is QuarantineState.WAITING:
+            self.state = QuarantineState.LEFT_OUT
 
     def subscribe(self, now: float) -> bool:
         """Whether to subscribe now; true once per channel."""
-        if self._open and self._due is None:
-            self._due = now + AFTER
-        if self._due is None or now < self._due:
+        if self.state is not QuarantineState.WAITING:
             return False
-        self._open, self._due, self.active = False, None, True
+        if self._due is None:
+            self._due = now + AFTER
+        if now < self._due:
+            return False
+        self.state, self._due = QuarantineState.SUBSCRIBED, None
         return True
 
     @property
