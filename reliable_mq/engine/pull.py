@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
+    from reliable_mq.core.consumer.delivery import DeliveryState
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.engine.consumer_options import ConsumerOptions
@@ -49,9 +50,11 @@ _REFUSALS = frozenset({403, 540})  # not allowed to read; a stream, which has no
 class PulledDelivery(Delivery):
     """A delivery from ``get``, settled by its methods or at the end of its block."""
 
-    __slots__ = ("_settled", "_subscription")
+    __slots__ = ("_delivered", "_settled", "_subscription")
 
     def __init__(self, delivery: Delivery, subscription: BasePullSubscription) -> None:
+        self._delivered = delivery
+        state = delivery.state
         super().__init__(
             delivery.consumer_tag,
             delivery.delivery_tag,
@@ -62,10 +65,19 @@ class PulledDelivery(Delivery):
             delivery.body,
         )
         self.source = delivery.source
-        self.state = delivery.state
+        self.state = state
         self.failures = delivery.failures
         self._settled = False
         self._subscription = subscription
+
+    @property
+    def state(self) -> DeliveryState:
+        """The state of the delivery that the session knows."""
+        return self._delivered.state
+
+    @state.setter
+    def state(self, state: DeliveryState) -> None:
+        self._delivered.state = state
 
     def ack(self) -> None:
         """Ack it. Does not wait for the broker.
