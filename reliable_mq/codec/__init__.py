@@ -1,6 +1,6 @@
-"""The codec of the basic class: properties, field tables, content frames; see the modules for the rules of each.
+"""The AMQP codec: properties, field tables and content frames, and the methods of channels.
 
-Handshake, heartbeats, flow and channels stay the drivers'. Nothing in here knows of a driver, a socket or a clock.
+Handshake, heartbeats and flow are the drivers'. Nothing here knows a driver, a socket or a clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Outbound frames of the basic class: publishes, settlements of deliveries, and `basic.get`.
+"""Encode the frames of the basic class: publishes, settlements of deliveries, and ``basic.get``.
 
-A publish is three parts: the method frame (the head), which is the same for all publishes of a channel to one exchange
-and routing key and is meant to be cached by the caller; the content header frame; and the body frames. They are
-appended to a list that the caller joins once for many messages.
+A publish has three parts: the method frame (the head), which is the same for all publishes of a channel to one exchange
+and routing key, so that the caller caches it; the content header frame; and the body frames. They are appended to a
+list that the caller joins once for many messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BASIC: Final = 60
 
 
 def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
-    """Encode the method frame of ``basic.publish``, for `append_publish`; worth caching.
+    """Encode the method frame of ``basic.publish``, for `append_publish`; cache it.
 
     Surrogate escapes become the bytes that they stand for, so that a delivery's own routing key can be used again.
 
@@ -56,7 +56,7 @@ def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool)
 
 
 def header_frame_size(properties: bytes) -> int:
-    """Give the size in bytes of the content header frame, which must not exceed the connection's ``frame_max``.
+    """Return the bytes of the content header frame; at most the connection's ``frame_max``.
 
     It cannot be split: RabbitMQ closes the connection with 501 over a larger one.
     """
@@ -67,15 +67,15 @@ def append_publish(out: list[bytes], head: bytes, channel: int, properties: byte
     """Append the frames of one publish to `out`.
 
     Args:
-        out: pieces to be written in this order.
+        out: the pieces to write, in order.
         head: from `publish_head`, for the same channel.
-        channel: number of the channel.
+        channel: its number.
         properties: from `encode_properties`.
-        body: cut into as many frames as it needs.
-        frame_max: largest frame of the connection, in bytes; 0 for no limit.
+        body: cut into as many frames as needed.
+        frame_max: the largest frame of the connection, bytes; 0 for no limit.
 
     Returns:
-        How many bytes were appended.
+        The number of bytes appended.
 
     Raises:
         ConfigurationError: the body is no ``bytes``; nothing was appended.

@@ -1,10 +1,9 @@
-"""The methods of a channel on the wire: those of the steps that set it up, their replies, opening and closing.
+"""The methods of a channel: the steps that set it up, their replies, opening and closing.
 
-For a driver whose own encoder refuses what brokers take: names of queues in any language, byte strings in arguments.
-Content is `codec`'s.
+The drivers' own encoders refuse names and arguments that brokers accept: queue names in any language, byte strings.
 
-Invariants: what is encoded is one whole frame; a reply is decoded to what the step's docstring says; a frame that is
-not what its method number says raises `CodecError`.
+Invariants: an encoded method is one whole frame; a reply is decoded to the type that the step's docstring names; a
+frame that does not fit its method number raises `CodecError`.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ class DeclareQueue:
 
 @dataclass(frozen=True, slots=True)
 class CheckQueue:
-    """``queue.declare`` with ``passive``: that the queue exists; the reply is a `QueueState`."""
+    """``queue.declare`` with ``passive``: the queue must exist; the reply is a `QueueState`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteQueue:
-    """``queue.delete``: the queue and every message in it are gone; one that does not exist is no error."""
+    """``queue.delete``, with all messages; a queue that does not exist is no error."""
 
     name: str
 
@@ -100,7 +99,7 @@ class DeclareExchange:
 
 @dataclass(frozen=True, slots=True)
 class CheckExchange:
-    """``exchange.declare`` with ``passive``: that the exchange exists."""
+    """``exchange.declare`` with ``passive``: the exchange must exist."""
 
     name: str
 
@@ -123,7 +122,7 @@ class ConfirmSelect:
 
 @dataclass(frozen=True, slots=True)
 class SetPrefetch:
-    """``basic.qos`` for the consumers to come; messages, 0 for no limit."""
+    """``basic.qos`` for later consumers; messages, 0 for no limit."""
 
     count: int
 
@@ -141,14 +140,14 @@ class Consume:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """``basic.cancel``: deliveries stop when the reply arrives; what was delivered stays to be acked."""
+    """``basic.cancel``: no delivery follows the reply; earlier ones stay to be acked."""
 
     consumer_tag: str
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What the broker says of a queue: its name, the messages ready in it and its consumers."""
+    """A queue's name, its ready messages and its consumers, by the broker."""
 
     name: str
     messages: int
@@ -189,14 +188,14 @@ _INDEX: Final = Struct(">HH")
 _COUNTS: Final = Struct(">II")
 _TUNE: Final = Struct(">HIH")
 _UINT16: Final = Struct(">H")
-_ARGUMENTS: Final = 11  # where the arguments begin in the frame of a method
-_NOTHING: Final = b"\0\0"  # the ticket that most methods begin with, which means nothing any more
+_ARGUMENTS: Final = 11  # offset of the arguments in the frame of a method
+_NOTHING: Final = b"\0\0"  # the ticket at the beginning of most methods, which has no meaning any more
 
 Index = tuple[int, int]
 
 
 class Tune(NamedTuple):
-    """What ``connection.tune`` carries; 0 is no limit."""
+    """The limits in ``connection.tune``; 0 is no limit."""
 
     channel_max: int
     frame_max: int
@@ -204,7 +203,7 @@ class Tune(NamedTuple):
 
 
 def method_of(frame: bytes) -> Index | None:
-    """The number of the method that a frame carries; None where it carries none."""
+    """Return the number of a frame's method; None if it has none."""
     return _INDEX.unpack_from(frame, 7) if frame[0] == 1 and len(frame) > _ARGUMENTS else None
 
 
@@ -243,7 +242,7 @@ def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index
 
 
 def decode_reply(frame: bytes) -> MethodReply:
-    """Give what a step is answered with, from the frame of the method that answers it.
+    """Return the reply to a step, from the frame of the method that answers it.
 
     Raises:
         CodecError: the frame is broken.
@@ -259,7 +258,7 @@ def decode_reply(frame: bytes) -> MethodReply:
 
 
 def decode_text(frame: bytes) -> str:
-    """Give the text that is the first argument of ``connection.blocked``, ``basic.cancel`` or ``basic.consume-ok``.
+    """Return the first argument of ``connection.blocked``, ``basic.cancel`` or ``basic.consume-ok``.
 
     Raises:
         CodecError: the frame is broken.
@@ -268,7 +267,7 @@ def decode_text(frame: bytes) -> str:
 
 
 def decode_close(frame: bytes) -> tuple[int, str]:
-    """Give code and text of ``connection.close`` or ``channel.close``.
+    """Return code and text of ``connection.close`` or ``channel.close``.
 
     Raises:
         CodecError: the frame is broken.
@@ -278,22 +277,22 @@ def decode_close(frame: bytes) -> tuple[int, str]:
 
 
 def encode_channel_open(channel: int) -> bytes:
-    """``channel.open``."""
+    """Encode ``channel.open``."""
     return _frame(channel, 20, 10, b"\0")
 
 
 def encode_channel_close(channel: int) -> bytes:
-    """``channel.close``, by our own will."""
+    """Encode ``channel.close`` with code 200."""
     return _frame(channel, *CHANNEL_CLOSED, _UINT16.pack(200) + b"\0" + _INDEX.pack(0, 0))
 
 
 def encode_channel_close_ok(channel: int) -> bytes:
-    """``channel.close-ok``."""
+    """Encode ``channel.close-ok``."""
     return _frame(channel, *CHANNEL_CLOSE_OK, b"")
 
 
 def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:
-    """Lower the limits in ``connection.tune`` to ours, so that a driver which takes what it is offered takes these.
+    """Lower the limits in ``connection.tune`` to ours, for a driver that accepts every offer.
 
     Raises:
         CodecError: the frame is broken.

@@ -1,8 +1,8 @@
 """The properties of a message: the flags and values that follow the body size in a content header frame.
 
-Writing takes the values of `Message` and is strict. Reading (`Properties`) keeps the raw bytes and decodes when first
-asked. Changing (`rewrite_properties`) cuts and joins raw bytes, so that whatever is not changed stays what it was:
-floats, timestamps in milliseconds, nested tables, duplicate names, values that nothing here can decode.
+Encoding takes the values of `Message` and is strict. Decoding (`Properties`) keeps the raw bytes and decodes on first
+use. Changing (`rewrite_properties`) cuts and joins raw bytes, so that all else stays byte for byte the same: floats,
+timestamps in milliseconds, nested tables, duplicate names, values that cannot be decoded here.
 
 Invariant: a segment (the encoded bytes of one property) is copied, never decoded and encoded again.
 """
@@ -87,7 +87,7 @@ _NO_HEADERS: Final[Mapping[str, FieldValue]] = MappingProxyType({})
 
 
 class HasProperties(Protocol):
-    """What `encode_properties` needs of a message."""
+    """A message whose properties can be encoded."""
 
     @property
     def message_id(self) -> str:
@@ -95,15 +95,15 @@ class HasProperties(Protocol):
 
     @property
     def encoded_properties(self) -> bytes | None:
-        """All properties as on the wire; None where the message is persistent, has an id, and nothing else."""
+        """All properties, encoded; None if the message is persistent, has an id, and nothing else."""
 
 
 def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldValue] | None = None) -> bytes:
-    """Give the property flags and values of a message.
+    """Return the encoded property flags and values of a message.
 
     Args:
-        message: its ``encoded_properties`` are taken as they are.
-        extra_headers: headers of ours to set on top of its own.
+        message: its ``encoded_properties`` are used unchanged.
+        extra_headers: headers to set beside its own.
 
     Raises:
         ConfigurationError: an extra header cannot be encoded.
@@ -119,10 +119,10 @@ def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldV
 
 
 def plain_message_id(raw: bytes) -> str | None:
-    """Give the id of a message that is persistent, has an id, and nothing else; None for `Properties` to look at it.
+    """Return the id of a message that is persistent, has an id, and nothing else; None for any other.
 
-    Most messages of ours are of this kind, and consumers with an idempotency store ask each for its id: at a fifth of
-    the cost of decoding.
+    Most of our messages are of this kind, and a consumer with an idempotency store needs the id of each: this costs a
+    fifth of decoding.
     """
     size = len(raw) - 4
     if 0 <= size < len(_PLAIN) and raw.startswith(_PLAIN[size]):
@@ -228,7 +228,7 @@ _ENCODERS_AND_FLAGS: Final = tuple(
 
 
 def join_properties(segments: Mapping[str, bytes]) -> bytes:
-    """Put segments together, by their names in `Properties`, behind the flags that announce them."""
+    """Join segments, by their names in `Properties`, behind the flags that announce them."""
     flags = 0
     for name in segments:
         flags |= _FLAGS[name]
@@ -246,12 +246,12 @@ def split_properties(raw: bytes) -> dict[str, bytes]:
 
 @lru_cache(maxsize=256)
 def _layout(flags: int) -> tuple[tuple[str, int], ...]:
-    """Name the properties that `flags` announce, each with its size: in bytes, or the kind of length in front of it."""
+    """Return the properties that `flags` announce, each with its bytes or the kind of length before it."""
     return tuple((name, _SIZES.get(name, _SHORT_STRING)) for name, flag in _FLAGS.items() if flags & flag)
 
 
 def _spans(raw: bytes) -> list[tuple[str, int, int]]:
-    """Find where each property lies in `raw`, as (name, start, end)."""
+    """Return the place of each property in `raw`, as (name, start, end)."""
     size = len(raw)
     if size < 2:
         raise CodecError("the property flags are missing")
@@ -278,12 +278,12 @@ def _spans(raw: bytes) -> list[tuple[str, int, int]]:
 
 
 class Properties:
-    """A view of the properties of a delivered or returned message: decoded when first asked, then kept.
+    """A view of the properties of a delivered or returned message, decoded on first use and kept.
 
-    What is absent is None, headers are then empty. Short strings that are not UTF-8 come with surrogate escapes;
-    ``expiration`` is the broker's string of milliseconds; a ``timestamp`` beyond the year 9999 is an ``int``. Of
-    headers with the same name the last one counts. Reading any of them raises `CodecError` where the properties are
-    broken, and ``headers`` alone does where only the header table is.
+    An absent property is None; absent headers are empty. Short strings that are not UTF-8 have surrogate escapes;
+    ``expiration`` is the broker's string of milliseconds; a ``timestamp`` beyond the year 9999 is an ``int``. The last
+    of several headers with the same name counts. Every access raises `CodecError` if the properties are broken;
+    ``headers`` alone does if only the header table is.
 
     Attributes:
         raw: the bytes, as they came.
@@ -293,7 +293,7 @@ class Properties:
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._values: dict[str, Any] | None = None  # what is there; where the headers lie instead of the headers
+        self._values: dict[str, Any] | None = None  # by name; for the headers, their place in `raw`
         self._headers: Mapping[str, FieldValue] | None = None
 
     def _decode(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class Properties:
         return headers
 
     def headers_beginning(self, prefix: str) -> dict[str, FieldValue]:
-        """Decode the headers whose names begin with ``prefix``, however the values of others are broken or nested."""
+        """Decode the headers whose names begin with ``prefix``; other values may be broken or nested."""
         span = (self._values or self._decode()).get("headers")
         if span is None:
             return {}
@@ -368,7 +368,7 @@ class Properties:
 
     @property
     def reply_to(self) -> str | None:
-        """Where a reply goes."""
+        """The queue for a reply."""
         return (self._values or self._decode()).get("reply_to")
 
     @property
@@ -383,7 +383,7 @@ class Properties:
 
     @property
     def timestamp(self) -> datetime | int | None:
-        """The timestamp; seconds where it lies beyond the year 9999."""
+        """The timestamp; seconds beyond the year 9999."""
         return (self._values or self._decode()).get("timestamp")
 
     @property
@@ -447,7 +447,7 @@ def rewrite_properties(
 
 
 def _rewrite_table(table: bytes, ours: bytes, dropped: set[str], renamed: Mapping[str, str]) -> bytes:
-    """Give the body of the table without the dropped entries, with some renamed, and with our (encoded) ones."""
+    """Return the body of the table without the dropped entries, with some renamed, and with ours added."""
     try:
         entries = walk_table(table, 4, len(table))
     except CodecError:

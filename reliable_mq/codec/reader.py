@@ -1,17 +1,19 @@
-"""Cuts the inbound byte stream into frames, decodes those of the basic class that are ours, and passes the others on.
+"""Cut the inbound byte stream into frames, and decode those of the basic class for the sinks of channels.
 
-A channel that is attached has its deliveries, returns, confirms and answers to ``basic.get`` decoded here and given to
-its sink. Every other frame is given to `foreign`, complete (header, payload, end byte), for the driver.
+Deliveries, returns, confirms and replies to ``basic.get`` on an attached channel are decoded and passed to its sink.
+Every other frame is passed to `foreign`, complete (header, payload, end byte), for the driver.
 
-Invariants: how the stream is cut into chunks changes nothing about the events but how many deliveries come at once;
-sinks and `foreign` are called in the order of the stream; every byte is part of an event, of a foreign frame, or of
-content that is dropped; no input raises anything but `CodecError`, after which the stream cannot be trusted and every
-further `feed` raises it again.
+Invariants:
 
-Memory is bounded, whatever a peer claims: a frame above the negotiated ``frame_max`` is an error as soon as its head is
-there, and so is content above what RabbitMQ can carry. Content headers alone may be larger than ``frame_max``: RabbitMQ
-does not split properties, and sends them in one frame however small the receiver's frames are. A body above the limit
-of its sink is counted and dropped while it arrives.
+- The chunks of the stream decide how many deliveries are passed on at once, and nothing else about the events.
+- Sinks and `foreign` are called in the order of the stream. Every byte is part of an event, of a foreign frame, or of
+  content that is dropped.
+- No input raises anything but `CodecError`; after it the stream cannot be trusted, and every further `feed` raises it
+  again.
+- Memory is bounded. A frame above the negotiated ``frame_max`` is an error as soon as its head is there, and so is
+  content that RabbitMQ cannot carry. Content headers alone may be larger than ``frame_max``: RabbitMQ sends properties
+  in one frame however small the receiver's frames are. A body above the limit of its sink is counted and dropped while
+  it arrives.
 """
 
 from __future__ import annotations
@@ -53,18 +55,18 @@ _LARGEST_HEADER: Final = 16 * 1024 * 1024  # payload of a content header, bytes;
 
 
 class RawDelivery:
-    """A delivered message as it came off the wire.
+    """A delivered message, undecoded.
 
     Attributes:
         consumer_tag: of the consumer that it was delivered to; empty for ``basic.get``.
         delivery_tag: its number on the channel.
         redelivered: whether the broker may have delivered it before.
-        exchange: where it was published to; bytes that are not UTF-8 as surrogate escapes.
-        routing_key: with which key; likewise.
+        exchange: that it was published to; bytes that are not UTF-8 as surrogate escapes.
+        routing_key: of the publish; likewise.
         properties: undecoded; see `Properties`.
         body: the bytes of the message.
 
-    The last four are read-only: what is published again, for another attempt or as a dead letter, is what arrived.
+    The last four are read-only: a copy, for another attempt or as a dead letter, equals the message that arrived.
     """
 
     __slots__ = ("_body", "_exchange", "_properties", "_routing_key", "consumer_tag", "delivery_tag", "redelivered")
@@ -89,12 +91,12 @@ class RawDelivery:
 
     @property
     def exchange(self) -> str:
-        """Where it was published to."""
+        """The exchange that it was published to."""
         return self._exchange
 
     @property
     def routing_key(self) -> str:
-        """With which key it was published."""
+        """The routing key of the publish."""
         return self._routing_key
 
     @property
@@ -108,7 +110,7 @@ class RawDelivery:
         return self._body
 
     def complete(self, *, properties: bytes | None = None, body: bytes | None = None) -> None:
-        """Take in what came in a later frame; before anybody sees the delivery."""
+        """Add the properties or the body from a later frame, before anybody sees the delivery."""
         if properties is not None:
             self._properties = properties
         if body is not None:
@@ -119,7 +121,7 @@ class RawDelivery:
 
 
 class ChannelSink(Protocol):
-    """What an attached channel tells. Called inside `InboundReader.feed`; it may attach, detach and reset.
+    """The content events of a channel. Called inside `InboundReader.feed`; may attach, detach and reset.
 
     Attributes:
         largest_body: bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called
@@ -129,27 +131,27 @@ class ChannelSink(Protocol):
     largest_body: int = LARGEST_BODY
 
     def acked(self, tag: int, multiple: bool, /) -> None:
-        """The broker confirmed `tag`, or all outstanding up to and including it."""
+        """Process a confirm of `tag`, or of all outstanding up to and including it."""
 
     def nacked(self, tag: int, multiple: bool, /) -> None:
-        """The broker refused `tag`, or all outstanding up to and including it."""
+        """Process a nack of `tag`, or of all outstanding up to and including it."""
 
     def returned(
         self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes, /
     ) -> None:
-        """A mandatory message found no queue."""
+        """Process a mandatory message that no queue took."""
 
     def delivered(self, deliveries: list[RawDelivery], /) -> None:
-        """Deliveries that came one after the other; the list is the sink's to keep."""
+        """Process consecutive deliveries; the sink may keep the list."""
 
     def got(self, delivery: RawDelivery, message_count: int, /) -> None:
-        """``basic.get`` was answered; `message_count` more messages are in the queue."""
+        """Process the reply to ``basic.get``; `message_count` more messages are in the queue."""
 
     def got_empty(self) -> None:
-        """``basic.get`` found the queue empty."""
+        """Process the reply to ``basic.get`` from an empty queue."""
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None, /) -> None:
-        """A delivery came whose body of `size` bytes is above `largest_body`; it has no body.
+        """Process a delivery without its body, whose `size` bytes are above `largest_body`.
 
         `message_count` is that of ``basic.get-ok``; None for ``basic.deliver``.
         """
@@ -158,11 +160,11 @@ class ChannelSink(Protocol):
 class _Channel:
     """An attached channel, and the content that is being assembled on it.
 
-    ``method`` is the one that announced the content, 0 for none; ``delivery`` takes the content in (that of a return,
-    too); ``tell``, unless it is a delivery, is what to call at its end; ``missing`` counts the bytes of the body still
-    to come, -1 before the header frame; ``body`` is what has come; ``dropped`` is the size of a body that is not kept,
-    0 otherwise. ``limit`` is the largest body that is kept, and ``whole`` the largest that may come in one frame.
-    ``sink`` is None once the channel is detached; it is then kept only until its content has gone by.
+    ``method`` announced the content, 0 for none; ``delivery`` collects the content (of a return, too); ``tell``, except
+    for a delivery, is called at its end; ``missing`` counts the bytes of the body still to come, -1 before the header
+    frame; ``body`` has those that have come; ``dropped`` is the size of a body that is not kept, 0 otherwise. ``limit``
+    is the largest body that is kept, and ``whole`` the largest that may come in one frame. ``sink`` is None once the
+    channel is detached; the channel is then kept only until its content has gone by.
     """
 
     __slots__ = ("body", "delivery", "dropped", "limit", "message_count", "method", "missing", "sink", "tell", "whole")
@@ -182,7 +184,7 @@ class _Channel:
 
 
 class _Batch:
-    """Deliveries that are not handed over yet. Never there while a callback runs."""
+    """Deliveries that are not passed on yet. There is none while a callback runs."""
 
     __slots__ = ("channel", "deliveries", "sink")
 
@@ -197,7 +199,7 @@ class InboundReader:
 
     Args:
         foreign: called with every complete frame that is not for a sink, and with a protocol header (8 bytes), which
-            a broker sends where it wants another version of the protocol.
+            a broker sends to ask for another version of the protocol.
         delivery: the class to make deliveries of, with the arguments of `RawDelivery`.
     """
 
@@ -216,15 +218,15 @@ class InboundReader:
         self._routes: dict[bytes, tuple[str, str]] = {}
 
     def agree(self, frame_max: int) -> None:
-        """Take no frame above `frame_max` bytes from now on, but content headers. Before a channel is attached."""
+        """Limit frames, except content headers, to `frame_max` bytes. Call it before a channel is attached."""
         self._largest = frame_max - _FRAME_OVERHEAD
 
     def attach(self, channel: int, sink: ChannelSink) -> None:
-        """From the next frame on, hand what concerns the basic class on `channel` to `sink`."""
+        """Pass the content of `channel` to `sink`, from the next frame on."""
         self._channels[channel] = _Channel(sink, self._largest)
 
     def detach(self, channel: int) -> None:
-        """Hand the frames of `channel` to `foreign` again; content half received is dropped, with what is to come."""
+        """Pass the frames of `channel` to `foreign` again; drop the content that is half received."""
         state = self._channels.get(channel)
         if state is not None:
             state.sink = None
@@ -235,7 +237,7 @@ class InboundReader:
                 del self._channels[channel]
 
     def reset(self) -> None:
-        """Begin a new connection: forget the stream, with what is left of a feed going on, and detach every channel."""
+        """Begin a new connection: forget the stream, end a `feed` under way, and detach every channel."""
         self._epoch += 1
         self._channels.clear()
         self._tail.clear()
@@ -244,12 +246,12 @@ class InboundReader:
         self._broken = ""
 
     def feed(self, data: bytes) -> None:
-        """Take in the next bytes of the stream, and call sinks and `foreign` with what is complete.
+        """Process the next bytes of the stream: call sinks and `foreign` with the complete frames.
 
         An exception of a callback is passed on; the stream then goes on after the frame that the callback was for.
 
         Raises:
-            CodecError: the stream is broken. What came before has been handed over; the connection must be aborted.
+            CodecError: the stream is broken. All events before were passed on; the connection must be aborted.
         """
         if self._broken:
             raise CodecError(self._broken)
@@ -277,8 +279,8 @@ class InboundReader:
                             raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number}")
                         number, end = -1, payload
                     elif length > most:
-                        what = f"frame of type {kind} and {length} bytes on channel {number}"
-                        raise self._broken_by(f"{what}, where at most {most} may come")
+                        frame = f"frame of type {kind} and {length} bytes on channel {number}"
+                        raise self._broken_by(f"{frame}, where at most {most} may come")
                     elif end >= size:
                         wanted = end + 1 - offset
                         break
@@ -301,14 +303,14 @@ class InboundReader:
                             return
                         continue
                 if self._batch and not self._continues(self._batch, state, kind, method):
-                    self._hand_over(self._batch)
+                    self._pass_on(self._batch)
                 else:
                     offset = end + 1
                     self._frame(state, number, kind, method, data, payload, end)
                 if self._epoch != epoch:
                     return
             if self._batch:
-                self._hand_over(self._batch)
+                self._pass_on(self._batch)
         finally:
             if self._epoch == epoch and offset < size:
                 self._tail.append(data[offset:])
@@ -316,10 +318,10 @@ class InboundReader:
                 self._wanted = wanted
 
     def _whole_delivery(self, state: _Channel, number: int, data: bytes, payload: int, end: int) -> int:
-        """Take a delivery whose three frames lie in `data` one after the other, which is how nearly all of them come.
+        """Decode a delivery whose three frames lie in `data` one after the other, as nearly all do.
 
         Returns:
-            Where the next frame begins; 0 where anything is otherwise, for `_frame` to look at, and nothing happened.
+            The start of the next frame; 0 if it is no such delivery: then nothing happened, and `_frame` decides.
         """
         start = end + 1
         size = len(data)
@@ -354,7 +356,7 @@ class InboundReader:
         return body_end + 1
 
     def _continues(self, batch: _Batch, state: _Channel | None, kind: int, method: int) -> bool:
-        """Say whether a frame belongs to a further delivery for the channel whose deliveries are being collected."""
+        """Whether a frame belongs to another delivery of the batch's channel."""
         if state is not batch.channel or batch.channel.dropped:
             return False
         return (batch.channel.method if kind in (_HEADER_FRAME, _BODY_FRAME) else method) == _DELIVER
@@ -362,7 +364,7 @@ class InboundReader:
     def _frame(
         self, state: _Channel | None, number: int, kind: int, method: int, data: bytes, payload: int, end: int
     ) -> None:
-        """Take one frame; where it leads to a callback other than for deliveries, none of those are collected."""
+        """Process one frame. It leads to a callback other than for deliveries only while there is no batch."""
         if state is not None and kind in (_HEADER_FRAME, _BODY_FRAME):
             if kind == _HEADER_FRAME:
                 self._content_header(state, data, payload, end)
@@ -445,16 +447,16 @@ class InboundReader:
         else:
             state.tell()
 
-    def _hand_over(self, batch: _Batch) -> None:
+    def _pass_on(self, batch: _Batch) -> None:
         self._batch = None
         batch.sink.delivered(batch.deliveries)
 
-    def _broken_by(self, what: str) -> CodecError:
-        """Hand over what came before, remember that nothing can come after, and give the error to raise."""
-        error = CodecError(f"the broker's stream is broken: {what}")
+    def _broken_by(self, reason: str) -> CodecError:
+        """Pass on the batch, refuse all further input, and return the error to raise."""
+        error = CodecError(f"the broker's stream is broken: {reason}")
         self._broken = str(error)
         if self._batch:
-            self._hand_over(self._batch)
+            self._pass_on(self._batch)
         return error
 
     # -- arguments of methods: `start` is behind the method number, `end` where the payload ends

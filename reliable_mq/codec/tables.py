@@ -1,14 +1,19 @@
 """AMQP 0-9-1 field tables, as RabbitMQ reads and writes them.
 
-Writing is strict: what the broker would answer with a closed connection (NaN, integers beyond 64 bits, names over 255
-bytes) is a ``ConfigurationError`` that names the entry. Reading is tolerant: a value that Python cannot show in its
-natural type comes back in a plainer one (a timestamp out of range as ``int``, a string that is not UTF-8 as ``bytes``,
-such a name with surrogate escapes), and only a broken structure is a ``CodecError``.
+Encoding is strict: a value over which the broker would close the connection (NaN, integers beyond 64 bits, names over
+255 bytes) raises ``ConfigurationError``, which names the entry. Decoding is tolerant: a value that has no natural type
+in Python gets a plainer one (a timestamp out of range is an ``int``, a string that is not UTF-8 is ``bytes``, such a
+name has surrogate escapes), and only a broken structure raises ``CodecError``.
 
-Invariants: what was written is read back equal (up to tuples becoming lists, datetimes whole seconds in UTC, byte
-strings ``bytes``); no input makes reading raise anything but ``CodecError``; nesting is bounded in both directions, so
-neither can exhaust the stack. The type letters are those of RabbitMQ's errata to the AMQP 0-9-1 specification, plus
-``U``, which older clients know as a signed 16-bit integer.
+Invariants:
+
+- An encoded value is decoded to an equal one, except that tuples become lists, datetimes whole seconds in UTC, and byte
+  strings ``bytes``.
+- Decoding raises nothing but ``CodecError``, whatever the input.
+- Nesting is bounded in both directions, so that neither can exhaust the stack.
+
+The type letters are those of RabbitMQ's errata to the AMQP 0-9-1 specification, and ``U``, which older clients use for
+a signed 16-bit integer.
 """
 
 from __future__ import annotations
@@ -25,10 +30,10 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = ["CodecError", "FieldValue", "decode_table", "encode_short_string", "encode_table", "walk_table"]
 
-#: What a table may hold, nested up to ``MAX_ENCODE_DEPTH``.
+#: The values of a table, nested up to ``MAX_ENCODE_DEPTH``.
 FieldValue = object
 
-MAX_ENCODE_DEPTH = 32  # deeper is a mistake or a cycle; the broker would take it, other clients would not
+MAX_ENCODE_DEPTH = 32  # deeper is a mistake or a cycle; the broker accepts it, other clients do not
 MAX_DECODE_DEPTH = 128
 MAX_TIMESTAMP = 253_402_300_799  # the last second of the year 9999, the last that datetime can show
 
@@ -76,7 +81,7 @@ class CodecError(ValueError):
 
 
 class _Unfit(Exception):
-    """A value that cannot be encoded; the levels that it passes on its way out add where it was."""
+    """A value that cannot be encoded. Each level that it passes adds its part of the path."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -87,7 +92,7 @@ class _Unfit(Exception):
 def encode_short_string(text: object, field: str) -> bytes:
     """Encode a short string with its length byte.
 
-    Surrogate escapes, which is how bytes that are not UTF-8 are read, become those bytes again.
+    Surrogate escapes, to which bytes that are not UTF-8 are decoded, become those bytes again.
 
     Raises:
         ConfigurationError: not a ``str``, over 255 bytes, or with a NUL, which AMQP forbids here.
@@ -119,7 +124,7 @@ def encode_table(table: Mapping[str, FieldValue], field: str = "headers") -> byt
     Args:
         table: names to values: ``None``, ``bool``, ``int`` (64 bits), ``float`` (finite), ``Decimal`` (32 bits
             unscaled), ``str``, bytes-like, aware ``datetime`` (cut to whole seconds), lists, tuples and mappings.
-        field: what to call the table in an error.
+        field: the table's name in an error.
 
     Raises:
         ConfigurationError: a name or a value that AMQP or RabbitMQ does not take; the text names the entry.
@@ -254,7 +259,7 @@ _ENCODERS: dict[type, Callable[[Any, int], bytes]] = {
 
 
 def _encoder_of(value: FieldValue) -> Callable[[Any, int], bytes]:
-    """Find the encoder of a value whose class is derived from one that has one."""
+    """Return the encoder of a value whose class is derived from a known one."""
     if isinstance(value, Mapping):
         return _encode_nested_table
     for known, encoder in _ENCODERS.items():
@@ -267,7 +272,7 @@ def encode_timestamp(value: object, field: str) -> bytes:
     """Encode an aware datetime as whole seconds since 1970.
 
     Raises:
-        ConfigurationError: no datetime, naive (its seconds would depend on who reads it), or before 1970.
+        ConfigurationError: no datetime, naive (its seconds would depend on the reader), or before 1970.
     """
     if not isinstance(value, datetime):
         raise ConfigurationError(f"{field} must be an aware datetime, not {type(value).__name__}")
@@ -287,7 +292,7 @@ def _seconds(value: datetime) -> int:
 
 
 def decode_timestamp(seconds: int) -> datetime | int:
-    """Show the seconds as an aware datetime in UTC, or as they are where that is beyond the year 9999."""
+    """Return the seconds as an aware datetime in UTC; unchanged beyond the year 9999."""
     if seconds > MAX_TIMESTAMP:
         return seconds
     return datetime.fromtimestamp(seconds, UTC)
@@ -296,10 +301,10 @@ def decode_timestamp(seconds: int) -> datetime | int:
 def decode_table(data: bytes) -> dict[str, FieldValue]:
     """Decode a table with its 4-byte length, which must be all of `data`.
 
-    Of entries with the same name the last one counts.
+    The last of several entries with the same name counts.
 
     Raises:
-        CodecError: the structure is broken, holds an unknown type letter or nests deeper than 128 levels.
+        CodecError: the structure is broken, has an unknown type letter or nests deeper than 128 levels.
     """
     if len(data) < 4 or _UINT32.unpack_from(data)[0] != len(data) - 4:
         raise CodecError("the length of the table does not match its bytes")
@@ -332,7 +337,7 @@ def _read_array(data: bytes, offset: int, end: int, depth: int) -> list[FieldVal
 
 
 def _read_value(data: bytes, offset: int, end: int, depth: int) -> tuple[FieldValue, int]:
-    """Read the value at `offset`; give it and where it ends, which is never beyond `end`."""
+    """Return the value at `offset`, and its end, which is never beyond `end`."""
     letter = data[offset]
     start = offset + 1
     value: FieldValue
@@ -378,7 +383,7 @@ def _read_string(raw: bytes) -> str | bytes:
 
 
 def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int]]:
-    """List the entries of the table body in ``data[offset:end]`` as (name, start, end), without decoding a value.
+    """Return the entries of the table body in ``data[offset:end]`` as (name, start, end), values undecoded.
 
     Raises:
         CodecError: the entries do not end where the table does, or one has an unknown type letter.
