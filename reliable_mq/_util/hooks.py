@@ -1,4 +1,4 @@
-"""What the package does in a forked child and when the interpreter exits, in one defined order.
+"""The hooks of the package in a forked child and at the exit of the interpreter, in a defined order.
 
 Python runs hooks of ``os.register_at_fork`` in the order of imports and those of ``atexit`` in the opposite one, and a
 program may import modules of this package in any order. So the package registers with Python once, here.
@@ -8,8 +8,8 @@ Invariants:
 - Hooks run by stage, in the order in which `ForkStage` and `ExitStage` list them, and within a stage in the order in
   which they were added.
 - A hook that raises keeps no other from running.
-- The hooks at exit run before those of everything that was imported before the last of them was added, so that logging,
-  say, still works.
+- The hooks at exit run before those of all modules that were imported before the last hook was added: logging, say,
+  still works.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class ForkStage(enum.IntEnum):
     """The stages in a forked child."""
 
     RENEW = enum.auto()
-    """State of the process becomes the child's own: locks that a thread of the parent may hold, random digits."""
+    """Renew state of the process: locks that a thread of the parent may hold, random digits."""
 
     MARK = enum.auto()
-    """Copies of the parent's publishers and consumers learn that they are copies, before anything uses or ends them."""
+    """Mark the copies of the parent's publishers and consumers, before anything uses or ends them."""
 
     RELEASE = enum.auto()
-    """Descriptors are closed that would keep a lock of the parent beyond its end."""
+    """Close descriptors that would keep a lock of the parent beyond its end."""
 
     FORGET = enum.auto()
-    """The last references to copies go, and with them the copies, which were marked."""
+    """Drop the last references to the marked copies."""
 
 
 class ExitStage(enum.IntEnum):
     """The stages when the interpreter exits."""
 
     CONSUMERS = enum.auto()
-    """Consumers are closed first: their handlers may publish until they return."""
+    """Close consumers first: their handlers may publish until they return."""
 
     KEPT = enum.auto()
-    """Publishers that the package keeps for a next use are closed in good order."""
+    """Close publishers that the package keeps for later use."""
 
     PUBLISHERS = enum.auto()
-    """Publishers are closed last: what is outstanding is published."""
+    """Close publishers last: outstanding messages are published."""
 
 
 Stage = TypeVar("Stage", bound=enum.IntEnum)

@@ -164,7 +164,7 @@ class DaemonExecutor:
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
-        """In the block, which stays on its thread, cut what the handle holds after ``timeout`` seconds."""
+        """In the block, which stays on its thread, cut the handle after ``timeout`` seconds."""
         call, over = _BlockingCall(lambda handle: None if over.wait(timeout) else handle.cut()), threading.Event()
         self._submit(call.run, beyond=True)
         try:
@@ -212,7 +212,7 @@ class DaemonExecutor:
             self._reset()
 
     def _submit(self, call: Callable[[], Callable[[], object]], *, beyond: bool = False, queue: bool = False) -> None:
-        """Have `call` made on a thread, and then that which it returns, once the thread counts as idle again."""
+        """Run `call` on a thread, count the thread as idle, then run the result of `call`."""
         self._reset_in_child()
         with self._lock:
             if self._busy >= self._most and not beyond and not queue:

@@ -1,4 +1,4 @@
-"""What a connection tells the broker about itself: shown by its management UI and logs."""
+"""The client properties of a connection, which the broker shows in its management UI and logs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["OWN_VERSION", "client_properties", "own_version"]
 
 
 def own_version() -> str:
-    """Look up the version of this package."""
+    """Return the version of this package."""
     try:
         return version("reliable-mq")
-    except PackageNotFoundError:  # used from a source tree, without having been installed
+    except PackageNotFoundError:  # a source tree that is not installed
         return "unknown"
 
 

@@ -1,11 +1,11 @@
-"""One connection with one data channel on the running event loop, brought back for as long as it is wanted.
+"""A connection on the running event loop, which reconnects until it is closed.
 
-What to do when is `connection.connection`'s, the same as on the sync face; this gives it asyncio's loop and driver.
+`Connector` decides, as for the sync API; this gives it asyncio's loop and driver.
 
 Invariants:
 
-- everything but `call_soon` is called on the loop that this was made on;
-- once ``close`` has returned, no task, no timer and no socket of this is left, whatever the broker does.
+- all methods but `call_soon` are called on the loop that the object was made on;
+- after ``close`` no task, timer or socket of it is left, whatever the broker does.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FINISH_GRACE = 1.0  # seconds for the driver's tasks to end once their socket i
 
 
 class AsyncConnection:
-    """See the module. Made on the loop that it is to run on; construction opens nothing.
+    """A connection on the running loop, which reconnects. Construction opens nothing.
 
     Args:
-        name: of the connection where `settings` has no name for it.
+        name: of the connection, unless `settings` has one.
         settings: hosts, credentials, TLS, tuning.
-        setup: called once per channel: the steps to take before it is ready.
-        client: whom to tell.
-        recovery: decides when to try what again; this connector's alone from now on.
+        setup: called once per attempt: the steps to perform before the channel is ready.
+        client: the owner; receives every event.
+        recovery: decides when to try which host again; this connection's alone.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class AsyncConnection:
 
     @property
     def patience(self) -> float:
-        """Seconds for which a set-up that the broker is answering may go on without another answer."""
+        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
         return self._connector.patience
 
     @property
     def callback_errors(self) -> int:
-        """Exceptions that came out of callbacks, each of which cost a connection."""
+        """Exceptions that callbacks raised; each cost a connection."""
         return self._connector.callback_errors
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, where that was long enough to endanger a connection."""
+        """Seconds for which the event loop was blocked, long enough to endanger the connection."""
         return self._loop.stalled
 
     def write(self, data: bytes) -> None:
-        """Send `data`, whole frames for the channel, in one piece. Does nothing while no channel is ready."""
+        """Send whole frames for the channel in one piece; do nothing while no channel is ready."""
         self._connector.write(data)
 
     def write_buffer_size(self) -> int:
@@ -92,7 +92,7 @@ class AsyncConnection:
         return self._connector.write_buffer_size()
 
     def start(self) -> None:
-        """Begin to connect, soon."""
+        """Begin to connect."""
         self._loop.call_soon(self._connector.begin)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
@@ -111,27 +111,23 @@ class AsyncConnection:
         self._loop.guard(fn)
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Carry out steps on the ready channel, after those of earlier calls.
-
-        `done` is called exactly once, never from inside this call, with what the generator returned or the exception
-        that ended it. A step that the broker refuses costs the channel.
-        """
+        """Perform steps on the ready channel, after those of earlier calls (see `Connector.run`)."""
         self._connector.run(generator, done)
 
     def discard(self, reason: str) -> None:
-        """Abort the connection, without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
         self._connector.discard(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then a new one on the same connection, set up again."""
+        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again."""
         self._connector.reopen_channel()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Begin to close and return at once: a closing handshake for up to `grace` seconds, then an abort."""
+        """Begin to close: a closing handshake for up to `grace` seconds, then an abort. Does not wait."""
         self._connector.close(grace)
 
     async def close(self, grace: float) -> bool:
-        """`stop` with that grace, then wait for the end. May be cancelled, and called again.
+        """Stop with that grace and wait for the end. May be cancelled, and called again.
 
         Returns:
             Whether every socket is closed.
@@ -150,5 +146,5 @@ class AsyncConnection:
         self._connector.on_error(error)
 
     def _on_cancelled(self) -> None:
-        """Somebody cancels all tasks: the program ends, and nothing is to be begun any more."""
+        """Give up: all tasks are being cancelled, since the program ends."""
         self._connector.crashed(RuntimeError("the task of the connection was cancelled"))

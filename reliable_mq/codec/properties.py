@@ -417,12 +417,12 @@ def rewrite_properties(
 ) -> bytes:
     """Change some headers and properties, and copy every other byte as it is.
 
-    A header that is set replaces all entries of its name and comes last. Where the header table cannot be walked (an
-    unknown type letter, say), what is set goes in front of it, the rest of it stays untouched and nothing is dropped or
-    renamed: in front, because at its end a broken length could swallow it.
+    A header that is set replaces all entries of its name and comes last. If the header table cannot be walked (it has
+    an unknown type letter, say), headers are set in front of it, and nothing is dropped or renamed: in front, because
+    at its end a broken length could swallow them.
 
     Args:
-        raw: properties as a delivery brought them.
+        raw: the properties of a delivery.
         set_headers: headers to set.
         drop_headers: names of headers to leave out.
         rename_headers: new names of headers, by their old ones; the values stay byte for byte, and where they are.

@@ -1,4 +1,4 @@
-"""What both faces share above their drivers: one connection with one data channel, kept. No driver, no thread of ours.
+"""Connections that reconnect, for both APIs: `connection.Connector` on the event loop of either driver.
 
-It runs on an event loop that it is given, pika's or asyncio's, and is told what a link of that loop's driver meets.
+Only the packages ``pika_driver`` and ``aiormq_driver`` import a driver. Nothing here starts an I/O thread.
 """

@@ -128,7 +128,7 @@ class Channel:
         write(methods.encode_channel_open(number))
 
     def release_content(self) -> None:
-        """Pass content to the sink: what was held back, then all that comes. Call it on a reply: no content is open."""
+        """Pass held and later content to the sink. Call it on a reply: no content is half read then."""
         self._reader.attach(self.number, self._sink)
         self._gate.open()
 
@@ -290,10 +290,10 @@ class SetupRunner:
 
 
 class ReadyGate:
-    """Holds content back until it is opened, then lets it through in its order.
+    """Hold content back until it is opened, then pass it on in order.
 
-    Deliveries may follow ``basic.consume-ok`` in the same read, while later steps of the set-up are still outstanding;
-    a client must not see them before it was told that the channel is ready.
+    Deliveries may follow ``basic.consume-ok`` in the same read, while later steps of the set-up are still outstanding.
+    The client must not see them before ``ready``.
     """
 
     def __init__(self, sink: ChannelSink) -> None:
@@ -302,7 +302,7 @@ class ReadyGate:
         self._held: list[Callable[[], None]] | None = []
 
     def open(self) -> None:
-        """Hand over what was held back; from now on, everything at once."""
+        """Pass on the held content; from now on, all content at once."""
         held, self._held = self._held, None
         for event in held or ():
             event()

@@ -1,9 +1,9 @@
 """One connection with one channel, kept: connect, set up, notice the loss, connect again.
 
-`core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` decides what a refused step
-means. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
+`core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` maps a refused step to an
+error. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
 
-States (`ConnectionState`), and what leads from one to the next (`TRANSITIONS` lists every one)::
+States (`ConnectionState`) and their transitions (`TRANSITIONS` lists every one)::
 
         WAITING --no connection--> PREPARING --credentials--> CONNECTING --handshake--> SETTING_UP --last step--> READY
        |   `--the connection lives---------------------------------------------------^
@@ -261,7 +261,7 @@ class Connector:
             )
 
     def _read_credentials(self) -> ConnectCredentials:
-        """Read what may be new at every connect. May block: a user's callback, files."""
+        """Read credentials and certificates, which may be new. May block: a user's callback, files."""
         tls = self._settings.tls
         return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 

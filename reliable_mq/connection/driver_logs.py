@@ -1,12 +1,12 @@
-"""What a driver logs on our behalf becomes DEBUG: a failure is said once, in our own words.
+"""Lower the driver's log records of our connections to DEBUG.
 
-pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on loggers of its own; all of it
-reaches us as exceptions, too, and is logged there. In detail it helps only whoever debugs the driver.
+pika logs a lost connection as two errors with tracebacks and a failed attempt as six, on loggers of its own. We get the
+same failures as exceptions and log each once; the driver's records help only those who debug the driver.
 
 Invariants:
 
-- records of other threads and tasks are untouched: a program may use the driver itself, beside us;
-- nothing is lost: with a logger of pika's set to DEBUG its records appear as before, at that level.
+- records of other threads and tasks are unchanged: a program may use the driver itself, beside us;
+- no record is lost: if a logger of the driver is set to DEBUG, its records appear, at that level.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["demoted_driver_logs"]
 
 @contextmanager
 def demoted_driver_logs(package: str) -> Iterator[None]:
-    """In the block, records of the driver by this thread, or by this task and those it starts, are at level DEBUG.
+    """In the block, lower the driver's records of this thread, or of this task and its children, to DEBUG.
 
     Args:
-        package: of the driver, whose modules have been imported: each has a logger of its own.
+        package: of the driver; its modules are imported, and each has a logger of its own.
     """
     _filter_loggers(package)
     token = _ours.set(True)
@@ -39,7 +39,7 @@ def demoted_driver_logs(package: str) -> Iterator[None]:
 
 def _filter_loggers(package: str) -> None:
     prefix = f"{package}."
-    # A filter on a logger is not asked about records of the loggers below it. Adding it again does nothing.
+    # The filter of a logger does not see records of the loggers below it. Adding it again does nothing.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith(prefix) and isinstance(logger, logging.Logger):
             logger.addFilter(_demote)

@@ -1,6 +1,6 @@
-"""What the end of a connection means: our error for a code of the broker, or for what the system says of a socket.
+"""Map the end of a connection to `BrokerUnavailable`: from the broker's code, or from an error of the system.
 
-A driver adds what its own exceptions say. No text contains a credential.
+Each driver maps its own exceptions. No text contains a credential.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def broker_unavailable(
     otherwise: str,
     permanent: bool,
 ) -> BrokerUnavailable:
-    """Return our error for the end of a connection.
+    """Return the error for the end of a connection.
 
     Args:
         endpoint: named in the message.
-        cause: the driver's or the system's exception, kept as the cause of ours.
+        cause: the driver's or the system's exception, kept as the cause.
         closed_with: code and text of the broker's ``connection.close``, if it sent one.
         opened: whether the handshake had been completed.
-        otherwise: what happened, where the broker sent none.
-        permanent: whether that is for good.
+        otherwise: the text, if the broker sent none.
+        permanent: whether trying again cannot help, if the broker sent none.
     """
     if closed_with is not None:
         code, text = closed_with
@@ -51,12 +51,12 @@ def broker_unavailable(
 
 
 def is_certificate_problem(cause: BaseException | None) -> bool:
-    """Whether the broker's certificate is what failed, which time does not heal."""
+    """Whether the broker's certificate does not verify: trying again cannot help."""
     return isinstance(cause, ssl.SSLCertVerificationError)
 
 
 def system_problem(cause: BaseException | None) -> str | None:
-    """Say what an error of the socket, of TLS or of name resolution means; None where it is none of these."""
+    """Return a text for an error of the socket, of TLS or of name resolution; None for any other."""
     match cause:
         case ssl.SSLCertVerificationError():
             return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"

@@ -1,9 +1,4 @@
-"""What a driver offers, what it is given for one connect, and whom it tells what happens then.
-
-Each face has a driver of its own; here is no word of theirs.
-
-What a connection tells the one that it serves.
-"""
+"""The interfaces between a driver, the connector, and the owner of a connection (`ConnectionListener`)."""
 
 from __future__ import annotations
 
@@ -38,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ConnectCredentials:
-    """What is asked for anew at every connect."""
+    """Credentials and TLS context, read anew for every connect."""
 
     credentials: Credentials | None = field(repr=False)
     context: ssl.SSLContext | None = field(repr=False)
 
 
 class EventLoop(Protocol):
-    """Where everything of a connection runs."""
+    """The loop on which everything of a connection runs."""
 
     def call_soon(self, fn: Callable[[], None], /) -> None:
         """Run `fn` on the loop, later than now. Thread-safe."""
@@ -55,13 +50,13 @@ class EventLoop(Protocol):
 
 
 class Link(Protocol):
-    """One attempt at a connection to one endpoint, and the connection when it succeeds. Lives on its loop."""
+    """One attempt to connect to one endpoint, and the connection if it succeeds. Lives on its loop."""
 
     endpoint: Endpoint
 
     @property
     def server(self) -> ServerInfo:
-        """What the broker said of itself; once open."""
+        """The broker's server properties; once open."""
 
     @property
     def frame_max(self) -> int:
@@ -79,14 +74,14 @@ class Link(Protocol):
         """Open a channel; its content goes to `sink` once it is released."""
 
     def close(self) -> None:
-        """Begin the closing handshake; where the link is not open yet, abort."""
+        """Begin the closing handshake; abort a link that is not open yet."""
 
     def abort(self, reason: str, /) -> None:
-        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+        """Close the socket without a handshake, in any state; nothing more is read from it."""
 
 
 class OpenLink(Protocol):
-    """How a driver makes a link."""
+    """Constructor of a driver's links."""
 
     def __call__(
         self,
@@ -97,88 +92,88 @@ class OpenLink(Protocol):
         events: LinkEvents,
         /,
     ) -> Link:
-        """Begin one attempt at `endpoint`; `name` is that of the connection, shown by the management UI."""
+        """Begin one attempt at `endpoint`; the management UI shows `name`."""
 
 
 class LinkEvents(Protocol):
-    """Whom a link tells. Called on the loop, with the link that it is about."""
+    """Events of a link. Called on the loop."""
 
     def link_opened(self, link: Link) -> None:
-        """The AMQP handshake is done."""
+        """Process the end of the AMQP handshake."""
 
     def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
-        """It is over: it could not be opened, or was open and is lost, or was closed or aborted by us."""
+        """Process the end of a link: not opened, lost, or closed or aborted by us."""
 
     def link_blocked(self, link: Link, reason: str) -> None:
-        """``connection.blocked``."""
+        """Process ``connection.blocked``."""
 
     def link_unblocked(self, link: Link) -> None:
-        """``connection.unblocked``."""
+        """Process ``connection.unblocked``."""
 
     def link_read(self, link: Link) -> None:
-        """All that one read brought has been handed on."""
+        """Process the end of a read: all its frames have been passed on."""
 
     def link_drained(self, link: Link) -> None:
-        """The socket has taken the last of what it did not take at once."""
+        """Process an empty write buffer, after a write that the socket did not take at once."""
 
 
 class ChannelEvents(Protocol):
-    """Whom a data channel tells."""
+    """Events of a channel."""
 
     def channel_opened(self, channel: Channel) -> None:
-        """Steps can be performed."""
+        """Process ``channel.open-ok``: steps can be performed."""
 
     def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:
-        """Either side closed it, while the connection lives. The loss of a connection is reported by its link alone."""
+        """Process a close by either side while the connection lives; its link reports the loss of a connection."""
 
     def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
-        """``basic.cancel`` from the broker."""
+        """Process ``basic.cancel`` of the broker."""
 
 
 class TimerHandle(Protocol):
-    """What `call_later` returns. On its loop only."""
+    """A timer of `EventLoop.call_later`. On its loop only."""
 
     def cancel(self) -> None:
-        """Cancel the call; does nothing where it was made or cancelled already."""
+        """Cancel the call; do nothing if it was made or cancelled."""
 
 
 class ConnectionListener(ChannelSink, Protocol):
-    """Whom a `Connector` serves; to the events of the channel (`ChannelSink`) come those of its life.
+    """The owner of a connection: receives its content (`ChannelSink`) and the events of its life.
 
-    All are called on its loop, must not block, and are never called from inside a call of the client to the connection.
-    One that raises is logged, counted, and costs the connection.
+    All methods are called on the loop, must not block, and are never called from inside a call of the owner to the
+    connection. An exception of one is logged, counted, and costs the connection.
 
     For each generation the order is ``ready``, then any events of the channel, then ``lost``, exactly once (after a
     close, too). ``failed`` comes in between only.
     """
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """The channel is set up; ``write`` works from now on. `frame_max` is in bytes."""
+        """Process a channel that is set up: ``write`` sends from now on. `frame_max` is in bytes."""
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """The channel is gone, with all that was outstanding on it; ``write`` does nothing until the next ``ready``."""
+        """Process the loss of the channel and of all that is outstanding on it; ``write`` does nothing now."""
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """An attempt to connect or to set up failed. Where it will not be retried, nothing but ``close`` is left."""
+        """Process a failed attempt to connect or to set up. Without `will_retry` only ``close`` is left to do."""
 
     def blocked(self, reason: str) -> None:
-        """The broker reads no more from this connection (memory or disk alarm). Outlives channels."""
+        """Process a block: the broker reads no more (memory or disk alarm). It outlives channels."""
 
     def unblocked(self) -> None:
-        """It reads again, or the connection is lost. Exactly once for each ``blocked``."""
+        """Process the end of a block, or the loss of the connection. Exactly once for each ``blocked``."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """The broker cancelled a consumer: its queue was deleted or lost its leader. The channel stays open."""
+        """Process a cancel by the broker: the queue was deleted or lost its leader. The channel stays open."""
 
     def read_finished(self) -> None:
-        """All that one read from the socket brought has been reported: the time to act on it together."""
+        """Act on all events of one read together."""
 
     def write_drained(self) -> None:
-        """The socket has taken the last of what was buffered. Not after a ``write`` that it took at once."""
+        """Process an empty write buffer. Not called after a ``write`` that the socket took at once."""
 
 
 class NullListener(ConnectionListener):
-    """Takes no notice of anything; a client that few kinds of events concern overrides these."""
+    """Ignores every event: the base of owners that need a few."""
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
 

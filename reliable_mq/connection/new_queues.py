@@ -1,6 +1,6 @@
-"""The new queues of this process, by broker and virtual host: what one connection makes, the others know of.
+"""The new queues of this process, by broker and virtual host, shared by all its connections.
 
-Thread-safe, and safe in a forked child, which keeps what its parent knew.
+Thread-safe, and safe in a forked child, which keeps its parent's records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedNewQueues(NewQueues):
         self.lock = threading.Lock()
 
     def use(self, grace: float) -> None:
-        """Keep what is made for at least ``grace`` seconds."""
+        """Keep a record of each queue for at least ``grace`` seconds."""
         with self.lock:
             self.longest = max(self.longest, grace)
 
@@ -55,20 +55,20 @@ class SharedNewQueues(NewQueues):
             return super().final_at(exchange, routing_key, now, proven, grace, copied=copied)
 
     def forked(self, now: float) -> None:
-        """This is a copy in a forked child: the parent's thread that held the lock, or was making a queue, is not."""
+        """Renew the lock, and end declarations under way: the parent's threads do not exist in a forked child."""
         self.lock = threading.Lock()
         self.given_up(now)
 
 
 class QueueRecord:
-    """What one connection tells and knows of new queues. On its loop alone.
+    """The new queues of one connection. On its loop alone.
 
     Args:
         virtual_host: of the connection.
-        grace: seconds for which a queue is new; 0 where nobody asks, and nothing is told.
+        grace: seconds for which a queue is new; 0 to record nothing.
 
     Attributes:
-        queues: of the broker and virtual host that the connection was last made to.
+        queues: of the broker and virtual host of the last connection.
     """
 
     def __init__(self, virtual_host: str, grace: float) -> None:
@@ -79,24 +79,24 @@ class QueueRecord:
         self._new_before: list[str] = []  # the new queues when the channel was lost
 
     def maker(self, server: ServerInfo) -> QueueRecord | None:
-        """Return who is told of the queues that a set-up makes on this broker; None for nobody."""
+        """Return the listener for the queues that a set-up declares on this broker; None if nothing is recorded."""
         if not self._grace:
             return None
         self.queues = _queues_of(server.cluster_name, self._virtual_host, self._grace)
         return self
 
     def begin(self, names: Collection[str]) -> None:
-        """These are about to be declared."""
+        """Record queues that are about to be declared."""
         self.queues.begin(names)
 
     def end(self, names: Collection[str]) -> None:
-        """They exist by now, or may."""
+        """Record queues that exist by now, or may."""
         self.queues.end(names, time.monotonic())
 
     def ready(self, server: ServerInfo) -> bool:
-        """A channel is ready; return whether it is on another connection than the last one was.
+        """Record a ready channel; return whether it is on another connection than the last one.
 
-        A broker that was killed in between has registered its new queues again, as it started: they are new again.
+        A broker that was killed in between registers its new queues again as it starts: they are new again.
         """
         replaced, self._server = self._server is not server, server
         if replaced:
@@ -105,14 +105,14 @@ class QueueRecord:
         return replaced
 
     def lost(self, proven: float) -> None:
-        """The channel is lost, and the connection may be. The broker is known to have lived at ``proven``."""
+        """Record the loss of the channel. The broker is known to have lived at ``proven``."""
         self._new_before = self.queues.new(proven, self._grace)
 
 
 def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:
-    """Return the new queues of a virtual host, of which its user wants to know for ``grace`` seconds.
+    """Return the new queues of a virtual host, kept for at least ``grace`` seconds.
 
-    A broker that does not tell its cluster's name is taken for any other such broker: that costs time alone.
+    Brokers without a cluster name share one record: that costs time alone.
     """
     with _lock:
         queues = _registers.setdefault((cluster, virtual_host), SharedNewQueues())

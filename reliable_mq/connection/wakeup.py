@@ -1,4 +1,4 @@
-"""One wake-up to come on a loop: the earliest of those that were asked for."""
+"""The earliest of several wake-ups on a loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """Calls a function at a time. On its loop only.
+    """Call a function at a time. On its loop only.
 
     Args:
-        fn: what to call; it may set the alarm again.
+        fn: may set the wake-up again.
     """
 
     def __init__(self, fn: Callable[[], None]) -> None:
@@ -25,19 +25,19 @@ class Wakeup:
         self._at = 0.0
 
     def set(self, at: float | None, now: float, call_later: Callable[[float, Callable[[], None]], TimerHandle]) -> None:
-        """Call at ``at``, on the clock of ``now``, unless that is to be done earlier anyway; None asks for nothing."""
+        """Call at ``at``, on the clock of ``now``, unless a call is set for an earlier time. None does nothing."""
         if at is None or (self._timer is not None and self._at <= at):
             return
         self.cancel()
         self._at = at
-        self._timer = call_later(max(at - now, 0.0), self._ring)
+        self._timer = call_later(max(at - now, 0.0), self._call)
 
     def cancel(self) -> None:
-        """Call no more, until it is set again."""
+        """Cancel the call, if one is set."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _ring(self) -> None:
+    def _call(self) -> None:
         self._timer = None
         self._fn()

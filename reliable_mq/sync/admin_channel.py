@@ -1,7 +1,6 @@
-"""One connection for a few steps, carried out one by one while the caller waits: declare, check, delete.
+"""A connection for a few steps, performed one by one while the caller waits: declare, check, delete.
 
-What the library itself does at every connect, without a publisher or a consumer around it. Connecting is not tried
-again: the one who waits is a person.
+Each host is tried once, since a person waits.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own dea
 
 
 class AdminChannel(NullListener):
-    """A channel to carry out steps on. A context manager: entering connects. One thread at a time may use it.
+    """A channel for steps. A context manager: entering connects. One thread at a time may use it.
 
     Args:
-        settings: where to; each host is tried once.
+        settings: hosts, credentials, TLS, tuning.
         name: of the connection.
-        patience: seconds for which a connection that was lost is tried again.
+        patience: seconds for which a lost connection is tried again.
 
     Attributes:
-        server: what the broker says of itself; once entered.
-        frame_max: as negotiated, bytes; once entered.
+        server: the broker's server properties; once entered.
+        frame_max: the negotiated maximum size of a frame, bytes; once entered.
     """
 
     server: ServerInfo
@@ -62,7 +61,7 @@ class AdminChannel(NullListener):
         """Connect.
 
         Raises:
-            BrokerUnavailable: no host could be reached, or none let us in.
+            BrokerUnavailable: no host could be reached, or none accepted the credentials.
         """
         self._io.start()
         try:
@@ -84,10 +83,10 @@ class AdminChannel(NullListener):
     def perform(self, step: Pipeline) -> tuple[MethodReply, ...]: ...
 
     def perform(self, step: Step | Pipeline) -> MethodReply | tuple[MethodReply, ...]:
-        """Carry out one step, or one pipeline of steps, and return the broker's reply. Blocks for a round trip.
+        """Perform a step, or a pipeline of steps, and return the broker's reply. Blocks for a round trip.
 
         Raises:
-            StepRefused: the broker closed the channel over it. The next step gets a new one.
+            StepRefused: the broker closed the channel over it; the next step gets a new one.
             BrokerUnavailable: the connection is lost.
         """
         self._wait_ready()
@@ -133,7 +132,7 @@ class AdminChannel(NullListener):
 
 
 class _Stop(stop_base):
-    """Connect once; and again for a while, where a connection was there before."""
+    """Stop after one attempt; after a loss, once the patience is over."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience

@@ -1,16 +1,16 @@
-"""One thread that owns one connection with one data channel, and brings both back for as long as it lives.
+"""A thread with an event loop and a connection on it, which reconnects for as long as the thread lives.
 
-The thread runs an event loop on which a `Connector` lives. Everything that may be called from other threads is here.
+The calls that other threads may make are here; the connection itself is a `Connector`.
 
 Invariants:
 
 - Only ``start``, ``call_soon``, ``stop``, ``close`` and ``join`` may be called from other threads.
-- What ``call_soon`` accepted runs exactly once, on the I/O thread, also when the connection dies and when the thread
-  ends.
+- A call that ``call_soon`` accepts runs exactly once, on the I/O thread, also when the connection dies and when the
+  thread ends.
 - When the thread has ended, every descriptor that it opened is closed.
-- ``call_soon`` and the thread itself take no lock: a signal handler may call and wait, whatever it has interrupted.
-- It is a daemon thread, and the object does nothing when it is collected: in a forked child, the parent's connection
-  stays untouched.
+- ``call_soon`` and the thread itself take no lock: a signal handler may call and wait, whatever it interrupts.
+- It is a daemon thread, and the object does nothing when it is collected: a forked child leaves the parent's
+  connection alone.
 """
 
 from __future__ import annotations
@@ -40,16 +40,14 @@ _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thre
 
 
 class IOThread:
-    """A daemon thread, its event loop, and one connection after the other.
+    """A daemon thread with an event loop and a connection, which reconnects. Construction starts and opens nothing.
 
     Args:
-        name: of the thread, and of the connection where `settings` has no name for it.
+        name: of the thread, and of the connection unless `settings` has one.
         settings: hosts, credentials, TLS, tuning.
-        setup: called once per channel: the steps to take before it is ready.
-        client: whom to tell.
-        recovery: decides when to try what again; this thread's alone from now on.
-
-    Construction starts nothing and opens nothing.
+        setup: called once per attempt: the steps to perform before the channel is ready.
+        client: the owner; receives every event.
+        recovery: decides when to try which host again; this connection's alone.
     """
 
     def __init__(
@@ -79,12 +77,12 @@ class IOThread:
 
     @property
     def patience(self) -> float:
-        """Seconds for which a set-up that the broker is answering may go on without another answer."""
+        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
         return self._connector.patience if self._thread is not None else 0.0
 
     @property
     def callback_errors(self) -> int:
-        """Exceptions that came out of callbacks, each of which cost a connection."""
+        """Exceptions that callbacks raised; each cost a connection."""
         return self._connector.callback_errors if self._thread is not None else 0
 
     # -- any thread ------------------------------------------------------------------------------------------------
@@ -108,34 +106,32 @@ class IOThread:
         """Run `fn` on the I/O thread. One wake-up write for each call: coalesce.
 
         Returns:
-            True: `fn` will run exactly once, whatever happens to the connection. False: it will not, since the thread
-                has ended or was never started.
+            Whether `fn` will run, exactly once; False if the thread has ended or was never started.
         """
         if self._thread is None:
             return False
         call = self._loop.queue(fn)
-        # The thread says that it has ended, and then runs what is queued: what it has not seen is still there.
+        # The thread sets `_ended`, and then runs all queued calls: a call that it has missed is still queued.
         return not self._ended or not self._loop.withdraw(call)
 
     def stop(self, grace: float = 0.0) -> None:
-        """Begin to close and return at once: a closing handshake for up to `grace` seconds, then an abort."""
+        """Begin to close: a closing handshake for up to `grace` seconds, then an abort. Does not wait."""
         with self._lock:
             if self._thread is None:
                 self._ended = True
         self.call_soon(lambda: self._connector.close(grace))
 
     def close(self, timeout: float) -> bool:
-        """`stop` with that grace, then wait for the end of the thread (not where this is the I/O thread).
+        """Stop with that grace and wait for the end of the thread (not on the I/O thread itself).
 
         Returns:
-            Whether the thread has ended; every descriptor is closed then. False where a callback hangs, or on the I/O
-            thread.
+            Whether the thread has ended, with every descriptor closed; False if a callback hangs, or on the I/O thread.
         """
         self.stop(timeout)
         return self.join(timeout + _ABORT_GRACE)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the thread, for up to `timeout` seconds; return whether it has ended (False on it)."""
+        """Wait up to `timeout` seconds for the end of the thread; return whether it has ended (False on it)."""
         thread = self._thread
         if thread is None:
             return self._ended
@@ -147,37 +143,27 @@ class IOThread:
     # -- I/O thread only -------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send `data`, whole frames for the data channel, in one piece. Does nothing while no channel is ready."""
+        """Send whole frames for the channel in one piece; do nothing while no channel is ready."""
         self._connector.write(data)
 
     def write_buffer_size(self) -> int:
-        """Bytes written that the kernel has not taken yet."""
+        """Return the bytes that the kernel has not taken yet."""
         return self._connector.write_buffer_size()
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, by a clock that does not jump; not where the thread ends before."""
+        """Run `fn` in `delay` seconds, by a monotonic clock, unless the thread ends before."""
         return self._loop.call_later(delay, fn)
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Carry out steps on the ready channel, after those of earlier calls.
-
-        Args:
-            generator: as for a set-up. A step that the broker refuses costs the channel.
-            done: called exactly once, never from inside this call, with what the generator returned or the exception
-                that ended it: its own, or BrokerUnavailable where there is no channel or it was lost meanwhile
-                (``lost`` comes after).
-        """
+        """Perform steps on the ready channel, after those of earlier calls (see `Connector.run`)."""
         self._connector.run(generator, done)
 
     def discard(self, reason: str) -> None:
-        """Abort the connection, without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
         self._connector.discard(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then a new one on the same connection, set up again.
-
-        Where the broker does not answer within the time to connect, the connection is discarded instead.
-        """
+        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again."""
         self._connector.reopen_channel()
 
     # -- the thread ------------------------------------------------------------------------------------------------

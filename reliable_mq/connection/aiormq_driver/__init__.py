@@ -1,21 +1,20 @@
-"""aiormq, the layer below aio-pika, and the only package that imports it: a link to a broker, a data channel on it.
+"""The only package that imports aiormq, the layer below aio-pika: a link to a broker.
 
-aiormq keeps what it is good at: the AMQP handshake with SASL, heartbeats, the closing handshake. It is given a
-transport of ours, which cuts the inbound stream into frames with our `InboundReader`: what is aiormq's goes on to it,
-whole frames at a time; content, and the methods of our one channel, do not. Outbound frames go straight to the
-transport, in one piece; aiormq's own writes are whole frames, too. So none of its queues, locks, tasks and futures is
-on the way of a message. Channels are ours because those of aiormq take a task and a lock a method, cannot declare what
-its codec does not name, and may lose a close-ok, which costs the connection. What is private to aiormq in this is
-little; its version is pinned, and ``tests/connection/test_aiormq_layers.py`` says what is missing when it moves.
+aiormq does the AMQP handshake with SASL, heartbeats and the closing handshake, on a transport of ours. The transport
+cuts the inbound stream into frames with our `InboundReader` and passes those of channel 0 on to aiormq. Outbound frames
+go straight to the transport, in one piece; aiormq's own writes are whole frames, too. So a message meets none of its
+queues, locks, tasks and futures. aiormq's channels take a task and a lock for each method, cannot declare arguments
+that its codec does not know, and may lose a close-ok, which costs the connection. This uses few private parts of
+aiormq; its version is pinned, and ``tests/connection/test_aiormq_layers.py`` reports which of them have changed.
 
 Invariants:
 
-- No exception leaves a callback into the event loop: all go to ``on_error``.
+- No exception of a callback reaches the event loop: all go to ``on_error``.
 - A link reports ``link_closed`` exactly once, last, and its socket is closed then. Its one task ends soon after, and
   `EventLoop.finish` waits for it.
-- The exceptions of aiormq stop here: they become ours. No text contains a credential.
-- What aiormq logs on our behalf is at level DEBUG.
-- A peer that sends content lives: aiormq, which sees none of it, is told so by a heartbeat.
+- No exception of aiormq leaves the package: `link_error` maps every one. No text contains a credential.
+- aiormq's log records for our links have level DEBUG.
+- A peer that sends content lives: aiormq, which sees no content, gets a heartbeat in its place.
 """
 
 from reliable_mq.connection.aiormq_driver.errors import link_error

@@ -1,4 +1,4 @@
-"""aiormq's connection, with a transport, credentials and tasks of ours."""
+"""aiormq's connection, with our transport, credentials and tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DRIVER: Final = f"aiormq {version('aiormq')}"
 
 
 class _Sasl:
-    """What aiormq asks an authentication mechanism for."""
+    """An authentication mechanism, as aiormq uses it."""
 
     def __init__(self, name: str, response: str) -> None:
         self.name = name
@@ -40,19 +40,19 @@ class _Sasl:
 
 
 class Transports(TransportFactory):
-    """Gives aiormq the transport of ours."""
+    """Make our transport for aiormq."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
 
     async def create(self, url: Any, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect; where to is known already."""
+        """Connect; the address is known already."""
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] = await self._connect()
         return streams
 
 
 class Connection(aiormq.Connection):
-    """aiormq's connection: it has no URL to read credentials from, and nobody to share its tasks with."""
+    """aiormq's connection, with credentials that are not from a URL, and tasks that end with it."""
 
     HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
 
@@ -76,14 +76,14 @@ class Connection(aiormq.Connection):
         self.vhost = settings.virtual_host
 
     async def connect(self, client_properties: Any = None) -> bool:
-        """As aiormq's."""
+        """Connect as aiormq does, and forget the credentials."""
         opened = bool(await super().connect(client_properties))
         self.was_open = True
         self._credentials = None
         return opened
 
     async def end(self) -> None:
-        """Close, whatever the state, and wait for every task of its own."""
+        """Close, in any state, and wait for the connection's tasks."""
         await self.close(None)
         own = [getattr(self, name) for name in ("_reader_task", "_writer_task") if hasattr(self, name)]
         await asyncio.gather(*(task.task for task in own), return_exceptions=True)

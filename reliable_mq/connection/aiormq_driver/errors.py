@@ -1,4 +1,4 @@
-"""The one place where the exceptions of aiormq become ours."""
+"""Map aiormq's exceptions to ours."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ __all__ = ["Aborted", "MechanismNotOffered", "link_error"]
 
 
 class Aborted(Exception):
-    """We closed the socket."""
+    """The socket was closed by us."""
 
 
 class MechanismNotOffered(Exception):
-    """The broker does not do SASL our way."""
+    """The broker does not offer our SASL mechanism."""
 
 
 def link_error(
     cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
 ) -> BrokerUnavailable:
-    """Return our error for the end of a link: the one place where aiormq's exceptions are mapped.
+    """Return the error for the end of a link.
 
     Args:
-        cause: what aiormq or the transport reported.
+        cause: reported by aiormq or the transport.
         endpoint: named in the message.
         closed_with: code and text of the broker's ``connection.close``, if it sent one.
         opened: whether the handshake had been completed.
     """
     if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
         cause = cause.__cause__
-    what = _what_happened(cause, opened=opened)
+    otherwise = _what_happened(cause, opened=opened)
     permanent = is_certificate_problem(cause) or isinstance(cause, MechanismNotOffered)
-    return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=what, permanent=permanent)
+    return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=otherwise, permanent=permanent)
 
 
 def _what_happened(cause: BaseException | None, *, opened: bool) -> str:

@@ -1,4 +1,4 @@
-"""A link to a broker: a transport that cuts out content, and one task that lives as long as the connection."""
+"""A link to a broker: a transport that keeps the frames of channels, and one task for aiormq's connection."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, 
 _PAUSE_BYTES, _RESUME_BYTES = 256 * 1024, 64 * 1024  # of the transport's buffer: below the latter, ``link_drained``
 _HEARTBEAT_FRAME = b"\x08\0\0\0\0\0\0\xce"
 _SHORTEST_GAP = 2e-4  # seconds between two reads that are worth a timer, which waits for a millisecond
-_TOLD_EVERY = 1.0  # seconds between two heartbeats that stand for content
-_LOOKS = 20  # at the clock, in one heartbeat
+_HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats in place of content
+_CHECKS = 20  # of the clock, in one heartbeat
 _PROTOCOL_HEADER = b"AMQP"
 _NO_CHANNEL = b"\0\0"
 
 
 class Link:
-    """One attempt at a connection to one endpoint, and the connection when it succeeds.
+    """One attempt to connect to one endpoint, and the connection if it succeeds.
 
     Args:
         loop: to run on.
         endpoint: host and port.
-        settings: the rest.
-        secrets: credentials and TLS context, fresh.
+        settings: virtual host, tuning and the like.
+        secrets: credentials and TLS context, read for this attempt.
         name: of the connection, shown by the management UI.
-        events: whom to tell.
+        events: receives the events of the link.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Link:
         self._transport: asyncio.Transport | None = None
         self._opened = False
         self._over = False
-        self._begun = False  # its task runs
+        self._begun = False  # whether its task runs
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
-        self._told_at = 0.0  # when aiormq was last told that the peer lives
+        self._heartbeat_at = 0.0  # when aiormq last got one in place of content
         self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: Timer | None = None
         self._server: ServerInfo | None = None
         with demoted_driver_logs(aiormq.__name__):  # and so for every task that it starts
             self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
-            self._task = loop.asyncio.create_task(self._live(), name=f"{name} {endpoint}")
+            self._task = loop.asyncio.create_task(self._run(), name=f"{name} {endpoint}")
         loop.tasks.add(self._task)
         self._task.add_done_callback(loop.tasks.discard)
 
     @property
     def server(self) -> ServerInfo:
-        """What the broker said of itself; once open."""
+        """The broker's server properties; once open."""
         if self._server is None:
             self._server = ServerInfo.of(self._connection.server_properties or {})
             self._connection.server_properties = {}
@@ -123,20 +123,20 @@ class Link:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+        """Close the socket without a handshake, in any state; nothing more is read from it."""
         if self._over or self._aborted is not None:
             return
         self._aborted = Aborted(reason)
         self._reader.reset()
         if self._transport is not None:
             self._transport.abort()
-        elif self._begun:  # a task that is cancelled before its first step never gets to say that it is over
+        elif self._begun:  # a task that is cancelled before its first step never runs its own clean-up
             self._task.cancel()
         self._end_now()
 
     # -- its one task ----------------------------------------------------------------------------------------------
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         """Connect, wait for the end, clean up after aiormq."""
         cause: BaseException | None = None
         self._begun = True
@@ -146,10 +146,10 @@ class Link:
             if self._aborted is None:
                 self._opened = True
                 self._connection.closing.add_done_callback(self._end_now)
-                self._watch_the_clock(time.monotonic())
+                self._check_for_stall(time.monotonic())
                 self._loop.guard(self._events.link_opened, self)
             await self._end
-        except Exception as error:  # noqa: BLE001  # of every kind; handed on
+        except Exception as error:  # noqa: BLE001  # of any kind; passed on
             cause = error
         except asyncio.CancelledError as error:
             cause = error
@@ -161,7 +161,7 @@ class Link:
                 await self._connection.end()
             finally:
                 if self._transport is not None:
-                    self._transport.abort()  # where it is closed already, this does nothing
+                    self._transport.abort()  # does nothing if it is closed already
                 self._report_closed(cause)
 
     def _end_now(self, _closing: object = None) -> None:
@@ -184,13 +184,13 @@ class Link:
         loss = ConnectionLoss(code, text, "connection", self._closed_with is not None)
         self._loop.guard(self._events.link_closed, self, error, loss)
 
-    def _watch_the_clock(self, due: float) -> None:
-        """Say so where the event loop stood still for so long that the broker may soon give the connection up.
+    def _check_for_stall(self, due: float) -> None:
+        """Log a stall of the event loop that is so long that the broker may soon close the connection.
 
-        What is seen of a time of standing still may be short by one look at the clock, so half a heartbeat always is.
+        A stall may be longer than it seems by one check of the clock: every one of half a heartbeat is logged.
         """
         heartbeat = self._settings.heartbeat
-        pause = heartbeat / _LOOKS
+        pause = heartbeat / _CHECKS
         late = time.monotonic() - due
         if late >= heartbeat / 2 - pause:
             self._loop.stalled += late
@@ -201,12 +201,12 @@ class Link:
                 self.endpoint,
                 2 * heartbeat,
             )
-        self._watch = self._loop.call_later(pause, partial(self._watch_the_clock, time.monotonic() + pause))
+        self._watch = self._loop.call_later(pause, partial(self._check_for_stall, time.monotonic() + pause))
 
     # -- the transport ---------------------------------------------------------------------------------------------
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to one of the host's addresses, with TLS where that is wanted."""
+        """Connect to one of the host's addresses, with TLS if the settings have it."""
         loop = self._loop.asyncio
         error: Exception = OSError("the host name has no address")
         server_name = None
@@ -231,10 +231,10 @@ class Link:
         raise error
 
     async def _addresses(self) -> list[Any]:
-        """Resolve the host on a daemon thread: asyncio's would hold up the program's end while a lookup hangs."""
+        """Resolve the host on a daemon thread: a lookup on asyncio's that hangs would delay the program's end."""
         found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
 
-        def tell(answer: Any) -> None:
+        def resolved(answer: Any) -> None:
             if found.done():
                 return
             if isinstance(answer, Exception):
@@ -245,7 +245,7 @@ class Link:
         call_in_background(
             "reliable_mq host name",
             partial(socket.getaddrinfo, self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM),
-            lambda answer: self._loop.call_soon(partial(tell, answer)),
+            lambda answer: self._loop.call_soon(partial(resolved, answer)),
         )
         return await found
 
@@ -256,7 +256,7 @@ class Link:
             transport.abort()
 
     def _transport_lost(self, cause: BaseException | None) -> None:
-        """Report it, unless the handshake is still going on, which fails by it and says how."""
+        """Report the loss, unless the handshake is under way, which fails and has a better error."""
         if self._opened:
             self._report_closed(cause)
         self._end_now()
@@ -271,14 +271,14 @@ class Link:
         try:
             self._reader.feed(data)
             if self._opened:
-                self._tell_that_the_peer_lives()
+                self._pass_heartbeat()
                 self._events.link_read(self)
                 gap = self._channels.read_throttle.gap_after(len(data))
                 if gap > _SHORTEST_GAP:
                     self._pause_reading(gap)
         except CodecError as error:
             self.abort(str(error))
-        except Exception as error:  # noqa: BLE001  # of the client, or of the frame that it was for
+        except Exception as error:  # noqa: BLE001  # of the client
             self._loop.on_error(error)
 
     def _pause_reading(self, seconds: float) -> None:
@@ -290,10 +290,10 @@ class Link:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _tell_that_the_peer_lives(self) -> None:
+    def _pass_heartbeat(self) -> None:
         now = time.monotonic()
-        if now - self._told_at >= _TOLD_EVERY:
-            self._told_at = now
+        if now - self._heartbeat_at >= _HEARTBEAT_EVERY:
+            self._heartbeat_at = now
             self._pass_on(_HEARTBEAT_FRAME)
 
     def _pass_on(self, frame: bytes) -> None:
@@ -329,7 +329,7 @@ class Link:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Hands input to the link, and the events of the transport to it and to the stream that aiormq reads."""
+    """Pass input to the link, and events of the transport to it and to the stream that aiormq reads."""
 
     def __init__(self, link: Link, stream: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(stream, loop=loop)
@@ -345,7 +345,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        # Not at once: asyncio (of 3.11) closes a transport twice where a write from in here finds the peer gone.
+        # Not at once: asyncio (of 3.11) closes a transport twice if a write from here finds the peer gone.
         asyncio.get_running_loop().call_soon(self._link._drained)  # noqa: SLF001
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""The asyncio loop as a connection sees it: calls and timers whose exceptions are told, and tasks to wait for."""
+"""The asyncio loop of a connection: calls and timers whose exceptions are reported, and tasks to wait for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class EventLoop:
 
     Args:
         on_error: called on the loop with every exception that a callback raises.
-        on_cancelled: called where somebody else has cancelled a link's task, as `asyncio.run` does at its end.
+        on_cancelled: called if somebody else cancels a link's task, as `asyncio.run` does at its end.
 
     Attributes:
-        stalled: seconds for which the loop has stood still, too long for a connection's heartbeat.
+        stalled: seconds for which the loop was blocked, long enough to endanger heartbeats.
     """
 
     def __init__(self, on_error: Callable[[Exception], None], on_cancelled: Callable[[], None]) -> None:
@@ -30,7 +30,7 @@ class EventLoop:
         self.stalled = 0.0
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Run `fn` on the loop. Thread-safe; where the loop is closed, nothing happens."""
+        """Run `fn` on the loop. Thread-safe; does nothing if the loop is closed."""
         if not self.asyncio.is_closed():
             self.asyncio.call_soon_threadsafe(self.guard, fn)
 
@@ -39,7 +39,7 @@ class EventLoop:
         return Timer(self.asyncio.call_later(max(0.0, delay), self.guard, fn))
 
     def guard(self, fn: Callable[..., None], *args: object) -> None:
-        """Call `fn`; hand on what it raises."""
+        """Call `fn`; report its exception."""
         try:
             fn(*args)
         except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on
@@ -54,7 +54,7 @@ class EventLoop:
 
 
 class Timer:
-    """A call to come."""
+    """A call at a time."""
 
     __slots__ = ("_handle",)
 
@@ -62,5 +62,5 @@ class Timer:
         self._handle = handle
 
     def cancel(self) -> None:
-        """Cancel the call; does nothing where it was made or cancelled already."""
+        """Cancel the call; do nothing if it was made or cancelled."""
         self._handle.cancel()

@@ -1,4 +1,4 @@
-"""pika's connection, with content cut out of its input and a way past its encoder."""
+"""pika's connection, which passes the frames of channels to our reader and writes encoded frames."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ADDRESSES_TRIED = 2  # a black hole may take this part of the time to connect, 
 
 
 class Connection(SelectConnection):  # type: ignore[misc]
-    """pika's connection, with content cut out of its input and a way past its encoder."""
+    """pika's connection: its own is channel 0 alone."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.broken_by: BaseException | None = None
         self._report_error = loop.on_error
         self._read_from = 0.0  # when to read again
-        self._never = threading.Event()  # a sleep has an absolute end, which a faked clock may find to be no time
+        self._never = threading.Event()  # to wait: a sleep has an absolute end, which a faked clock may move
         self._aborted = False
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
@@ -69,7 +69,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         )
 
     def send(self, data: bytes) -> None:
-        """Send one piece: at once what the socket takes, the rest when it takes more."""
+        """Send one piece: at once if the socket takes it, else when it takes more."""
         transport = self._transport
         if transport is None or transport._state != transport._STATE_ACTIVE:  # noqa: SLF001
             return
@@ -78,7 +78,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             # Three system calls and a turn of the loop less than waiting for the socket to be writable.
             try:
                 taken = transport._sock.send(data)  # noqa: SLF001
-            except OSError:  # it would block, or is broken: the transport will meet that again
+            except OSError:  # it would block, or is broken: the transport will notice
                 taken = 0
             self.bytes_sent += taken
             rest = memoryview(data)[taken:]
@@ -102,7 +102,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
 
     def _proto_connection_made(self, transport: Any) -> None:
         transport._MAX_RECV_BYTES = _RECEIVE_BYTES  # noqa: SLF001
-        if self._plaintext:  # TLS hands out a record at a time, so there it takes several
+        if self._plaintext:  # TLS returns a record at a time, and needs several reads
             transport._MAX_CONSUME_BYTES = 1  # noqa: SLF001  # one read per turn, not a second one that would block
         transport._consume = partial(self._consume, transport._consume)  # noqa: SLF001
         transport._produce = partial(self._produce, transport, transport._produce)  # noqa: SLF001
@@ -113,7 +113,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         super()._proto_connection_lost(error)
 
     def _consume(self, consume: Callable[[], None]) -> None:
-        """The transport's: receive what is there, and what comes until it is time."""
+        """Wait until the read throttle allows it, then let the transport read."""
         if self._read_from:
             early = self._read_from - time.monotonic()
             if early > 0:
@@ -126,7 +126,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._read_from = time.monotonic() + gap if gap else 0.0
 
     def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
-        """The transport's: send what is buffered; it raises where the socket does not take all."""
+        """Let the transport send its buffer; it raises if the socket does not take all."""
         produce()
         if not transport.get_write_buffer_size():
             self._on_drained()
@@ -140,7 +140,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._on_read()
         except CodecError as error:
             self.abort(Aborted(str(error)))
-        except Exception as error:  # noqa: BLE001  # pika would log it and go on with half a frame lost
+        except Exception as error:  # noqa: BLE001  # pika would log it and lose half a frame
             self._report_error(error)
 
     def _on_foreign_frame(self, data: bytes) -> None:
@@ -157,7 +157,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._process_frame(value)
 
     def _on_connection_close_from_broker(self, method_frame: Any) -> None:
-        # pika forgets code and text where the handshake was not completed.
+        # pika forgets code and text if the handshake was not completed.
         method: spec.Connection.Close = method_frame.method
         self.closed_with = (method.reply_code, method.reply_text)
         super()._on_connection_close_from_broker(method_frame)

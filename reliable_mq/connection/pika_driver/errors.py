@@ -1,4 +1,4 @@
-"""The one place where pika's exceptions become ours."""
+"""Map pika's exceptions to ours."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Aborted", "broker_error"]
 
 
 class Aborted(Exception):
-    """We closed the socket."""
+    """The socket was closed by us."""
 
 
 def broker_error(
     cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
 ) -> BrokerUnavailable:
-    """Return our error for the end of a connection: the one place where pika's exceptions are mapped.
+    """Return the error for the end of a connection.
 
     Args:
-        cause: what pika reported.
+        cause: reported by pika.
         endpoint: named in the message.
         closed_with: code and text of the broker's ``connection.close``, if it sent one.
         opened: whether the handshake had been completed.
@@ -59,7 +59,7 @@ def _what_happened(root: BaseException | None) -> str:
 
 
 def _root(error: BaseException | None) -> BaseException | None:
-    """Unwrap what pika wraps around the cause of a failed attempt."""
+    """Return the cause of a failed attempt, which pika wraps."""
     while True:
         match error:
             case connection_workflow.AMQPConnectionWorkflowFailed(exceptions=(*_, last)):

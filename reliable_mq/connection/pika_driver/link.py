@@ -23,15 +23,15 @@ __all__ = ["Link"]
 
 
 class Link:
-    """One attempt at a connection to one endpoint, and the connection when it succeeds. Lives on its loop.
+    """One attempt to connect to one endpoint, and the connection if it succeeds. Lives on its loop.
 
     Args:
         loop: to run on.
         endpoint: host and port.
-        settings: the rest.
-        secrets: credentials and TLS context, fresh.
+        settings: virtual host, tuning and the like.
+        secrets: credentials and TLS context, read for this attempt.
         name: of the connection, shown by the management UI.
-        events: whom to tell.
+        events: receives the events of the link.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Link:
 
     @property
     def server(self) -> ServerInfo:
-        """What the broker said of itself; once open."""
+        """The broker's server properties; once open."""
         if self._server is None:
             self._server = ServerInfo.of(self._connection.server_properties or {})
         return self._server
@@ -82,7 +82,7 @@ class Link:
         return self._connection.channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake; where the link is not open yet, abort."""
+        """Begin the closing handshake, of the channels first; abort a link that is not open yet."""
         if self._over:
             return
         if self._connection.is_open:
@@ -91,7 +91,7 @@ class Link:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, whatever the state; nothing is read from it any more."""
+        """Close the socket without a handshake, in any state; nothing more is read from it."""
         if not self._over:
             self._connection.abort(Aborted(reason))
 

@@ -1,12 +1,10 @@
-"""pika's I/O loop, which an exception in a callback does not end.
+"""pika's I/O loop: an exception of a callback does not end it, and other threads wake it without a lock.
 
-Wakes up an event loop from any thread, without a lock.
+A signal handler may interrupt a wake-up anywhere, call the loop itself and wait for its thread. A lock that the
+interrupted code holds would block that thread forever.
 
-A signal handler may interrupt a wake-up anywhere, call the loop itself and wait for its thread: a lock held by what it
-interrupted would keep that thread from ever answering.
-
-Invariant: the descriptors stay open as long as anybody refers to the waker, so that none that was closed, and opened
-again for something else, is ever written to; they are closed with the last reference.
+Invariant: the descriptors of a `SelfPipe` are closed with the last reference to it. So no wake-up writes to a
+descriptor that was closed and opened again for something else.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ __all__ = ["EventLoop", "SelfPipe", "Timer"]
 
 
 class SelfPipe:
-    """A pair of sockets of which the loop watches one."""
+    """A pair of sockets; the loop watches one."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -38,7 +36,7 @@ class SelfPipe:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """Return the descriptor that becomes readable."""
         return self._reader.fileno()
 
     def wake(self) -> None:
@@ -58,7 +56,7 @@ class SelfPipe:
 
 
 class EventLoop:
-    """pika's I/O loop. It outlives the links that run on it, so what is queued here never vanishes with a connection.
+    """pika's I/O loop. It outlives the links that run on it: no queued call is lost with a connection.
 
     Args:
         on_error: called on the loop with every exception that a callback raises.
@@ -74,11 +72,11 @@ class EventLoop:
         self._loop.queue(fn)
 
     def queue(self, fn: Callable[[], None]) -> object:
-        """`call_soon`; returns what `withdraw` takes."""
+        """Run `fn` as `call_soon` does; return a handle for `withdraw`."""
         return self._loop.queue(fn)
 
     def withdraw(self, call: object) -> bool:
-        """Take back what `queue` queued; return whether that was in time."""
+        """Remove a queued call; return whether it had not begun."""
         return self._loop.withdraw(call)
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> Timer:
@@ -95,7 +93,7 @@ class EventLoop:
         self._loop.stop()
 
     def drain(self) -> None:
-        """Run what is queued, and what that queues."""
+        """Run the queued calls, and those that they queue."""
         with demoted_driver_logs(pika.__name__):
             self._loop.drain()
 
@@ -105,7 +103,7 @@ class EventLoop:
 
 
 class Timer:
-    """A call to come."""
+    """A call at a time."""
 
     __slots__ = ("_handle", "_loop")
 
@@ -114,12 +112,12 @@ class Timer:
         self._handle = handle
 
     def cancel(self) -> None:
-        """Cancel the call; does nothing where it was made or cancelled already."""
+        """Cancel the call; do nothing if it was made or cancelled."""
         self._loop.remove_timeout(self._handle)
 
 
 class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
-    """A loop that an exception in a callback does not end."""
+    """A loop that an exception of a callback does not end."""
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
 
     def queue(self, callback: Callable[[], None]) -> object:
-        """Pika's own way takes a lock for the wake-up: see `reliable_mq.connection.pika_driver.loop`."""
+        """Queue a call and wake the loop. pika's own method takes a lock."""
         call = partial(self._guard, callback)
         self._callbacks.append(call)
         waker = self._waker
@@ -173,7 +171,7 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 
 
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
-    """Resolves host names on daemon threads: pika's would hold up the interpreter's exit while a lookup hangs."""
+    """Resolve host names on daemon threads: a lookup on pika's that hangs would delay the interpreter's exit."""
 
     def __init__(self, loop: _GuardedLoop) -> None:
         super().__init__(loop)
