@@ -67,7 +67,7 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
     """Its host may have vanished: it is asked when the grace is over, and the connection is given up."""
     broker.script = acking
     broker.missing = {"silent-new"}
-    with new_publisher(topology=topology("silent-new"), new_queue_grace=2.0, connect_timeout=1) as publisher:
+    with new_publisher(topology=topology("silent-new"), new_queue_grace=0.7, connect_timeout=0.7) as publisher:
         [confirmation] = submit(publisher, "silent-new")
         broker.wait_published(1)
         broker.silent = True
@@ -80,9 +80,9 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """A thousand quorum queues take longer than a connection may take to answer at all."""
     broker.script = acking
-    broker.declare_seconds = 0.5
+    broker.declare_seconds = 0.3
     queues = [Queue(f"q{number}", type="classic", dead_letter=None) for number in range(6)]
-    with new_publisher(topology=queues, connect_timeout=1.5) as publisher:
+    with new_publisher(topology=queues, connect_timeout=1) as publisher:
         publisher.connect()
         assert submit(publisher, "q1")[0].result(10).attempts == 1
     assert len(broker.connections) == 1

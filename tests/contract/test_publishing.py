@@ -822,7 +822,7 @@ def test_a_credentials_callback_that_hangs_is_asked_again(broker: ScriptedBroker
 
     broker.script = acking
     url = f"amqp://127.0.0.1:{broker.port}/"
-    with new_publisher(url, credentials=credentials, connect_timeout=1) as publisher:
+    with new_publisher(url, credentials=credentials, connect_timeout=0.5) as publisher:
         publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
         broker.connection.cut()
         publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
