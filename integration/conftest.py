@@ -92,7 +92,12 @@ _LONGEST = (
     "test_consumer_handlers.py",
     "test_cli_demo.py",
     "test_queue_source.py",
+    "test_missing_package.py",
+    "test_queue_kills.py",
+    "test_spark_examples.py",
     "test_sink.py",
+    "test_connect.py",
+    "test_outages.py",
 )
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
