@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,6 +123,21 @@ def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> N
     assert len(files) > 5
     for name in files:
         assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
+
+
+def test_every_table_of_transitions_is_drawn() -> None:
+    """The manual reads each table, whatever its shape: a diagram has every state, a change ends in one of them."""
+    spec = importlib.util.spec_from_file_location("state_machines", DOCS / "_ext" / "state_machines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    machines = [*drawing.machines()]
+    assert len(machines) > 1
+    for machine in machines:
+        diagram = drawing.drawn(machine)
+        assert all(f">{state.name}" in diagram for state in machine.states)
+        assert {edge.after for edge in machine.edges} <= set(machine.states)
 
 
 def test_every_test_that_is_named_exists() -> None:

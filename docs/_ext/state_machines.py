@@ -79,9 +79,10 @@ def drawn(machine: Machine) -> str:
     """
     states = [*machine.states]
     numbers = numbered(machine)
+    anywhere = from_anywhere(machine)
     arcs: dict[tuple[int, int], list[int]] = {}
     for edge in machine.edges:
-        if edge.before is not None:
+        if edge.before is not None and edge.event not in anywhere:
             pair = states.index(edge.before), states.index(edge.after)
             if numbers.get(edge.event, 0) not in arcs.setdefault(pair, []):
                 arcs[pair].append(numbers.get(edge.event, 0))
@@ -120,12 +121,19 @@ def drawn(machine: Machine) -> str:
         first = any(edge.before is None and edge.after is state for edge in machine.edges)
         loops = arcs.get((index, index))
         more = f" ↻ {','.join(map(str, loops))}" if loops else ""
+        always = [str(numbers[event]) for event, after in anywhere.items() if after is state]
+        middle = tops[index] + heights[index] / 2
         out.append(
             f'<rect x="{left}" y="{tops[index]}" width="{_BOX}" height="{heights[index]}" rx="6" class="state"'
             f' stroke-width="{2.5 if first or index == 0 else 1}"/>'
-            f'<text x="{left + _BOX / 2}" y="{tops[index] + heights[index] / 2 + 5}" text-anchor="middle">'
+            f'<text x="{left + _BOX / 2}" y="{middle + (-2 if always else 5)}" text-anchor="middle">'
             f"{escape(state.name)}{more}</text>"
         )
+        if always:
+            out.append(
+                f'<text x="{left + _BOX / 2}" y="{middle + 14}" text-anchor="middle" class="event">'
+                f"from any other: {', '.join(always)}</text>"
+            )
     height = tops[-1] + heights[-1] + _GAP
     return (
         f'<svg class="states" viewBox="0 0 {width} {height}" width="{width}" role="img" '
@@ -134,6 +142,19 @@ def drawn(machine: Machine) -> str:
         'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>'
         f"{''.join(out)}</svg>"
     )
+
+
+def from_anywhere(machine: Machine) -> dict[str, enum.Enum]:
+    """Return the events that lead from every other state to one, with that state; the last states do not count."""
+    befores = {edge.before for edge in machine.edges}
+    found = {}
+    for event in numbered(machine):
+        own = [edge for edge in machine.edges if edge.event == event]
+        afters = {edge.after for edge in own}
+        others = set(machine.states) & befores - afters
+        if len(afters) == 1 and len(others) > 2 and others <= {edge.before for edge in own}:
+            found[event] = own[0].after
+    return found
 
 
 def numbered(machine: Machine) -> dict[str, int]:
