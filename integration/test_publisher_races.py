@@ -257,7 +257,7 @@ def test_a_confirmed_message_that_is_looked_at_twice_is_no_failure(
             confirmation = publisher.submit(Message(b"x"), routing_key="orders")
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(confirmation.result)
-                wait_until(lambda c=confirmation: c.watchers, timeout=20, what="somebody who waits")
+                wait_until(lambda c=confirmation: c.callbacks, timeout=20, what="somebody who waits")
                 proxy.heal()
                 waiting.result(10)
             called = threading.Event()

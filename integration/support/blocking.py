@@ -99,8 +99,8 @@ class BlockingConfirmation:
         return self._confirmation.exception()
 
     @property
-    def watchers(self) -> object:
-        return self._confirmation.watchers
+    def callbacks(self) -> object:
+        return self._confirmation.callbacks
 
     async def _settled(self, timeout: float | None) -> None:
         with suppress(PublishError):

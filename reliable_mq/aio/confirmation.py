@@ -43,7 +43,7 @@ class AsyncConfirmation(BaseConfirmation):
 
     __slots__ = ()
 
-    home: AsyncConfirmationOwner
+    owner: AsyncConfirmationOwner
 
     def __await__(self) -> Generator[object, None, Receipt]:
         """Wait for the outcome.
@@ -53,14 +53,14 @@ class AsyncConfirmation(BaseConfirmation):
             UsageError: on another event loop, or in a forked child, where it will never be known.
         """
         if self.outcome is None:
-            self.home.check_usable()
-            settled = self.home.loop.create_future()
-            watcher = partial(_resolve, settled)
-            self._watch(watcher)
+            self.owner.check_usable()
+            settled = self.owner.loop.create_future()
+            callback = partial(_resolve, settled)
+            self._add_callback(callback)
             try:
                 yield from settled
             finally:
-                self._unwatch(watcher)
+                self._remove_callback(callback)
         return self.result()
 
     def result(self) -> Receipt:
@@ -90,11 +90,11 @@ class AsyncConfirmation(BaseConfirmation):
 
         A callback may submit. An exception in it is logged.
         """
-        self._see()
-        call = partial(self.home.loop.call_soon, self._call, callback)
+        self._mark_observed()
+        call = partial(self.owner.loop.call_soon, self._call, callback)
         if self.outcome is None:
-            self.home.check_usable()
-        if not self._watch(call):
+            self.owner.check_usable()
+        if not self._add_callback(call):
             call()
 
 

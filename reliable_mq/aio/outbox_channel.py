@@ -57,13 +57,13 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
 
     __slots__ = ("error",)
 
-    home: AsyncOutboxChannel
+    owner: AsyncOutboxChannel
 
     def __await__(self) -> Generator[object, None, Receipt]:
         """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
         if self.outcome is None:
-            limit = self.accepted_at + self.home.timeout_of(self) - time.monotonic()
-            late = self.home.loop.call_later(max(limit, 0.0), self.home.give_up, self)
+            limit = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
+            late = self.owner.loop.call_later(max(limit, 0.0), self.owner.give_up, self)
             try:
                 return (yield from super().__await__())
             finally:

@@ -206,7 +206,7 @@ class AsyncPublisher(
             await self._started_channel.close(limit)
         if self._registration is not None:
             self._registration.close()
-        self._raise_unseen()
+        self._raise_unobserved()
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -285,7 +285,7 @@ class AsyncPublisher(
         confirmation = AsyncConfirmation(
             message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
         )
-        confirmation.seen = reported
+        confirmation.result_observed = reported
         if not channel.take(confirmation):
             await channel.wait_for_window(confirmation)
         return confirmation
@@ -302,7 +302,7 @@ class AsyncPublisher(
             await channel.close(0)
             channel = await self._open(FOR_EVER)
         confirmation = self._new_relayed(channel, row)
-        confirmation.watchers = [partial(done, confirmation)]
+        confirmation.callbacks = [partial(done, confirmation)]
         if not channel.take(confirmation):
             await channel.wait_for_window(confirmation)
 

@@ -1,11 +1,11 @@
 """The outcome to come of one publish: what the confirmations of both APIs share.
 
-There is one per message, so it is light: watchers cost memory only where there are some.
+There is one per message, so it is light: callbacks cost memory only where there are some.
 
 Invariants:
 
-- ``outcome`` is written once, by the publisher; every watcher added before is called, every one added later finds it;
-- watchers are added and removed by who holds the lock that all confirmations of a publisher share. On asyncio
+- ``outcome`` is written once, by the publisher; every callback added before is called, every one added later finds it;
+- callbacks are added and removed under the lock that all confirmations of a publisher share. On asyncio
   everything is on one event loop, and there is no lock.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
 
-_CALLED: list[Callable[[], object]] = []  # in place of the watchers of a confirmation, once they were called
+_CALLED: list[Callable[[], object]] = []  # in place of the callbacks of a confirmation, once they were called
 
 
 class BaseConfirmationOwner(Protocol):
@@ -35,7 +35,7 @@ class BaseConfirmationOwner(Protocol):
 
     fatal: ReliableMQError | None
 
-    def failure_seen(self) -> None:
+    def failure_observed(self) -> None:
         """Count a failure as seen that was counted as unseen. The caller holds the lock."""
 
 
@@ -44,7 +44,7 @@ class BaseConfirmation(ObservedPublication):
 
     __slots__ = ()
 
-    home: BaseConfirmationOwner
+    owner: BaseConfirmationOwner
 
     @property
     def message_id(self) -> str:
@@ -60,41 +60,41 @@ class BaseConfirmation(ObservedPublication):
         raise NotImplementedError
 
     def settled(self) -> None:
-        """Call the watchers: the outcome is written. The caller holds the lock."""
-        watchers, self.watchers = self.watchers, _CALLED
-        for watcher in watchers or ():
-            watcher()
+        """Call the callbacks: the outcome is written. The caller holds the lock."""
+        callbacks, self.callbacks = self.callbacks, _CALLED
+        for callback in callbacks or ():
+            callback()
 
     def _observe(self) -> PublishError | None:
         """Return the error of a settled publish, which counts as seen now; None if it succeeded."""
         error = self.failure()
         if error is not None:
-            self._see()
-            if self.home.fatal is not None:
-                error.__cause__ = self.home.fatal
+            self._mark_observed()
+            if self.owner.fatal is not None:
+                error.__cause__ = self.owner.fatal
         return error
 
-    def _see(self) -> None:
+    def _mark_observed(self) -> None:
         """Mark the outcome as seen, known or not. Under the lock."""
-        if not self.seen:
-            self.seen = True
-            if self.watchers is _CALLED and self.outcome not in _SUCCESSES:
-                self.home.failure_seen()
+        if not self.result_observed:
+            self.result_observed = True
+            if self.callbacks is _CALLED and self.outcome not in _SUCCESSES:
+                self.owner.failure_observed()
 
-    def _watch(self, watcher: Callable[[], object]) -> bool:
-        """Have ``watcher`` called with the outcome; return False if that is known already. Under the lock."""
+    def _add_callback(self, callback: Callable[[], object]) -> bool:
+        """Call ``callback`` once the outcome is known; return False if it is. Under the lock."""
         if self.outcome is not None:
             return False
-        if self.watchers is None:
-            self.watchers = []
-        self.watchers.append(watcher)
+        if self.callbacks is None:
+            self.callbacks = []
+        self.callbacks.append(callback)
         return True
 
-    def _unwatch(self, watcher: Callable[[], object]) -> None:
-        """Remove a watcher that was not called: a caller may wait again and again. Under the lock."""
-        if self.watchers and self.outcome is None:
-            self.watchers.remove(watcher)
-            self.watchers = self.watchers or None
+    def _remove_callback(self, callback: Callable[[], object]) -> None:
+        """Remove a callback that was not called: a caller may wait again and again. Under the lock."""
+        if self.callbacks and self.outcome is None:
+            self.callbacks.remove(callback)
+            self.callbacks = self.callbacks or None
 
     def _call(self, callback: Callable[[Self], object]) -> None:
         """Call a callback of the user's."""

@@ -91,7 +91,7 @@ class BaseOutboxChannel(Generic[C]):
         carrier: publishes the rows of the relay.
         options: of the publisher. Its limits of outstanding messages hold for those that are not stored yet.
         measured: whether to count the rows of the outbox now and then, for metrics.
-        guard: guards the window, failures, and the watchers of all confirmations; they may be on other threads.
+        guard: guards the window, failures, and the callbacks of all confirmations; they may be on other threads.
 
     Attributes:
         fatal: None; nothing ends an outbox for good.
@@ -118,7 +118,7 @@ class BaseOutboxChannel(Generic[C]):
         self._guard = guard
         self._closed = False
         self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
-        self._unseen = 0
+        self._unobserved = 0
         self._logged_at = float("-inf")
         self._left_logged = False  # by one of the callers of close
         statistics = OutboxStatistics()
@@ -163,8 +163,8 @@ class BaseOutboxChannel(Generic[C]):
         They are the last hundred; the number is of all.
         """
         with self._guard:
-            unseen = [failed for failed in self._failures if not failed.seen]
-            count, self._unseen = self._unseen, 0
+            unseen = [failed for failed in self._failures if not failed.result_observed]
+            count, self._unobserved = self._unobserved, 0
             self._failures.clear()
         return unseen, count
 
@@ -184,9 +184,9 @@ class BaseOutboxChannel(Generic[C]):
         """Seconds that a message may take to be stored."""
         return self._store_timeout if confirmation.timeout is None else confirmation.timeout
 
-    def failure_seen(self) -> None:
+    def failure_observed(self) -> None:
         """Note that a user looked at a failure; the caller holds the guard."""
-        self._unseen -= 1
+        self._unobserved -= 1
 
     def forget(self) -> None:
         """Disable this copy in a forked child."""
@@ -248,15 +248,15 @@ class BaseOutboxChannel(Generic[C]):
                     confirmation.stored(None)
                 else:
                     self._fail(confirmation, error.of(str(confirmation), confirmation.message.message_id))
-                if error is not None or confirmation.watchers is not None:
-                    self._call_watchers(confirmation)
+                if error is not None or confirmation.callbacks is not None:
+                    self._call_back(confirmation)
             self._window.release(len(confirmations), size)
             self._notify_window()
         if error is not None:
             self._log_failures(len(confirmations), error)
 
-    def _call_watchers(self, confirmation: C) -> None:
-        """Call the watchers of one message; a failure concerns no other message."""
+    def _call_back(self, confirmation: C) -> None:
+        """Call the callbacks of one message; a failure concerns no other message."""
         try:
             confirmation.settled()
         except Exception:
@@ -264,9 +264,9 @@ class BaseOutboxChannel(Generic[C]):
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)
-        if not confirmation.seen:
+        if not confirmation.result_observed:
             self._failures.append(confirmation)
-            self._unseen += 1
+            self._unobserved += 1
 
     def _log_failures(self, count: int, error: OutboxError) -> None:
         now = time.monotonic()

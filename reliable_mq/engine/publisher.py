@@ -155,7 +155,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
         )
         confirmation.in_doubt = row.possible_duplicate
-        confirmation.seen = True
+        confirmation.result_observed = True
         return confirmation
 
     def _new_report(self) -> ReportBuilder[ConfirmationT]:
@@ -182,7 +182,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """Return whether the broker is there, or has had no chance to answer yet."""
         return self.connected or (self._started_channel is not None and not self._started_channel.tried)
 
-    def _raise_unseen(self) -> None:
+    def _raise_unobserved(self) -> None:
         """End a close: raise what failed with nobody to see it."""
         self._state = PublisherState.CLOSED
         channel = self._outbox_channel or self._started_channel

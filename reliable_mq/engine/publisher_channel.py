@@ -88,7 +88,7 @@ class ObservedPublication(Publication):
     __slots__ = ()
 
     def settled(self) -> None:
-        """Call the watchers: the outcome is written. Called under the lock."""
+        """Call the callbacks: the outcome is written. Called under the lock."""
         raise NotImplementedError
 
 
@@ -133,7 +133,7 @@ class BasePublisherChannel(Generic[P]):
         self._woken = False
         self._closed = False
         self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
-        self._unseen = 0  # failures that no user has looked at, those that _failures has dropped included
+        self._unobserved = 0  # failures that no user has looked at, those that _failures has dropped included
         self._unwatched = 0  # of those, not logged yet
         self._unwatched_logged_at = float("-inf")
         self._attempts_failed = 0
@@ -170,8 +170,8 @@ class BasePublisherChannel(Generic[P]):
         They are the last hundred; the number is of all.
         """
         with self._guard:
-            unseen = [failed for failed in self._failures if not failed.seen]
-            count, self._unseen = self._unseen, 0
+            unseen = [failed for failed in self._failures if not failed.result_observed]
+            count, self._unobserved = self._unobserved, 0
             self._failures.clear()
         return unseen, count
 
@@ -179,15 +179,15 @@ class BasePublisherChannel(Generic[P]):
         """Count failures of these as not looked at: their report will not be made."""
         with self._guard:
             for confirmation in confirmations:
-                if confirmation.seen:
-                    confirmation.seen = False
+                if confirmation.result_observed:
+                    confirmation.result_observed = False
                     if confirmation.outcome not in (None, Outcome.CONFIRMED):
                         self._failures.append(confirmation)
-                        self._unseen += 1
+                        self._unobserved += 1
 
-    def failure_seen(self) -> None:
+    def failure_observed(self) -> None:
         """Note that a user looked at a failure; the caller holds the lock."""
-        self._unseen -= 1
+        self._unobserved -= 1
 
     def forget(self) -> None:
         """Disable this copy in a forked child: connection and loop are the parent's."""
@@ -392,14 +392,14 @@ class BasePublisherChannel(Generic[P]):
         with self._guard:
             for confirmation in settled:
                 if confirmation.outcome is not confirmed:
-                    if confirmation.watchers is None and not confirmation.seen:
+                    if confirmation.callbacks is None and not confirmation.result_observed:
                         unwatched = confirmation
                         self._unwatched += 1
-                    if not confirmation.seen:
+                    if not confirmation.result_observed:
                         self._failures.append(confirmation)
-                        self._unseen += 1
+                        self._unobserved += 1
                     confirmation.settled()
-                elif confirmation.watchers is not None:
+                elif confirmation.callbacks is not None:
                     confirmation.settled()
             self.window.release(session.freed_count, session.freed_bytes)
             session.freed_count = session.freed_bytes = 0

@@ -69,7 +69,7 @@ class Confirmation(BaseConfirmation):
 
     __slots__ = ()
 
-    home: ConfirmationOwner
+    owner: ConfirmationOwner
 
     def result(self, timeout: Duration | None = None) -> Receipt:
         """Wait for the outcome, and return the receipt.
@@ -102,35 +102,35 @@ class Confirmation(BaseConfirmation):
         logged. While callbacks are slower than publishing, ``submit`` waits for them as for room in the window.
         """
         call = partial(self._call, callback)
-        self._see()
+        self._mark_observed()
         if self.outcome is None:
-            self.home.check_waitable()
-            self.home.expect_callbacks()
-        if not self._watch(partial(self.home.call_back, call)):
+            self.owner.check_waitable()
+            self.owner.expect_callbacks()
+        if not self._add_callback(partial(self.owner.call_back, call)):
             call()
 
-    def _see(self) -> None:
-        with self.home.lock:
-            super()._see()
+    def _mark_observed(self) -> None:
+        with self.owner.lock:
+            super()._mark_observed()
 
-    def _watch(self, watcher: Callable[[], object]) -> bool:
-        with self.home.lock:
-            return super()._watch(watcher)
+    def _add_callback(self, callback: Callable[[], object]) -> bool:
+        with self.owner.lock:
+            return super()._add_callback(callback)
 
     def _wait(self, timeout: float | None) -> None:
-        home = self.home
-        home.check_waitable()
-        settled = Condition(home.lock)
+        owner = self.owner
+        owner.check_waitable()
+        settled = Condition(owner.lock)
         tell = settled.notify_all
         with settled:
-            if not self._watch(tell):
+            if not self._add_callback(tell):
                 return
             try:
                 limit = threading.TIMEOUT_MAX if timeout is None else min(timeout, threading.TIMEOUT_MAX)
                 if settled.wait_for(self.done, min(limit, PATIENCE)):
                     return
-                home.nudge()
+                owner.nudge()
                 if not settled.wait_for(self.done, limit - PATIENCE):
                     raise TimeoutError(f"{self} is not settled after {timeout} s; it is still being published")
             finally:
-                self._unwatch(tell)
+                self._remove_callback(tell)

@@ -54,19 +54,19 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
     __slots__ = ("error",)
 
-    home: OutboxChannel
+    owner: OutboxChannel
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
         """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
         if self.outcome is None:
             wait = time_to_wait(timeout)
-            limit = self.accepted_at + self.home.timeout_of(self) - time.monotonic()
+            limit = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
             try:
                 self._wait(limit if wait is None else min(wait, limit))
             except TimeoutError:
                 if wait is not None and wait < limit:
                     raise
-                self.home.give_up(self)
+                self.owner.give_up(self)
         return self._observe()
 
 
@@ -89,7 +89,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     """See the module; the arguments are those of the base. Thread-safe.
 
     Attributes:
-        lock: guards the window and the watchers of all confirmations.
+        lock: guards the window and the callbacks of all confirmations.
     """
 
     def __init__(self, outbox: Outbox, carrier: RowPublisher, options: PublisherOptions, *, measured: bool) -> None:
@@ -428,9 +428,9 @@ class RelayPublisher:
             confirmation = self._outstanding[len(self._outstanding) // _PART_WAITED_FOR][1]
             if confirmation is not self._watched:
                 self._watched = confirmation
-                with confirmation.home.lock:
+                with confirmation.owner.lock:
                     if confirmation.outcome is None:
-                        confirmation.watchers = [wake]
+                        confirmation.callbacks = [wake]
                         return
             if confirmation.outcome is not None:
                 wake()

@@ -196,7 +196,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         _open_publishers.discard(self)
         if self._registration is not None:
             self._registration.close()
-        self._raise_unseen()
+        self._raise_unobserved()
 
     def __enter__(self) -> Self:
         """Connect.
@@ -259,7 +259,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         confirmation = Confirmation(
             message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
         )
-        confirmation.seen = reported
+        confirmation.result_observed = reported
         channel.submit(confirmation)
         return confirmation
 
@@ -273,7 +273,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             channel.close(0)
             channel = self._open(FOR_EVER)
         confirmation = self._new_relayed(channel, row)
-        confirmation.watchers = []  # the relay looks at the outcome by itself
+        confirmation.callbacks = []  # the relay looks at the outcome by itself
         channel.submit(confirmation)
         return confirmation
 

@@ -4,8 +4,8 @@ Callers admit a publish to the window and put it into the inbox, under one lock;
 
 Invariants:
 
-- the session is touched by the I/O thread alone; the inbox, the window and the watchers of confirmations only under the
-  lock;
+- the session is touched by the I/O thread alone; the inbox, the window and the callbacks of confirmations only under
+  the lock;
 - no user code runs, and nothing blocks, on the I/O thread;
 - every confirmation that ``submit`` returned is settled, whatever happens: by the broker, by its deadline, or at the
   end of the channel;
@@ -159,7 +159,7 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
     Methods of the base that are on the loop are for the I/O thread.
 
     Attributes:
-        lock: guards the inbox, the window and the watchers of all confirmations.
+        lock: guards the inbox, the window and the callbacks of all confirmations.
     """
 
     write_bytes = 64 * 1024

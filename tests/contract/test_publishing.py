@@ -458,7 +458,7 @@ def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, n
         for _ in range(100):
             with pytest.raises(TimeoutError):
                 confirmation.result(0.001)
-        assert not confirmation.watchers
+        assert not confirmation.callbacks
         broker.published[0].channel.ack(1)
         assert confirmation.result(10).attempts == 1
 

@@ -140,28 +140,28 @@ class Publication:
         in_doubt: whether an attempt ended without a confirm, so that a further one may be a duplicate.
         reply: the return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
         outcome: None until it is settled.
-        home: its publisher, for the calls of its user.
-        watchers: called when it is settled; None if there are none.
-        seen: whether its user has asked for the outcome, or will be told.
+        owner: its publisher, for the calls of its user.
+        callbacks: called when it is settled; None if there are none.
+        result_observed: whether its user has asked for the outcome, or will be told.
     """
 
     __slots__ = (
         "accepted_at",
+        "callbacks",
         "exchange",
-        "home",
         "in_doubt",
         "mandatory",
         "message",
         "nacks",
         "outcome",
+        "owner",
         "reply",
+        "result_observed",
         "routing_key",
-        "seen",
         "sends",
         "size",
         "state",
         "timeout",
-        "watchers",
     )
 
     def __init__(
@@ -173,7 +173,7 @@ class Publication:
         size: int,
         accepted_at: float,
         timeout: float | None,
-        home: Any = None,
+        owner: Any = None,
     ) -> None:
         self.message = message
         self.exchange = exchange
@@ -188,9 +188,9 @@ class Publication:
         self.in_doubt = False
         self.reply: BrokerReply | None = None
         self.outcome: Outcome | None = None
-        self.home = home
-        self.watchers: list[Callable[[], object]] | None = None
-        self.seen = False
+        self.owner = owner
+        self.callbacks: list[Callable[[], object]] | None = None
+        self.result_observed = False
 
     def receipt(self) -> Receipt:
         """The receipt of a confirmed publication."""
@@ -335,7 +335,7 @@ class StoredPublication(Publication):
         def error(self, error: PublishError | None) -> None: ...
 
         def settled(self) -> None:
-            """Call the watchers."""
+            """Call the callbacks."""
 
     def stored(self, error: PublishError | None) -> None:
         """Set the outcome: stored, not stored, or unknown if it may have arrived."""
