@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -336,9 +336,8 @@ def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parent
 def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Checker) -> None:
     """All that any of them stored is published once, and the one that relays hands over when it leaves."""
     path = tmp_path / "outbox"
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(4))
-        programs = [stack.enter_context(Killed(vhost, path, face, checker)) for face in ("sync", "aio") * 2]
+    programs = [Killed(vhost, path, face, checker) for face in ("sync", "aio") * 2]
+    with ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(program.run, 60, 0) for program in programs]
         assert all(run.result() for run in runs)
     with Publisher(vhost.url, outbox=SQLiteOutbox(path)) as publisher:
