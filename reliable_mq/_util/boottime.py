@@ -1,7 +1,7 @@
-"""The time since the boot of the machine: the same for all its processes, unaffected by jumps of the wall clock.
+"""The time since the boot of the machine: no jump of the wall clock moves it.
 
-It is the common clock of processes that share a file without a server. A time that outlives a boot needs more: a base
-to add to it, or the name of the boot beside it.
+It is the same for all processes of the machine, which share a file and have no server with a clock. A time that is kept
+beyond a boot needs a base to add to it, or the name of the boot beside it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def since_boot() -> int:
-    """Return microseconds since a moment after the boot of the machine, the same for all its processes."""
+    """Return the microseconds since the boot, the same in all processes."""
     return time.monotonic_ns() // 1000
 
 
 def boot() -> tuple[str, int]:
-    """Return the name of this boot, and the difference between the wall clock and `since_boot` now.
+    """Return the name of this boot, and the wall clock's time of it in microseconds.
 
-    If the system does not name it, a jump of the wall clock by hours counts as another boot.
+    If the system has no name for it, a jump of the wall clock by hours counts as another boot.
     """
     base = time.time_ns() // 1000 - since_boot()
     try:

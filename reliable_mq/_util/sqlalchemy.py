@@ -1,14 +1,13 @@
-"""Work on a database, from any thread, whether the user's engine is a plain or an asyncio one.
+"""Transactions on SQLAlchemy engines of either kind, and their isolation levels.
 
-Work is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop of its own thread, with
-connections of its own: a pool belongs to the event loop that it was made on, and the user's must never wait for us.
-Whoever waits for a database that hangs is let go by ``close``; loop and connections end when it answers.
+The work of a transaction is a function of a plain ``Connection``. With an asyncio engine it runs on an event loop in a
+thread of its own, with connections of its own: a pool belongs to the event loop that it was made on, and the user's
+must never wait for the work. ``close`` releases the callers that wait for a database that hangs; event loop and
+connections end when the database replies.
 
-Isolation levels of SQLAlchemy's connections: to have one for a transaction, and to refuse what is none.
-
-SQLAlchemy has levels for a connection, too, and puts the level back when the connection goes back to its pool. Where
-that asks the server, as with psycopg2 and MariaDB, and fails, the pool has one place less for ever (2.1.9), and none
-after some failures. So the level is set and put back here, where a failure costs the connection alone.
+SQLAlchemy can set the isolation level of a connection, too, and resets it when the connection returns to its pool. If
+that needs a round trip, as with psycopg2 and MariaDB, and fails, the pool loses a place for ever (2.1.9), and has none
+after some failures. So the level is set and reset here, where a failure costs the connection alone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ AUTOCOMMIT: Final = "AUTOCOMMIT"
 
 
 def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
-    """Raise ConfigurationError, which says what comes of it, where an engine is told to commit each statement."""
+    """Raise ConfigurationError if an engine commits each statement by itself."""
     if _is_autocommit(_level_of(engine)):
         raise ConfigurationError(
             f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that {so_that}: give "
@@ -54,11 +53,11 @@ def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
 
 
 def refuse_connection_in_autocommit(connection: Connection) -> None:
-    """Raise ConfigurationError where the connection of a session commits each statement, whoever told it to."""
+    """Raise ConfigurationError if the connection of a session is in autocommit."""
     level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
     dbapi: Any = connection.connection.dbapi_connection
     said = getattr(dbapi, "get_autocommit", None) or getattr(dbapi, "autocommit", False)
-    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite says
+    begun = getattr(connection.connection.driver_connection, "in_transaction", True)  # SQLite knows
     if _is_autocommit(level) or (said() if callable(said) else said) is True or not begun:
         raise ConfigurationError(
             f"the session's connection commits every statement by itself ({AUTOCOMMIT}), so this would be no "
@@ -68,11 +67,11 @@ def refuse_connection_in_autocommit(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
-    """Begin a transaction, and commit it at the end of the block, or roll it back where that raises.
+    """Begin a transaction; commit it at the end of the block, or roll it back.
 
     Args:
         connection: of a pool, and in no transaction.
-        level: of isolation, of which AUTOCOMMIT is one; None for what the engine has.
+        level: of isolation, of which AUTOCOMMIT is one; None for that of the engine.
     """
     if level is None:
         with connection.begin():
@@ -99,7 +98,7 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
 
 
 def _level_of(engine: Engine | AsyncEngine) -> object:
-    """The isolation level that an engine was given; None where it was given none."""
+    """Return the isolation level that an engine was given, if any."""
     given: object = engine.get_execution_options().get("isolation_level")
     return given or getattr(engine.dialect, "_on_connect_isolation_level", None)  # that of create_engine()
 
@@ -116,19 +115,19 @@ _GRACE = 5.0  # seconds for connections to close
 
 
 class TransactionRunner(Protocol):
-    """Carries out work on a connection, in one transaction."""
+    """Runs work on a connection, in one transaction."""
 
     def run(self, work: Callable[[Connection], T], *, isolation: str | None = None) -> T:
-        """Call ``work`` in a transaction and commit it; blocks. Rolled back where it raises."""
+        """Call ``work`` in a transaction, and commit it or roll it back; blocks."""
         ...
 
     def close(self) -> None:
-        """Let go of what is ours, until the next call."""
+        """Close own threads and connections, until the next call."""
         ...
 
 
 class SyncTransactionRunner:
-    """On the calling thread, with a connection of the user's own pool."""
+    """Runs work on the calling thread, with a connection of the user's pool."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -138,11 +137,11 @@ class SyncTransactionRunner:
             return work(connection)
 
     def close(self) -> None:
-        """The pool is the user's."""
+        """Do nothing: the pool is the user's."""
 
 
 class AsyncTransactionRunner:
-    """On an event loop of its own, with a pool like the user's."""
+    """Runs work on an event loop of its own, with a pool like the user's."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._theirs = engine
@@ -167,7 +166,10 @@ class AsyncTransactionRunner:
         return result
 
     def close(self) -> None:
-        """Close the connections, and end the thread; waits for that for some seconds, and lets go of who waits."""
+        """Close the connections and end the thread; cancel the work that is waited for.
+
+        Waits some seconds.
+        """
         with self._lock:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None
@@ -197,7 +199,7 @@ class AsyncTransactionRunner:
 
 
 async def _end(engine: AsyncEngine) -> None:
-    """When everything under way has ended, close the connections, and stop the loop."""
+    """Wait for running work, close the connections, and stop the event loop."""
     try:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:

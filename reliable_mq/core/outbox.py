@@ -205,14 +205,14 @@ class RowSettlement(NamedTuple):
 
     Attributes:
         row: the row.
-        fate: its outcome.
+        outcome: its outcome.
         delay: seconds until it may be published again.
         reason: why it was not confirmed.
         possible_duplicate: whether it may have arrived all the same.
     """
 
     row: OutboxRow
-    fate: RowOutcome
+    outcome: RowOutcome
     delay: float = 0.0
     reason: str | None = None
     possible_duplicate: bool = False

@@ -1,4 +1,4 @@
-"""Outboxes: a message is durable before ``publish`` returns, survives the process, and a relay publishes it.
+"""Outboxes: a message is stored before ``publish`` returns; a relay publishes it.
 
 ``Publisher(url, outbox=SQLiteOutbox(path))`` stores every message in a file first. ``SQLAlchemyOutbox(engine)`` stores
 messages in a table beside your own, in your own transaction. The manual lists what each of them promises:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowLeases", "SQLAlchemyOutbox", "SQLiteOutbox"]
 
-if not TYPE_CHECKING:  # where any name would seem to exist
+if not TYPE_CHECKING:  # or any name would seem to exist
 
     def __getattr__(name: str) -> object:
         if name != "SQLAlchemyOutbox":

@@ -1,4 +1,4 @@
-"""What an outbox does: for the publisher that stores in it, the relay that empties it, and who looks after it."""
+"""The protocol of outboxes, for publishers, relays and operators."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowBatch", "RowLeases", "check_ids", "check_number", "ordering_by"]
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
-"""From a message, its exchange and its routing key to the key of its order; None for no order."""
+"""Returns the ordering key of a message, its exchange and its routing key; None for no order."""
 
 
 class FailedRow(NamedTuple):
-    """A message that will not be published until somebody decides.
+    """A message that is set aside until an operator decides.
 
     Attributes:
         message_id, exchange, routing_key: of the message.
-        attempts: how often it was tried.
+        attempts: how often it was published without a confirm.
         reason: why it was set aside.
         age: seconds since it was stored.
     """
@@ -38,11 +38,11 @@ class FailedRow(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """What a relay gets at a time.
+    """Rows that a relay takes in one call.
 
     Attributes:
         rows: to publish, in order.
-        damaged: fates of rows that cannot be published, and of those that they hold back.
+        damaged: settlements of rows that cannot be published, and of the rows that they hold.
     """
 
     rows: list[OutboxRow]
@@ -50,67 +50,71 @@ class RowBatch(NamedTuple):
 
 
 class RowLeases(Protocol):
-    """One relay's hold on rows. For one thread; every method may block.
+    """The rows that one relay has leased. For one thread; every method may block.
 
-    Each raises `OutboxError` where the outbox cannot answer; the same call may be made again.
+    Each raises `OutboxError` if the outbox cannot be read or written; the call may be repeated.
     """
 
     keep_every: float
-    """Seconds after which ``keep`` is to be called again."""
+    """Seconds after which to call ``keep`` again."""
 
     def take(self, limit: int) -> RowBatch:
-        """Take up to ``limit`` rows that no other relay has and that are due, in order. Fewer says nothing."""
+        """Take up to ``limit`` rows that are due and that no other relay has, in order.
+
+        Fewer may be taken while others are due.
+        """
         ...
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are decided, and will be carried out. Does not block."""
+        """Note outcomes that will be written. Does not block."""
         ...
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are carried out: these rows are no longer ours. Does not block."""
+        """Forget rows whose outcomes are written. Does not block."""
         ...
 
     def keep(self) -> None:
-        """See to it that no other relay gets what this one has. Called every ``keep_every`` seconds."""
+        """Renew the leases. Called every ``keep_every`` seconds."""
         ...
 
     def close(self) -> None:
-        """Let go of all that is left; other relays may have it."""
+        """Release all rows that are left, for other relays."""
         ...
 
 
 @runtime_checkable
 class Outbox(Protocol):
-    """Where messages are durable until they are confirmed. Thread-safe; every method may block.
+    """Stores messages durably until they are confirmed.
 
-    Each raises `OutboxError` where it cannot answer, and `UsageError` in a forked child.
+    Thread-safe; every method may block. Each raises `OutboxError` if the outbox cannot be read or written, and
+    `UsageError` in a forked child.
     """
 
     poll_interval: float
-    """Seconds after which a relay that has nothing to do looks for rows of other processes."""
+    """Seconds after which an idle relay looks for rows of other processes."""
 
     def open(self) -> None:
-        """Make ready; does nothing where it is. The other methods do it, too."""
+        """Prepare for the other calls; do nothing if that is done."""
         ...
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Give the ordering key of a message that a publisher stores."""
+        """Return the ordering key of a message that a publisher stores."""
         ...
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and carry out fates, in one transaction that is durable when this returns.
+        """Store messages and write the outcomes of rows, in one durable transaction.
 
         Raises:
-            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
         """
         ...
 
     def claims(self) -> RowLeases:
-        """Make what one relay takes its rows from."""
+        """Return new leases, for one relay."""
         ...
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that are still to be published by themselves: not those set aside, nor those held.
+        """Count the rows that will be published: not those set aside, nor those held.
 
         Args:
             up_to: only rows up to this one.
@@ -121,11 +125,11 @@ class Outbox(Protocol):
         ...
 
     def status(self) -> OutboxStatus:
-        """Count what is in it."""
+        """Count the rows by state."""
         ...
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
-        """Give the messages that were set aside, the oldest first.
+        """Return the messages that are set aside, the oldest first.
 
         Raises:
             ConfigurationError: the limit is no whole number from 0 on.
@@ -133,23 +137,30 @@ class Outbox(Protocol):
         ...
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that were set aside back; all of them where no ids are given. Returns how many that were."""
+        """Put messages that are set aside back, and return how many.
+
+        Args:
+            message_ids: their ids; None for all.
+        """
         ...
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        """Delete messages that are set aside, and return how many; see `retry`.
+
+        Rows that they held are published.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of files and connections, until the next call. What is stored stays."""
+        """Close files and connections, until the next call. Stored messages stay."""
         ...
 
 
 def ordering_by(function: OrderingKey | None, message: Message, exchange: str, routing_key: str) -> str | None:
-    """Ask a user's function for the ordering key of a message.
+    """Return the ordering key that a user's function has for a message.
 
     Raises:
-        ConfigurationError: it answers something else than text, which has a form in UTF-8, or None.
+        ConfigurationError: it is neither None nor text that can be encoded in UTF-8.
     """
     if function is None:
         return None

@@ -1,12 +1,12 @@
-"""The relay: a thread that takes rows out of an outbox, has them published, and sees to their fates.
+"""The relay: a thread that takes rows from an outbox and has them published.
 
-What to publish and what becomes of each row is decided by `reliable_mq.core.outbox.RelaySession`; how a row gets onto a
-connection is the business of the face (`RowPublisher`).
+`reliable_mq.core.outbox.RelaySession` decides which row is published next, and the outcome of each. The sync and the
+asyncio API put it onto a connection (`RowPublisher`).
 
 Invariants: a row is removed only after its confirm; at most ``limit`` rows are outstanding, and ``max_bytes`` of their
-bodies, or one row: the carrier has room for them, and the relay never waits where it could not renew its claims; an
-error that says nothing about a row makes the relay pause, with growing pauses, and never ends it; at the end rows
-without an outcome are handed back.
+bodies, or one row: the publisher has space for them, and the relay never waits where it could not renew its leases; an
+error that does not concern a row makes the relay pause, longer each time, and never ends it; at the end, rows without
+an outcome are released.
 """
 
 from __future__ import annotations
@@ -33,53 +33,58 @@ __all__ = ["OutboxRelay", "RowPublisher"]
 logger = logging.getLogger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
-_ROWS_AT_A_TIME: Final = 500
-_COUNT_EVERY: Final = 1.0  # seconds; where counting takes long, so much longer that it takes a twentieth of the time
+_ROWS_PER_TAKE: Final = 500
+_COUNT_EVERY: Final = 1.0  # seconds; more if counting took over a twentieth of the time
 _COUNT_SHARE: Final = 20
-_ERRORS_SAID_EVERY: Final = 30.0  # seconds
+_LOG_ERRORS_EVERY: Final = 30.0  # seconds
 
 
 class RowPublisher(Protocol):
-    """Publishes rows, on one of the faces. Called on the relay's thread."""
+    """Publishes rows, by the sync or the asyncio API. Called on the relay's thread."""
 
     def connect(self) -> None:
-        """Begin to connect; may wait for the first verdict, and raise where trying again cannot help."""
+        """Begin to connect; raise an error if no further attempt can help. May block."""
         ...
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Publish rows, in order. Every row comes back once through ``take_settled``, whatever happens to it."""
+        """Publish rows, in order; ``take_settled`` returns each of them once."""
         ...
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
-        """Give the rows whose publish has ended since the last call, and with which error. Does not block."""
+        """Return the rows that were settled since the last call, with their errors.
+
+        Does not block.
+        """
         ...
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Call ``wake`` when there may be something to take; at once, where there is."""
+        """Call ``wake`` when rows may be settled; at once if some are."""
         ...
 
 
 class OutboxRelay:
-    """See the module. ``start``, ``stop`` and ``join`` may be called by any thread.
+    """Takes rows from an outbox and has them published.
+
+    ``start``, ``stop`` and ``join`` may be called by any thread.
 
     Args:
         outbox: to take rows from.
-        carrier: to publish them with.
-        settle: carries out fates, without blocking; ``settled`` is called when they are.
-        limit: rows that may be outstanding at a time.
-        max_bytes: of their bodies, likewise.
+        publisher: publishes them.
+        settle: writes outcomes, without blocking; then, ``settled`` is called.
+        limit: how many rows may be outstanding.
+        max_bytes: how many bytes of their bodies.
         name: of the thread.
-        statistics: where to count what became of rows.
-        measured: whether to count what is in the outbox now and then, for ``status``.
+        statistics: counts the outcomes of rows.
+        measured: whether to count the rows of the outbox now and then, for ``status``.
 
     Attributes:
-        error: why nothing can be published at present; None where that is not known to be so.
+        error: why nothing can be published now, as far as that is known.
     """
 
     def __init__(
         self,
         outbox: Outbox,
-        carrier: RowPublisher,
+        publisher: RowPublisher,
         *,
         settle: Callable[[list[RowSettlement]], None],
         limit: int,
@@ -91,55 +96,55 @@ class OutboxRelay:
         self.statistics = statistics or OutboxStatistics()
         self.error: Exception | None = None
         self._outbox = outbox
-        self._carrier = carrier
+        self._publisher = publisher
         self._settle = settle
         self._limit = limit
         self._max_bytes = max_bytes
         self._session = RelaySession()
-        self._claims: RowLeases | None = None
+        self._leases: RowLeases | None = None
         self._wake = threading.Event()
         self._lock = threading.Lock()  # for _written
         self._written: list[RowSettlement] = []
-        self._outstanding = 0  # rows at the carrier
+        self._outstanding = 0  # rows at the publisher
         self._outstanding_bytes = 0
-        self._full = False  # more is ready than there are bytes for
-        self._unwritten = 0  # fates on their way
+        self._full = False  # more is ready than ``max_bytes`` allows
+        self._unwritten = 0  # outcomes on their way into the outbox
         self._stop_by: float | None = None
         self._pauses = 0
         self._paused_until = 0.0
-        self._look_at = 0.0  # when to look for rows again: where there were none, others may store some
+        self._take_at = 0.0  # when to look for rows again: others may have stored some
         self._keep_at = 0.0
         self._count_at = 0.0 if measured else float("inf")
         self._counted: tuple[OutboxStatus, float] | None = None  # and when
-        self._error_said_at = float("-inf")
+        self._error_logged_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, claims: RowLeases) -> None:
-        """Start the thread, with what it takes rows from. Does not block."""
-        self._claims = claims
+    def start(self, leases: RowLeases) -> None:
+        """Start the thread, which takes rows by these leases. Does not block."""
+        self._leases = leases
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be new rows. Does not block."""
-        self._look_at = 0.0
+        """Look for new rows now. Does not block."""
+        self._take_at = 0.0
         self._wake.set()
 
     def settled(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are carried out. Does not block."""
+        """Note that outcomes were written. Does not block."""
         with self._lock:
             self._written.extend(settlements)
         self._wake.set()
 
     def stop(self, timeout: float) -> None:
-        """Take no more rows, and end when those that are outstanding have an outcome; within ``timeout`` seconds.
+        """Take no more rows, and end when the outstanding ones are settled.
 
-        Does not wait.
+        Does not wait. The thread ends within ``timeout`` seconds.
         """
         self._stop_by = time.monotonic() + timeout
         self._wake.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end for up to ``timeout`` seconds; return whether it came."""
+        """Wait up to ``timeout`` seconds for the end; return whether it came."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -151,26 +156,26 @@ class OutboxRelay:
 
     @property
     def outstanding(self) -> int:
-        """Rows that are being published, or whose fate is being carried out."""
+        """Rows that are being published, or whose outcome is being written."""
         return self._outstanding + self._unwritten
 
     @property
     def status(self) -> OutboxStatus | None:
-        """What was in the outbox a moment ago, where that is ``measured``; None where it could not say."""
+        """The last count of rows, if they are ``measured``; None after an error."""
         counted = self._counted
         return None if counted is None else counted[0].after(time.monotonic() - counted[1])
 
     # On its thread
 
     def _run(self) -> None:
-        claims = self._claims
-        assert claims is not None  # noqa: S101  # start() has made it
+        leases = self._leases
+        assert leases is not None  # noqa: S101  # start() was given it
         try:
             self._connect()
             while not self._ended():
                 self._wake.clear()
                 try:
-                    moved = self._turn(claims)
+                    moved = self._turn(leases)
                 except ReliableMQError as error:
                     moved = False
                     self._pause(error)
@@ -182,67 +187,67 @@ class OutboxRelay:
                     self._wait()
         finally:
             try:
-                claims.close()
+                leases.close()
             except ReliableMQError:
-                logger.exception("letting go of %r", self._outbox)
+                logger.exception("releasing the rows of %r", self._outbox)
 
     def _connect(self) -> None:
         try:
-            self._carrier.connect()
+            self._publisher.connect()
         except ReliableMQError as error:
             self._pause(error)
 
-    def _turn(self, claims: RowLeases) -> bool:
-        """Do what there is to do; return whether that was anything."""
+    def _turn(self, leases: RowLeases) -> bool:
+        """Do all that is due; return whether there was anything."""
         session = self._session
         with self._lock:
             written, self._written = self._written, []
         if written:
             self._unwritten -= len(written)
-            claims.written(written)
+            leases.written(written)
             if any(one.row.ordering_key is not None and not session.has(one.row.ordering_key) for one in written):
-                self._look_at = 0.0  # what was passed over, as others of its key were taken, can be taken now
-        settled = self._carrier.take_settled()
+                self._take_at = 0.0  # rows that waited for others of their key can be taken now
+        settled = self._publisher.take_settled()
         self._outstanding -= len(settled)
         for row, error in settled:
             self._outstanding_bytes -= len(row.message.body)
             session.settled(row, error)
         if settled:
-            self._see_trouble()
+            self._pause_on_trouble()
         taken = 0
         stopping = self._stop_by is not None
         now = time.monotonic()
         if now >= self._keep_at:
-            self._keep_at = now + claims.keep_every
-            claims.keep()
+            self._keep_at = now + leases.keep_every
+            leases.keep()
         if now >= self._count_at:
             self._count()
         if stopping:
             session.stopped()
-        self._decide(claims)  # before rows are taken: what a fate holds back is not given any more
+        self._decide(leases)  # before rows are taken: those that an outcome holds are not taken any more
         if not stopping and now >= self._paused_until:
-            taken = self._take(claims, now)
-            self._decide(claims)
+            taken = self._take(leases, now)
+            self._decide(leases)
         if session.ready and not stopping and now >= self._paused_until:
             self._send(session.ready)
         return bool(written or settled or taken)
 
-    def _take(self, claims: RowLeases, now: float) -> int:
+    def _take(self, leases: RowLeases, now: float) -> int:
         session = self._session
-        room = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
-        # A few rows at a time would cost a look at the outbox each.
-        least = max(min(_ROWS_AT_A_TIME, self._limit // 2), 1)
-        if room < least or now < self._look_at or self._full:
+        space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready)
+        # A few rows at a time would cost a query each.
+        least = max(min(_ROWS_PER_TAKE, self._limit // 2), 1)
+        if space < least or now < self._take_at or self._full:
             return 0
-        self._look_at = now + self._outbox.poll_interval  # unless somebody wakes us meanwhile
-        taken = claims.take(min(room, _ROWS_AT_A_TIME))
-        if taken.rows or taken.damaged:
-            self._look_at = 0.0
+        self._take_at = now + self._outbox.poll_interval  # unless `wake` is called before
+        batch = leases.take(min(space, _ROWS_PER_TAKE))
+        if batch.rows or batch.damaged:
+            self._take_at = 0.0
         elif not self._outstanding:
-            self._pauses = 0  # nothing is to be done, so nothing is wrong
-        session.add(taken.rows)
-        session.settlements.extend(taken.damaged)
-        return len(taken.rows)
+            self._pauses = 0  # nothing is left to publish
+        session.add(batch.rows)
+        session.settlements.extend(batch.damaged)
+        return len(batch.rows)
 
     def _send(self, ready: deque[OutboxRow]) -> None:
         rows: list[OutboxRow] = []
@@ -256,24 +261,24 @@ class OutboxRelay:
         self._full = bool(ready)
         if rows:
             self._outstanding += len(rows)
-            self._carrier.send(rows)
+            self._publisher.send(rows)
 
-    def _decide(self, claims: RowLeases) -> None:
+    def _decide(self, leases: RowLeases) -> None:
         settlements = self._session.settlements
         if not settlements:
             return
         self._session.settlements = []
         for settlement in settlements:
-            if settlement.fate is RowOutcome.SET_ASIDE:
+            if settlement.outcome is RowOutcome.SET_ASIDE:
                 self.statistics.set_aside += 1
                 logger.error("message %s is set aside: %s", settlement.row.message.message_id, settlement.reason)
-            elif settlement.fate is RowOutcome.LATER:
+            elif settlement.outcome is RowOutcome.LATER:
                 self.statistics.delayed += 1
-            elif settlement.fate is RowOutcome.CONFIRMED:
+            elif settlement.outcome is RowOutcome.CONFIRMED:
                 self.statistics.confirmed += 1
                 self._pauses = 0
                 self.error = None
-        claims.decided(settlements)
+        leases.decided(settlements)
         self._unwritten += len(settlements)
         self._settle(settlements)
 
@@ -284,11 +289,11 @@ class OutboxRelay:
         except ReliableMQError as error:
             self._counted = None
             self.statistics.interruptions += 1
-            self._say("%r cannot say what is in it: %s", error)
+            self._log_error("the rows of %r cannot be counted: %s", error)
         ended = time.monotonic()
         self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
-    def _see_trouble(self) -> None:
+    def _pause_on_trouble(self) -> None:
         trouble, self._session.trouble = self._session.trouble, None
         if trouble is not None:
             self._pause(trouble)
@@ -299,18 +304,18 @@ class OutboxRelay:
         self.error = error
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1
-        self._say("nothing of %r can be published for now, and it is tried again: %s", error)
+        self._log_error("nothing of %r can be published for now, and it is tried again: %s", error)
 
-    def _say(self, text: str, error: Exception) -> None:
+    def _log_error(self, text: str, error: Exception) -> None:
         now = time.monotonic()
-        if now - self._error_said_at >= _ERRORS_SAID_EVERY:
-            self._error_said_at = now
+        if now - self._error_logged_at >= _LOG_ERRORS_EVERY:
+            self._error_logged_at = now
             logger.error(text, self._outbox, error)
 
     def _wait(self) -> None:
         now = time.monotonic()
         until = max(now + self._outbox.poll_interval, min(self._paused_until, now + 1.0))
-        self._carrier.watch(self._wake.set)
+        self._publisher.watch(self._wake.set)
         self._wake.wait(until - now)
 
     def _ended(self) -> bool:

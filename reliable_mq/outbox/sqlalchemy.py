@@ -1,12 +1,12 @@
-"""An outbox in a table of a database: a message is stored in the user's own transaction, or not at all.
+"""An outbox in a table: a message is stored in the user's own transaction.
 
-``add`` puts a message into a session; with the commit of that session's transaction it is durable together with what
-else was written, with a rollback it never was. Relays, in any number of processes, share the rows: see
+``add`` puts a message into a session. With the commit of that session's transaction it is durable, together with all
+other changes; after a rollback it never was. Relays, in any number of processes, share the rows: see
 `reliable_mq.outbox.sqlalchemy_relay`.
 
-The order of a key is that of the ids, which a database gives out before it commits. Two transactions that write to the
-same key at the same time have no order; whoever wants one has them wait for each other, as any two writers of the same
-thing do (a lock on the row that the messages are about).
+The order of a key is that of the ids, which a database assigns before the commit. Two transactions that write to the
+same key at the same time have no order, unless one waits for the other, as any two writers of the same thing do (a lock
+on the row that the messages are about).
 """
 
 from __future__ import annotations
@@ -77,34 +77,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NAME_CHARACTERS = 255
-_IDS_AT_A_TIME = 200
-_RACES = 2  # that may be lost where several make the table: over the table, and over its index
-_ATTEMPTS = 4  # at a transaction that others have been in the way of, but for the last
-# Deadlocks and their like, in the codes of MariaDB and MySQL, and of PostgreSQL; 1020 is MariaDB's for a row that is
-# newer than the snapshot that the statement has begun with.
+_IDS_PER_STATEMENT = 200
+_RACES = 2  # over the table and over its index, if several processes make them
+_ATTEMPTS = 4  # at a transaction that conflicts with others, but for the last
+# Deadlocks and the like, in the codes of MariaDB and MySQL, and of PostgreSQL; 1020 is MariaDB's for a row that is
+# newer than the snapshot of the statement.
 _CONFLICTS = frozenset({1020, 1205, 1213, "40001", "40P01"})
 
 
 class SQLAlchemyOutbox:
-    """An outbox in a table. Thread-safe; any number of processes and machines may share the table.
+    """An outbox in a table, which any number of processes may share. Thread-safe.
 
-    ``add`` joins a transaction of yours. Given to a publisher (``Publisher(url, outbox=...)``), the publisher relays
-    what was added by whomever, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
+    ``add`` joins a transaction of yours. A publisher with this outbox (``Publisher(url, outbox=...)``) relays the
+    messages of all processes, and its own ``publish`` stores in a transaction of its own. ``reliable-mq outbox relay``
     is a relay in a process of its own.
 
-    Tested with PostgreSQL (psycopg, asyncpg), MariaDB and MySQL (PyMySQL, asyncmy) and SQLite. Relays ask the database
-    every ``poll_interval`` seconds.
+    Tested with PostgreSQL (psycopg, asyncpg), MariaDB and MySQL (PyMySQL, asyncmy) and SQLite. Relays query the
+    database every ``poll_interval`` seconds.
 
     Args:
-        engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and this object's own methods have
+        engine: an ``Engine`` or an ``AsyncEngine``. With the latter, relays and the methods of this object have
             connections of their own, made as the engine's are.
         table: its name.
         schema: its schema.
-        create: whether to make the table where it does not exist; else it is yours to make, see `ddl`.
-        ordering_key: for what a publisher stores: a function of a message, its exchange and its routing key. Messages
-            for which it gives the same text are published one after the other; None means no order.
-        lease: seconds after which the rows of a relay that died are anybody's.
-        poll_interval: seconds after which a relay that has nothing to do looks for rows.
+        create: whether to make the table if it does not exist; else it is yours to make, see `ddl`.
+        ordering_key: for messages of a publisher: a function of a message, its exchange and its routing key. Messages
+            for which it returns the same text are published one after the other; None means no order.
+        lease: seconds after which other relays may take the rows of a relay that died.
+        poll_interval: seconds after which an idle relay looks for rows.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -143,7 +143,7 @@ class SQLAlchemyOutbox:
         self._entity: type[Any] = type("OutboxMessage", (), {})
         registry().map_imperatively(self._entity, self.table)
 
-    # For who writes to the same database
+    # For transactions of the user
 
     def add(
         self,
@@ -155,16 +155,16 @@ class SQLAlchemyOutbox:
         ordering_key: str | None = None,
         mandatory: bool = True,
     ) -> None:
-        """Add a message to a transaction: it is stored when that commits. Does not wait, and commits nothing.
+        """Add a message to a transaction: its commit stores it. Does not block.
 
         Args:
-            session: a session, of either kind, with which it is flushed; or a plain ``Connection``, on which it is
+            session: a session of either kind, whose flush inserts it; or a plain ``Connection``, on which it is
                 inserted at once.
             message: to publish.
             exchange: the default exchange routes to the queue named by the routing key.
             routing_key: at most 255 bytes in UTF-8.
             ordering_key: messages with the same one are published one after the other; None for no order.
-            mandatory: whether it is set aside where no queue is bound for it, or dropped by the broker.
+            mandatory: if no queue is bound for it, whether it is set aside or dropped by the broker.
 
         Raises:
             ConfigurationError: an argument is wrong.
@@ -192,7 +192,9 @@ class SQLAlchemyOutbox:
         return ddl(self.table, self._dialect)
 
     def create_table(self) -> None:
-        """Make the table and its index where they do not exist; any number of processes may do so at a time. Blocks.
+        """Make the table and its index if they do not exist. Blocks.
+
+        Any number of processes may do so at once.
 
         Raises:
             OutboxError: the database cannot, or may not.
@@ -200,35 +202,35 @@ class SQLAlchemyOutbox:
         for _ in range(_RACES):
             try:
                 return self._do(self._make, "making the table")
-            except OutboxError:  # another has made it since we looked
-                if not self._is_there():
+            except OutboxError:  # another process has made it meanwhile
+                if not self._exists():
                     raise
         return self._do(self._make, "making the table")
 
     # For a publisher
 
     def open(self) -> None:
-        """Make sure that the table is there.
+        """Check that the table exists, or make it.
 
         Raises:
-            OutboxError: it is not, and is not to be made; or the database cannot be reached.
+            OutboxError: it does not exist, and is not to be made; or the database cannot be reached.
             UsageError: on the wrong side of a fork.
         """
         if self._opened:
             return
         if self._create:
             self.create_table()
-        elif not self._is_there():
+        elif not self._exists():
             raise OutboxError(
                 f"{self!r} does not exist: make it with create_table(), create=True, or the statements in ddl"
             )
-        self._do(self._look_at_table, "opening")
+        self._do(self._inspect_table, "opening")
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Give the ordering key of a message that a publisher stores, which is refused here where a row cannot hold it.
+        """Return the ordering key of a message that a publisher stores.
 
-        In the transaction it would take others down with it.
+        Texts that do not fit into a row are refused here: in the transaction they would fail other messages, too.
 
         Raises:
             ConfigurationError: an argument is wrong.
@@ -238,17 +240,17 @@ class SQLAlchemyOutbox:
         return key
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and carry out fates, in one transaction.
+        """Store messages and write the outcomes of rows, in one transaction.
 
         Raises:
-            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
         """
         now = time.time()
         new = [self._values(row, now) for row in rows]
         # In the order of their ids: transactions that lock rows in one order do not wait for each other in a circle.
-        removed = sorted(one.row.id for one in settlements if one.fate is RowOutcome.CONFIRMED)
+        removed = sorted(one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED)
         others = sorted(
-            (one for one in settlements if one.fate is not RowOutcome.CONFIRMED), key=lambda one: one.row.id
+            (one for one in settlements if one.outcome is not RowOutcome.CONFIRMED), key=lambda one: one.row.id
         )
         if not (new or removed or others):
             return
@@ -260,14 +262,14 @@ class SQLAlchemyOutbox:
             columns = self.table.c
             if new:
                 connection.execute(insert(self.table), new)
-            for start in range(0, len(removed), _IDS_AT_A_TIME):
-                some = removed[start : start + _IDS_AT_A_TIME]
+            for start in range(0, len(removed), _IDS_PER_STATEMENT):
+                some = removed[start : start + _IDS_PER_STATEMENT]
                 connection.execute(delete(self.table).where(columns.id.in_(some)))
             clock = database_time(connection) if others else 0.0
             for one in others:
-                # A relay that was stopped for longer than its lease has no say in what another took over.
+                # A relay that was stopped for longer than its lease must not change rows that another took over.
                 still = and_(columns.id == one.row.id, columns.claimed_by == one.row.claim)
-                connection.execute(update(self.table).where(still).values(**self._fate(one, clock)))
+                connection.execute(update(self.table).where(still).values(**self._outcome_values(one, clock)))
             committing = True
 
         try:
@@ -277,12 +279,12 @@ class SQLAlchemyOutbox:
             raise
 
     def claims(self) -> RowLeases:
-        """Make what one relay takes its rows from."""
+        """Return new leases, for one relay."""
         self.open()
         return SQLAlchemyRowLeases(self.table, self._do, self._lease, boot_name(self._dialect))
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
+        """Count the rows that will be published; return that, and the id of the last row."""
         columns = self.table.c
         if up_to is not None:
             check_number("up_to", up_to)
@@ -297,10 +299,10 @@ class SQLAlchemyOutbox:
 
         return self._do(work, "reading")
 
-    # For who looks after it
+    # For operators
 
     def status(self) -> OutboxStatus:
-        """Count what is in it."""
+        """Count the rows by state."""
         columns = self.table.c
         waits = self._waits()
         rows, is_held = self._with_holds()
@@ -326,7 +328,7 @@ class SQLAlchemyOutbox:
         return self._do(work, "reading")
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
-        """Give the messages that were set aside, the oldest first."""
+        """Return the messages that are set aside, the oldest first."""
         check_number("limit", limit)
         columns = self.table.c
         query = (
@@ -351,16 +353,16 @@ class SQLAlchemyOutbox:
         return self._do(work, "reading")
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that were set aside back, all of them or those with these ids. Returns how many that were."""
+        """Put messages that are set aside back, all or those with these ids; count them."""
         back = update(self.table).values(state=READY, available_at=0, reason=None, claimed_by=None, claimed_until=0)
         return self._decide(back, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        """Delete messages that are set aside, all or those with these ids; count them."""
         return self._decide(delete(self.table), message_ids)
 
     def close(self) -> None:
-        """Let go of connections of our own, until the next call; the engine is yours. What is stored stays."""
+        """Close own connections, until the next call; the engine is yours."""
         if os.getpid() == self._made_in:
             self._runner.close()
 
@@ -372,14 +374,14 @@ class SQLAlchemyOutbox:
 
     def _make(self, connection: Connection) -> None:
         self.table.create(connection, checkfirst=True)
-        for index in self.table.indexes:  # who made the table may have died before it came to that
+        for index in self.table.indexes:  # the maker of the table may have died before
             index.create(connection, checkfirst=True)
 
-    def _is_there(self) -> bool:
+    def _exists(self) -> bool:
         return self._do(lambda connection: inspect(connection).has_table(self.table.name, self.table.schema), "opening")
 
-    def _look_at_table(self, connection: Connection) -> None:
-        """Warn of a table that was made by an earlier version, or by others, and is slow or takes keys for others."""
+    def _inspect_table(self, connection: Connection) -> None:
+        """Warn of a table without the index, or whose keys are compared loosely."""
         seen, name, schema = inspect(connection), self.table.name, self.table.schema
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):
@@ -401,15 +403,15 @@ class SQLAlchemyOutbox:
         values = dict(zip(COLUMNS, values_of(row), strict=True))
         return values | {"stored_at": now, "state": READY, "available_at": 0.0, "claimed_until": 0.0}
 
-    def _fate(self, settlement: RowSettlement, now: float) -> dict[str, Any]:
+    def _outcome_values(self, settlement: RowSettlement, now: float) -> dict[str, Any]:
         columns = self.table.c
         free: dict[str, Any] = {"claimed_by": None, "claimed_until": 0.0}
         duplicate = settlement.possible_duplicate or settlement.row.possible_duplicate
-        if duplicate:  # whoever had it before us may have published it
+        if duplicate:  # a relay that had it before may have published it
             free["possible_duplicate"] = 1
-        if settlement.fate is RowOutcome.BACK:
+        if settlement.outcome is RowOutcome.BACK:
             return free
-        later = settlement.fate is RowOutcome.LATER
+        later = settlement.outcome is RowOutcome.LATER
         return free | {
             "state": DELAYED if later else SET_ASIDE,
             "available_at": now + settlement.delay if later else 0.0,
@@ -424,7 +426,7 @@ class SQLAlchemyOutbox:
         return and_(self.table.c.state == SET_ASIDE, self.table.c.format <= FORMAT)
 
     def _with_holds(self) -> tuple[FromClause, ColumnElement[bool]]:
-        """Join to each row the first of its key that does not move by itself, and say whether that holds it."""
+        """Join each row with the first stuck row of its key; return the condition "held"."""
         columns, before = self.table.c, self.table.alias().c
         stuck = and_(before.ordering_key.is_not(None), or_(before.state == SET_ASIDE, before.format > FORMAT))
         first = select(before.ordering_key, func.min(before.id).label("first")).where(stuck)
@@ -440,12 +442,12 @@ class SQLAlchemyOutbox:
                 return int(connection.execute(statement.where(self._is_set_aside())).rowcount)
             count = 0
             columns = self.table.c
-            for start in range(0, len(ids), _IDS_AT_A_TIME):
-                some = set(ids[start : start + _IDS_AT_A_TIME])
+            for start in range(0, len(ids), _IDS_PER_STATEMENT):
+                some = set(ids[start : start + _IDS_PER_STATEMENT])
                 wanted = select(columns.id, columns.message_id).where(
                     self._is_set_aside(), columns.message_id.in_(some)
                 )
-                # The column's collation may take other texts for the same.
+                # The column's collation may take other texts for equal.
                 found = [number for number, message_id in connection.execute(wanted) if message_id in some]
                 if found:
                     count += connection.execute(statement.where(self._is_set_aside(), columns.id.in_(found))).rowcount
@@ -467,7 +469,7 @@ class SQLAlchemyOutbox:
                         raise
             return self._runner.run(work, isolation=isolation)
         except SQLAlchemyError as error:
-            # The text of SQLAlchemy's has the statement and its parameters, and so the bodies of messages.
+            # The text of SQLAlchemy's error has the statement and its parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
         except OSError as error:
@@ -489,7 +491,7 @@ def _check_texts(message_id: str, exchange: str, routing_key: str, ordering_key:
 
 
 def _may_be_repeated(error: DBAPIError) -> bool:
-    """Whether the transaction was rolled back since others were in its way."""
+    """Return whether a conflict with others rolled the transaction back."""
     original = error.orig
     code = getattr(original, "sqlstate", None) or next(iter(getattr(original, "args", ())), None)
     return code in _CONFLICTS

@@ -1,23 +1,24 @@
-"""How relays share the rows of a table: each takes some for the time of a lease, in a short transaction.
+"""How relays share the rows of a table: each leases some, in a short transaction.
 
-Where the database can, rows that another relay is just taking are passed over (``SKIP LOCKED``); else takers follow one
-another. No transaction is open while a message is being published. A relay that dies leaves its rows claimed, and when
-the lease is over they are anybody's; they may have been published, and are marked so.
+If the database can, rows that another relay is just taking are passed over (``SKIP LOCKED``); else relays take rows one
+after the other. No transaction is open while a message is being published. A relay that dies leaves its rows claimed,
+and after the lease any relay may take them; they may have been published, and are marked so.
 
 Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each by
-one look into the index of key and id: a relay goes around the keys, and begins where its last look ended. So a look
-costs no more where a million rows wait behind the first ones. The oldest of what both ways find is taken.
+one search of the index of key and id: a relay goes around the keys, and begins where its last take ended. So a take
+costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken.
 
 Invariants:
 
 - of an ordering key, a relay takes the first row of all that are left, and with it those behind it; so no other relay
-  can have a row of the key at the same time, whoever committed what meanwhile. A row that was the first in any
+  can have a row of the key at the same time, whatever others committed meanwhile. A row that was the first in any
   snapshot is the first for as long as it is there, so it may be looked for before it is locked;
 - a row that is not ready (delayed, set aside, of a newer format, claimed) holds those behind it, because it is there;
-- every claim has a name of its own, so that what a transaction has claimed is told from all that this relay had before,
-  and a fate that comes too late from what another relay has claimed since;
-- where leases are by the time since the boot of the machine, a claim of an earlier boot is over: its name says so;
-- a relay never takes what it has: where its leases may have ended, as after an outage of the database, it renews first.
+- every claim has a name of its own, which tells the rows of a transaction from all that this relay had before, and a
+  late outcome from the row that another relay has claimed since;
+- if leases are by the time since the boot of the machine, a claim of an earlier boot is over: its name tells;
+- a relay never takes a row that it has: if its leases may have ended, as after an outage of the database, it renews
+  them first.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ if TYPE_CHECKING:
 
 __all__ = ["SQLAlchemyRowLeases"]
 
-_BEHIND: Final = 200  # rows looked at behind the first ones of their keys, at least
-_KEYS_BEHIND: Final = 50  # keys whose rows one statement looks for
-_KEYS_AT_LEAST: Final = 100  # looked at in one statement
-_KEYS_AT_MOST: Final = 5000  # looked at while rows are being taken; the next look goes on there
-_ROWS_AT_FIRST: Final = 32  # taken at a time while their size is not known
-_BYTES_AT_A_TIME: Final = 8 * 1024 * 1024  # about
-_WEIGHT: Final = 0.2  # of what was taken last in the average
-_IDS_AT_A_TIME: Final = 500  # in one statement; some databases bind few
+_BEHIND: Final = 200  # rows read behind the first ones of their keys, at least
+_KEYS_BEHIND: Final = 50  # keys whose rows one statement reads
+_KEYS_AT_LEAST: Final = 100  # read in one statement
+_KEYS_AT_MOST: Final = 5000  # read per take; the next take goes on there
+_ROWS_AT_FIRST: Final = 32  # per take while their size is not known
+_BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # about
+_WEIGHT: Final = 0.2  # of the last take in the average
+_IDS_PER_STATEMENT: Final = 500  # some databases bind few
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
 class SQLAlchemyRowLeases:
-    """See the module. For one thread.
+    """The rows that one relay of a table has leased. For one thread.
 
     Args:
         table: of the outbox.
-        run: carries out work in a transaction of its own.
+        run: runs work in a transaction of its own.
         lease: seconds.
-        boot: names the boot of the machine, where leases are by the time since that; else empty.
+        boot: the name of the boot of the machine, if leases are by the time since that; else empty.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class SQLAlchemyRowLeases:
         self._claims = 0  # made so far
         self._renewed_at = 0.0
         self._average: float | None = None  # bytes of a row
-        self._last_key: str | None = None  # up to which keys were looked at
-        self._taken: dict[int, OutboxRow] = {}  # by id: as it was taken last; it may be again before its fate is told
+        self._last_key: str | None = None  # up to which keys were read
+        self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; maybe again before its outcome is known
 
     def take(self, limit: int) -> RowBatch:
-        """Take rows that are due and that nobody has, in order."""
+        """Take rows that are due and that no relay has, in order."""
         limit = min(limit, self._affordable)
         began = time.monotonic()
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
@@ -117,14 +118,14 @@ class SQLAlchemyRowLeases:
                     taken.rows.append(row)
             self._taken[number] = row
         if taken.rows:
-            self._weigh(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
+            self._update_average(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Nothing to do: a row that is there holds those behind it."""
+        """Do nothing: a row in the table holds those behind it."""
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are carried out."""
+        """Forget rows whose outcomes are written."""
         for settlement in settlements:
             row = settlement.row
             if self._taken.get(row.id) is row:
@@ -138,7 +139,7 @@ class SQLAlchemyRowLeases:
             self._renewed_at = began
 
     def close(self) -> None:
-        """Hand back what is left. It may have been published."""
+        """Release the rows that are left. They may have been published."""
         if self._taken:
             self._run(self._release, "handing rows back")
             self._taken.clear()
@@ -153,7 +154,7 @@ class SQLAlchemyRowLeases:
         now = begin_taking(connection)
         until = now + self._lease
         locks = skips_locked(connection)
-        if not locks:  # the right to write first: who has read before may not get it any more
+        if not locks:  # the lock for writing first: after a read, it may be refused
             self._mark(connection, [-1], name, until)
         ids = self._choose(connection, limit, now)
         first = [
@@ -162,14 +163,14 @@ class SQLAlchemyRowLeases:
         if locks:
             self._mark(connection, [row.id for row in first], name, until)
         heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None}
-        behind = self._look_behind(connection, heads, max(limit - len(first), _BEHIND), now)
+        behind = self._next_of_keys(connection, heads, max(limit - len(first), _BEHIND), now)
         self._mark(connection, [row.id for row in behind], name, until)
         return sorted([*first, *behind], key=lambda row: int(row.id))
 
     def _choose(self, connection: Connection, limit: int, now: float) -> list[int]:
-        """Choose the oldest rows of those without a key and of the first rows of some keys that are due."""
+        """Choose the oldest of the due rows without a key and the due first rows of keys."""
         columns = self._table.c
-        # The index of key and id has this order, and no other way leads to it without passing over rows with keys.
+        # The index of key and id has this order; any other search would pass over rows with keys.
         free = select(columns.id).where(columns.ordering_key.is_(None), self._due(now))
         oldest = free.order_by(columns.ordering_key, columns.id).limit(limit)
         found = list(connection.execute(oldest).scalars())
@@ -185,11 +186,14 @@ class SQLAlchemyRowLeases:
         return chosen
 
     def _around(self, connection: Connection, limit: int, now: float) -> Iterator[list[tuple[str, int, bool]]]:
-        """Go around the keys, from the last one on, until enough first rows are due; give each, and whether it is."""
+        """Go around the keys until enough of their first rows are due.
+
+        Yields each first row, and whether it is due.
+        """
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None
-        enough = looked = 0
+        enough = seen = 0
         while True:
             heads = self._heads(connection, after, up_to, size)
             due: set[int] = set()
@@ -197,8 +201,8 @@ class SQLAlchemyRowLeases:
                 due.update(connection.execute(select(columns.id).where(columns.id.in_(some), self._due(now))).scalars())
             yield [(key, number, number in due) for key, number in heads]
             enough += len(due)
-            looked += len(heads)
-            if enough >= limit or looked >= _KEYS_AT_MOST:
+            seen += len(heads)
+            if enough >= limit or seen >= _KEYS_AT_MOST:
                 return
             if len(heads) == size:
                 after = heads[-1][0]
@@ -208,7 +212,7 @@ class SQLAlchemyRowLeases:
                 return
 
     def _heads(self, connection: Connection, after: str | None, up_to: str | None, size: int) -> list[tuple[str, int]]:
-        """Find some keys, in their order, and the first row of each."""
+        """Return some keys, in their order, and the first row of each."""
         columns = self._table.c
 
         def within(key: Any, last: Any) -> ColumnElement[bool]:
@@ -224,19 +228,19 @@ class SQLAlchemyRowLeases:
         keys = select(begin.label("key"), literal(1).label("place")).cte("keys", recursive=True)
         following = select(func.min(other.ordering_key)).where(within(other.ordering_key, keys.c.key)).scalar_subquery()
         keys = keys.union_all(select(following, keys.c.place + 1).where(keys.c.key.is_not(None), keys.c.place < size))
-        # Not the least id of that key, which may be looked for in the order of the ids, through all other keys.
+        # Not the least id of that key: a database may search for it in the order of the ids, through all other keys.
         at = select(row.id).where(row.ordering_key >= keys.c.key).order_by(row.ordering_key, row.id).limit(1)
         found = select(keys.c.place, keys.c.key, at.scalar_subquery()).where(keys.c.key.is_not(None))
         return [(key, number) for _, key, number in sorted(map(tuple, connection.execute(found)))]
 
     def _lock(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
-        """Lock those of the rows which are still due, and which no other relay is locking."""
+        """Lock the rows that are still due and that no other relay is locking."""
         columns = self._table.c
         query = self._select().where(columns.id.in_(ids), self._due(now)).order_by(columns.id)
         return list(connection.execute(query.with_for_update(skip_locked=True)))
 
     def _update(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
-        """Claim those of the rows which are still due; a statement that writes waits for all others that do."""
+        """Claim the rows that are still due; other writers wait for this statement."""
         columns, name = self._table.c, self._claim_name
         connection.execute(
             update(self._table)
@@ -247,12 +251,12 @@ class SQLAlchemyRowLeases:
                 claimed_until=now + self._lease,
             )
         )
-        # Whether it was claimed before is in possible_duplicate by now.
+        # By now possible_duplicate tells whether it was claimed before.
         mine = self._select(literal(value=False)).where(columns.id.in_(ids), columns.claimed_by == name)
         return list(connection.execute(mine.order_by(columns.id)))
 
-    def _look_behind(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[Row[Any]]:
-        """Find what else of these keys can be taken: nobody else can take it, as their first rows are ours."""
+    def _next_of_keys(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[Row[Any]]:
+        """Return the next rows of these keys: no other relay can take them now."""
         columns = self._table.c
         each = min(limit, self._affordable) // len(heads) if heads else 0
         if not each:
@@ -262,7 +266,7 @@ class SQLAlchemyRowLeases:
         for start in range(0, len(keys), _KEYS_BEHIND):
             queries = []
             for place, (key, head) in enumerate(keys[start : start + _KEYS_BEHIND]):
-                # A range and its order, which the index of both has; of an equal key, the other one might be taken.
+                # A range and an order that the index has; for an equality, a database might take the other index.
                 mine = and_(columns.ordering_key >= key, columns.ordering_key <= key, columns.id > head)
                 rows = (
                     self._select().add_columns(self._due(now).label("due"), literal(place).label("place")).where(mine)
@@ -297,10 +301,10 @@ class SQLAlchemyRowLeases:
 
     @property
     def _affordable(self) -> int:
-        """Rows that memory is spent on at a time."""
-        return _ROWS_AT_FIRST if self._average is None else max(int(_BYTES_AT_A_TIME / (self._average + 1)), 1)
+        """How many rows may be in memory."""
+        return _ROWS_AT_FIRST if self._average is None else max(int(_BYTES_PER_TAKE / (self._average + 1)), 1)
 
-    def _weigh(self, average: float) -> None:
+    def _update_average(self, average: float) -> None:
         if self._average is None or average > self._average:
             self._average = average
         else:
@@ -332,6 +336,6 @@ class SQLAlchemyRowLeases:
 
 
 def _portions(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Cut a list into what one statement may name."""
-    for start in range(0, len(ids), _IDS_AT_A_TIME):
-        yield ids[start : start + _IDS_AT_A_TIME]
+    """Split a list into parts that fit into one statement."""
+    for start in range(0, len(ids), _IDS_PER_STATEMENT):
+        yield ids[start : start + _IDS_PER_STATEMENT]

@@ -1,4 +1,4 @@
-"""The table of an outbox in a database that SQLAlchemy knows, and the few things that databases do differently.
+"""The table of a SQLAlchemy outbox, and the differences between databases.
 
 Invariants: the columns of `reliable_mq.core.outbox.COLUMNS` mean the same in every backend; leases and delays are by
 one clock for all relays: that of the server, in seconds since 1970, or, where the database is a file, the time since
@@ -68,15 +68,15 @@ _CLOCKS: Final = {
 _FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
 COLLATES: Final = frozenset(_MYSQL)
-"""Databases that take some texts for the same unless a column has another collation."""
+"""Databases that take some different texts for equal, by the default collation."""
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
-"""Databases that must be told how to go from key to key in an index; others do so where a query groups by the key."""
+"""Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""
 _NAME: Final = 255  # AMQP's own limit, in bytes
 
 
 class ExactString(String):
-    """Text that is the same for the same characters alone: MySQL and MariaDB compare loosely unless they are told."""
+    """Text that is equal for equal characters alone, in MySQL and MariaDB, too."""
 
     cache_ok = True
 
@@ -87,12 +87,12 @@ def _exact(kind: ExactString, compiler: Any, **_: Any) -> str:
 
 
 def exact_collation(dialect: Dialect) -> str:
-    """Name the collation of MariaDB or MySQL that tells all texts from one another, spaces at their ends, too."""
+    """Return the collation of MariaDB or MySQL that tells all texts apart."""
     return "utf8mb4_nopad_bin" if getattr(dialect, "is_mariadb", False) else "utf8mb4_0900_bin"
 
 
 def collation_of(connection: Connection, at: Column[Any]) -> str | None:
-    """Ask MariaDB or MySQL how they compare a column of a table, which may have that from its table or database."""
+    """Return the collation of a column in MariaDB or MySQL, wherever it is from."""
     names = ("collation_name", "table_schema", "table_name", "column_name")
     columns = table("columns", *map(column, names), schema="information_schema")
     found = select(columns.c.collation_name).where(
@@ -104,10 +104,10 @@ def collation_of(connection: Connection, at: Column[Any]) -> str | None:
 
 
 def outbox_table(name: str, schema: str | None) -> Table:
-    """Make the table, by itself."""
+    """Return the table, in a MetaData of its own."""
     binary: Any = LargeBinary().with_variant(LONGBLOB(), *_MYSQL)
     seconds: Any = Double().with_variant(DOUBLE(), *_MYSQL)
-    number: Any = BigInteger().with_variant(Integer(), "sqlite")  # which counts up by itself in that type alone
+    number: Any = BigInteger().with_variant(Integer(), "sqlite")  # the only type that SQLite increments by itself
     return Table(
         name,
         MetaData(schema=schema),
@@ -135,18 +135,18 @@ def outbox_table(name: str, schema: str | None) -> Table:
 
 
 def ddl(table: Table, dialect: Dialect) -> str:
-    """Give the statements that make the table."""
+    """Return the statements that make the table."""
     statements: list[DDLElement] = [CreateTable(table), *map(CreateIndex, table.indexes)]
     return "\n".join(f"{str(statement.compile(dialect=dialect)).strip()};" for statement in statements)
 
 
 def skips_locked(connection: Connection) -> bool:
-    """Whether ``FOR UPDATE SKIP LOCKED`` is to be had."""
+    """Return whether the database has ``FOR UPDATE SKIP LOCKED``."""
     return connection.dialect.name in _SKIP_LOCKED
 
 
 def database_time(connection: Connection) -> float:
-    """Ask the database what time it is, in seconds; one that is a file has the time since the boot of the machine."""
+    """Return the database's time in seconds; for a file, the time since the boot."""
     name = connection.dialect.name
     if name in _FILES:
         return since_boot() / 1_000_000
@@ -155,10 +155,10 @@ def database_time(connection: Connection) -> float:
 
 
 def begin_taking(connection: Connection) -> float:
-    """Ask for the time, and have PostgreSQL go by the index until the end of the transaction.
+    """Return the database's time; make PostgreSQL use the index in this transaction.
 
-    Where it has not counted a table yet, or when it was empty, it takes few rows for granted, and would read and sort
-    all of them to find the first ones.
+    For a table that was not analyzed yet, or was empty then, it expects few rows, and would read and sort all of them
+    to find the first ones.
     """
     if connection.dialect.name != "postgresql":
         return database_time(connection)
@@ -167,5 +167,5 @@ def begin_taking(connection: Connection) -> float:
 
 
 def boot_name(dialect: Dialect) -> str:
-    """Name this boot of the machine, in 12 characters, where `database_time` begins with it; else an empty text."""
+    """Return the name of this boot if `database_time` starts with it, else no text."""
     return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""

@@ -1,15 +1,15 @@
 """An outbox in one SQLite file: embedded, fast, for the processes of one machine.
 
-What is stored is on disk: the file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
-commit serves all that came in meanwhile (`reliable_mq.outbox.writer`). A power cut or a kill at any moment leaves what
-was committed, whatever is torn behind it: each frame of the write-ahead log has a checksum, and a page that a
+Stored messages are on disk: the file is in WAL mode with ``synchronous=FULL``, so every commit is an fsync, and one
+commit serves all messages that came in meanwhile (`reliable_mq.outbox.writer`). A power cut or a kill at any moment
+leaves all that was committed, and nothing half: each frame of the write-ahead log has a checksum, and a page that a
 checkpoint left half written is still in the log.
 
-Any number of processes may store in one file. One of them at a time relays, and holds a lock on the file beside it for
-that, which ends with the process, however it ends; the next one takes over at once.
+Any number of processes may store in one file. One of them at a time relays; it holds a lock on a file beside it, which
+ends with the process, however it ends. Then the next one takes over at once.
 
 Invariants: ids grow in the order in which transactions commit, and none is ever used again; the connection that writes
-is used under a lock, and counting, which takes long, never holds that; nothing is reported stored in a file that the
+is used under a lock, and counting, which takes long, never holds that; no message is reported stored in a file that the
 path does not name any more; no connection is used on the other side of a fork; delays are by the time since the boot of
 the machine, which no jump of the wall clock moves (a row that an earlier boot has delayed is due within two minutes).
 """
@@ -43,7 +43,7 @@ __all__ = ["SQLiteOutbox"]
 
 T = TypeVar("T")
 
-_APPLICATION: Final = 0x524D516F  # "RMQo": whose file it is
+_APPLICATION: Final = 0x524D516F  # "RMQo": this file is an outbox
 _VERSION: Final = 1  # of the tables
 
 _TABLES: Final = (
@@ -66,10 +66,10 @@ _TABLES: Final = (
         reason TEXT
     )
     """,
-    # Few rows are not ready (state 0), and they are looked for all the time.
+    # Few rows are not ready (state 0), and every take looks for them.
     "CREATE INDEX outbox_not_ready ON outbox (state, available_at) WHERE state > 0",
     "CREATE INDEX outbox_in_order ON outbox (ordering_key, id) WHERE ordering_key IS NOT NULL",
-    # Grows with every change that may make rows behind a relay's position ready again.
+    # Grows with every change that may make rows before a relay's position ready again.
     "CREATE TABLE outbox_epoch (epoch INTEGER NOT NULL)",
     "INSERT INTO outbox_epoch VALUES (0)",
 )
@@ -82,7 +82,7 @@ _CHANGE: Final = """
     UPDATE outbox SET state = ?, available_at = ?, reason = ?, attempts = attempts + 1,
     possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
 """
-# Of each key the first row that does not move by itself: it holds those behind it.
+# The first row of each key that is set aside or unreadable: it holds those behind it.
 _STUCK: Final = """
     WITH stuck (ordering_key, first) AS MATERIALIZED (
         SELECT ordering_key, min(id) FROM (
@@ -110,20 +110,21 @@ _STATUS: Final = f"""
 
 
 class SQLiteOutbox:
-    """An outbox in a SQLite file. Thread-safe; any number of processes may have the same file open.
+    """An outbox in a SQLite file. Thread-safe.
 
-    Give it to one publisher: ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are made
-    where they do not exist, readable by their owner only. Beside it, and belonging to it, are the files ``-wal`` and
+    Any number of processes may have the same file open; in a process, one publisher:
+    ``Publisher(url, outbox=SQLiteOutbox("orders.outbox"))``. The file and its tables are made
+    if they do not exist, readable by their owner only. Beside it, and belonging to it, are the files ``-wal`` and
     ``-shm`` of SQLite, the lock ``-relay``, and ``-reserve``: 8 MiB, so that rows can be removed on a full disk.
     Put it on a local disk: neither SQLite's nor our locks hold on a network file system.
 
     Args:
         path: of the file.
-        ordering_key: a function of a message, its exchange and its routing key. Messages for which it gives the same
+        ordering_key: a function of a message, its exchange and its routing key. Messages for which it returns the same
             text are published one after the other, each when the one before is confirmed; None means no order. It is
             called by `publish` on the caller's thread.
         timeout: seconds to wait for a process that is writing to the same file.
-        poll_interval: seconds after which a relay that has nothing to do looks for rows of other processes.
+        poll_interval: seconds after which an idle relay looks for rows of other processes.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -154,7 +155,7 @@ class SQLiteOutbox:
     # For a publisher
 
     def open(self) -> None:
-        """Open the file, and make it where it does not exist.
+        """Open the file; make it if it does not exist.
 
         Raises:
             OutboxError: it cannot be opened, is damaged, no outbox, or one of a newer version.
@@ -164,32 +165,32 @@ class SQLiteOutbox:
             self._open()
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Give the ordering key of a message."""
+        """Return the ordering key of a message."""
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and carry out fates, in one transaction that is on disk when this returns.
+        """Store messages and write the outcomes of rows, in one transaction on disk.
 
         Raises:
-            OutboxError: nothing is done; where ``may_have_arrived`` is set, everything may be.
+            OutboxError: nothing is written; if ``may_have_arrived`` is set, everything may be.
         """
         stored_at, now = time.time(), since_boot() / 1_000_000
         stored = [(*values_of(row), stored_at) for row in rows]
-        removed = [(one.row.id,) for one in settlements if one.fate is RowOutcome.CONFIRMED]
+        removed = [(one.row.id,) for one in settlements if one.outcome is RowOutcome.CONFIRMED]
         changed = [
             (
-                1 if one.fate is RowOutcome.LATER else 2,
-                now + one.delay if one.fate is RowOutcome.LATER else None,
+                1 if one.outcome is RowOutcome.LATER else 2,
+                now + one.delay if one.outcome is RowOutcome.LATER else None,
                 one.reason,
                 one.possible_duplicate,
                 one.row.id,
             )
             for one in settlements
-            if one.fate in (RowOutcome.LATER, RowOutcome.SET_ASIDE)
+            if one.outcome in (RowOutcome.LATER, RowOutcome.SET_ASIDE)
         ]
         if not (stored or removed or changed):
             return
-        if stored and not self._reserve.there():
+        if stored and not self._reserve.available():
             raise OutboxError(
                 f"storing {len(stored)} messages failed in outbox {self.path}: the disk is full, but for the room that "
                 "is needed to remove rows; make room. Earlier rows are safe"
@@ -206,15 +207,15 @@ class SQLiteOutbox:
         if stored:
             self._transact(work, f"storing {len(stored)} messages")
         else:
-            self._transact_in_any_case(work, "removing what was published")
+            self._transact_on_full_disk(work, "removing what was published")
 
     def claims(self) -> RowLeases:
-        """Make what one relay takes its rows from."""
+        """Return new leases, for one relay."""
         self.open()
         return SQLiteRowLeases(self.path, self._timeout, self._file)
 
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Count the rows that are still to be published by themselves, and give the id of the last row stored."""
+        """Count the rows that will be published; return that, and the id of the last row."""
         if up_to is not None:
             check_number("up_to", up_to)
 
@@ -225,12 +226,12 @@ class SQLiteOutbox:
             (count,) = connection.execute(_BACKLOG, arguments).fetchone()
             return count, limit
 
-        return self._ask(work)
+        return self._read(work)
 
-    # For who looks after it
+    # For operators
 
     def status(self) -> OutboxStatus:
-        """Count what is in it."""
+        """Count the rows by state."""
 
         def work(connection: sqlite3.Connection) -> OutboxStatus:
             found = connection.execute(_STATUS, {"format": FORMAT}).fetchone()
@@ -238,36 +239,36 @@ class SQLiteOutbox:
             age = 0.0 if oldest is None else max(time.time() - oldest, 0.0)
             return OutboxStatus(rows, delayed, held, set_aside, unreadable, age)
 
-        return self._ask(work)
+        return self._read(work)
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
-        """Give the messages that were set aside, the oldest first."""
+        """Return the messages that are set aside, the oldest first."""
         check_number("limit", limit)
         query = (
             "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "
             "WHERE state = 2 AND format <= ? ORDER BY id LIMIT ?"
         )
-        return self._ask(
+        return self._read(
             lambda connection: list(map(FailedRow._make, connection.execute(query, (time.time(), FORMAT, limit))))
         )
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
-        """Put messages that were set aside back, all of them or those with these ids. Returns how many that were."""
+        """Put messages that are set aside back, all or those with these ids; count them."""
         query = "UPDATE outbox SET state = 0, available_at = NULL, reason = NULL WHERE state = 2 AND format <= ?"
         return self._decide(query, message_ids)
 
     def purge(self, message_ids: Sequence[str] | None = None) -> int:
-        """Remove messages that were set aside, likewise. What waited behind them in their order goes on."""
+        """Delete messages that are set aside, all or those with these ids; count them."""
         return self._decide("DELETE FROM outbox WHERE state = 2 AND format <= ?", message_ids)
 
     def close(self) -> None:
-        """Close the file; what is stored stays. The next call opens it again. Does nothing in a forked child."""
+        """Close the file, until the next call. Does nothing in a forked child."""
         if os.getpid() != self._made_in:
             return
         reader = self._reader
         if reader is not None:
             with suppress(sqlite3.Error):
-                reader.interrupt()  # whoever counts gets an error
+                reader.interrupt()  # a caller that counts gets an error
         with self._read_lock, self._lock:
             self._drop_reader()
             self._drop()
@@ -291,16 +292,16 @@ class SQLiteOutbox:
                 connection.execute("UPDATE outbox_epoch SET epoch = epoch + 1")
             return count
 
-        return self._transact_in_any_case(work, "changing what was set aside")
+        return self._transact_on_full_disk(work, "changing what was set aside")
 
-    def _transact_in_any_case(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
-        """Give up the reserve where there is no room for what will make some."""
+    def _transact_on_full_disk(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:
+        """Release the reserve if a full disk has no space for a removal."""
         try:
             return self._transact(work, what)
         except OutboxError as error:
             if not is_full(error.__cause__):
                 raise
-        self._reserve.give_up()
+        self._reserve.release()
         with self._lock, suppress(sqlite3.Error):
             self._open().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         return self._transact(work, what)
@@ -329,8 +330,8 @@ class SQLiteOutbox:
                 raise
             return result
 
-    def _ask(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Read, on a connection of its own: writing goes on meanwhile."""
+    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Read on a connection of its own, while others write."""
         if not self._file.noted:
             self.open()
         with self._read_lock:
@@ -351,7 +352,7 @@ class SQLiteOutbox:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
         if uncertain(error):
-            self._drop()  # the next call starts from what the file says
+            self._drop()  # the next call starts from the file
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._made_in:
@@ -360,7 +361,7 @@ class SQLiteOutbox:
     def _open(self) -> sqlite3.Connection:
         self._check_not_forked()
         if self._connection is None:
-            self._file.check_file()  # before one is made in the place of one that was deleted
+            self._file.check_file()  # before a new one is made in place of a deleted one
             try:
                 self._connection = self._connect()
             except (sqlite3.Error, OSError) as error:
@@ -386,9 +387,9 @@ class SQLiteOutbox:
         connection = _connection(self.path, self._timeout)
         try:
             _use_wal(connection, self._timeout)
-            # FULL: an fsync at every commit. NORMAL would do without in WAL mode, and forget what was accepted.
+            # FULL: an fsync at every commit. In WAL mode NORMAL has none, and would lose accepted messages.
             connection.execute("PRAGMA synchronous = FULL")
-            # Some builds overwrite what is deleted: all of a message once more, at its removal.
+            # Some builds overwrite deleted data: each message would be written once more, at its removal.
             connection.execute("PRAGMA secure_delete = OFF").fetchall()
             self._check_version(connection)
             self._file.note()
@@ -420,7 +421,7 @@ class SQLiteOutbox:
 
     @staticmethod
     def _create(connection: sqlite3.Connection) -> tuple[int, int]:
-        """Make the tables, unless another process was quicker or there is something else in the file."""
+        """Make the tables, unless another process has, or the file has other tables."""
         identity = _identity(connection)
         if identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             return identity

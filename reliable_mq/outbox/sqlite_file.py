@@ -1,21 +1,19 @@
-"""Whether the path of an open SQLite outbox still names the file that is open.
+"""The file of a SQLite outbox: its identity, its disk space, and its errors.
 
-SQLite goes on writing to a file that was deleted or replaced: every commit succeeds, and no later process finds it. The
-write-ahead log is a file of its own, with commits that are nowhere else.
+Identity: SQLite goes on writing to a file that was deleted or replaced: every commit succeeds, and no later process
+finds it. The write-ahead log is a file of its own, with commits that are nowhere else.
 
-Invariant: once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in
-another. Its log may be another one after the connection was closed and opened again.
+Disk space: SQLite needs space even to delete: it appends the change to the log, and before the log can start over, its
+pages have to fit into the database. The reserve is a file beside the database; when the disk is full, it is released
+so that rows can be removed, and nothing more is stored until it is back.
 
-Room that a SQLite outbox keeps for itself on its disk, so that rows can be removed when the disk is full.
+Invariants:
 
-SQLite needs room even to delete: it writes the change behind what is in the log, and before the log can start over,
-its pages have to fit into the database. The reserve is a file beside the database; when the disk is full, it is given
-up for the sake of removing rows, and nothing more is stored until it is back.
-
-Invariants: with the reserve there, a log of its usual size can be copied into the database on a full disk; nothing is
-stored without it.
-
-What SQLite's errors mean for an outbox, and what to do.
+- once noted, the file stays the one that was open first until `forget`: ids of one file mean nothing in another. Its
+log
+  may be another one after the connection was closed and opened again;
+- with the reserve, a log of its usual size can be copied into the database on a full disk; nothing is stored without
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 
 
 class OpenFile:
-    """The files behind a path, as they were when they were opened. Thread-safe.
+    """The files that a path named when they were opened. Thread-safe.
 
     Args:
         path: of the database.
@@ -50,36 +48,36 @@ class OpenFile:
         return self._noted is not None
 
     def note(self) -> None:
-        """Note the files, which a new connection has open.
+        """Note the files that a new connection has open.
 
         Raises:
             OutboxError: another file was noted before.
         """
-        found = self._look()
+        found = self._identities()
         if self._noted is not None and found[0] != self._noted[0]:
             raise self._error()
         self._noted = found
 
     def check_file(self) -> None:
-        """Check the database alone, which is to be opened again.
+        """Check the database alone, before it is opened again.
 
         Raises:
             OutboxError: it is another one, or none.
         """
-        if self._noted is not None and self._look()[0] != self._noted[0]:
+        if self._noted is not None and self._identities()[0] != self._noted[0]:
             raise self._error()
 
     def check(self) -> None:
-        """Check that the path still names the files that were noted. Costs two looks at a directory.
+        """Check that the path still names the noted files. Costs two calls of stat().
 
         Raises:
-            OutboxError: it does not, and no change of them will be found by a later process.
+            OutboxError: it does not, and no later process would find their changes.
         """
-        if self._noted is not None and self._look() != self._noted:
+        if self._noted is not None and self._identities() != self._noted:
             raise self._error()
 
     def forget(self) -> None:
-        """The files are closed; the next ones may be others."""
+        """Forget the files, which are closed; the next ones may be others."""
         self._noted = None
 
     def _error(self) -> OutboxError:
@@ -89,7 +87,7 @@ class OpenFile:
             "not published is lost"
         )
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _identities(self) -> list[tuple[int, int]]:
         found = []
         for path in self._paths:
             try:
@@ -106,20 +104,23 @@ _ZEROS: Final = bytes(1024 * 1024)
 
 
 class DiskReserve:
-    """See the module. Shared by all processes that have the outbox open; thread-safe in that no state is kept here."""
+    """Disk space for the removal of rows, shared by all processes with the outbox.
+
+    Thread-safe, as it keeps no state here.
+    """
 
     def __init__(self, database: Path) -> None:
         self._path = f"{database}-reserve"
 
-    def there(self) -> bool:
-        """Whether it is there, or could be made just now."""
+    def available(self) -> bool:
+        """Return whether it exists, or could be made just now."""
         with suppress(FileNotFoundError):
             if os.stat(self._path).st_size >= _BYTES:  # noqa: PTH116  # once for every transaction
                 return True
         return self._make()
 
-    def give_up(self) -> None:
-        """Give the room back to the file system."""
+    def release(self) -> None:
+        """Return the space to the file system."""
         with suppress(OSError):
             os.truncate(self._path, 0)
 
@@ -131,7 +132,7 @@ class DiskReserve:
             else:  # on macOS
                 for start in range(0, _BYTES, len(_ZEROS)):
                     os.pwrite(descriptor, _ZEROS, start)
-                os.fsync(descriptor)  # some file systems find room only when they write
+                os.fsync(descriptor)  # some file systems allocate only when they write
         except OSError:
             os.ftruncate(descriptor, 0)
             return False
@@ -153,13 +154,13 @@ _ADVICE: Final = {
 
 
 def outbox_error(error: Exception, path: Path, what: str) -> OutboxError:
-    """Make the error that a user sees."""
+    """Return the error for the user, with advice."""
     advice = _ADVICE.get(_code(error))
     return OutboxError(f"{what} failed in outbox {path}: {error}" + (f": {advice}" if advice else ""))
 
 
 def uncertain(error: BaseException) -> bool:
-    """Whether it is not known what the file holds now: the commit may be there although it failed."""
+    """Return whether a failed commit may be in the file all the same."""
     return isinstance(error, sqlite3.Error) and _code(error) not in (
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_BUSY,
@@ -168,10 +169,10 @@ def uncertain(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether there was no room on the disk."""
+    """Return whether the disk was full."""
     return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_FULL
 
 
 def _code(error: BaseException) -> int:
-    """The primary result code; 0 where there is none."""
+    """Return the primary result code, 0 if there is none."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF

@@ -1,15 +1,15 @@
-"""How a relay takes rows out of a SQLite outbox: one process at a time, from front to back, without a write per row.
+"""How a relay takes rows from a SQLite outbox: in order, without a write per row.
 
-The relay holds a lock on the file ``-relay`` beside the database. The system lets go of it when the process ends,
-however it ends, so there are no leases: what a dead relay had is what the next one finds. The rows that were taken are
-remembered here, and position and memory are all the state there is.
+One process at a time is the relay. It holds a lock on the file ``-relay`` beside the database. The system releases the
+lock when the process ends, however it ends, so there are no leases in the database: the next relay finds the rows of a
+dead one. The rows that were taken are remembered here; they and the position are all the state there is.
 
 Invariants:
 
-- a row that was taken is not given again before its fate is carried out, or it is handed back;
-- a row of an ordering key is not given while an earlier row of the key is delayed, set aside or unreadable;
-- every row that is ready and not held is given some time: what is passed over is noted down by its key, and what may be
-  ready again behind the position sets the position back.
+- a row that was taken is not taken again before its outcome is written, or it is released;
+- a row of an ordering key is not taken while an earlier row of the key is delayed, set aside or unreadable;
+- every row that is ready and not held is taken some time: a row that is passed over is noted by its key, and a row that
+  may be ready again before the position sets the position back.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ __all__ = ["SQLiteRowLeases"]
 
 logger = logging.getLogger(__name__)
 
-_BYTES_AT_A_TIME: Final = 16 * 1024 * 1024
-_ROWS_OF_A_KEY: Final = 100  # taken at a time; they wait for one another
-_ROWS_PASSED: Final = 20_000  # over, at most, before what was found is given; the next look goes on there
+_BYTES_PER_TAKE: Final = 16 * 1024 * 1024
+_ROWS_PER_KEY: Final = 100  # per take; they wait for one another
+_ROWS_PASSED: Final = 20_000  # per take, at most; the next take goes on there
 _BYTES_PASSED: Final = 64 * 1024 * 1024
 
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
@@ -72,9 +72,9 @@ class _Key:
     """The rows of one ordering key that were taken.
 
     Attributes:
-        taken: how many have no fate yet.
-        passed: the first row that was passed over or is handed back, and so waits until the others of the key that
-            were taken have their fates; None where there is none.
+        taken: how many have no outcome yet.
+        passed: the first row that was passed over or is released, and so waits until the others of the key that were
+            taken have their outcomes; None if there is none.
     """
 
     __slots__ = ("passed", "taken")
@@ -85,12 +85,12 @@ class _Key:
 
 
 class SQLiteRowLeases:
-    """See the module. For one thread.
+    """The rows that the relay of a SQLite file has taken. For one thread.
 
     Args:
         path: of the database, which has its tables.
         timeout: seconds to wait for a process that writes.
-        file: tells whether that path still names the file that was opened.
+        file: checks that the path still names the file that was opened.
     """
 
     keep_every = float("inf")
@@ -99,20 +99,20 @@ class SQLiteRowLeases:
         self._path = path
         self._timeout = timeout
         self._file = file
-        self._lock: int | None = None  # the descriptor of the file that is locked, where we are the relay
+        self._lock: int | None = None  # the descriptor of the locked file, if this is the relay
         self._connection: sqlite3.Connection | None = None
-        self._position = 0  # rows up to this one were given, or noted down
+        self._position = 0  # rows up to this one were taken, or noted
         self._began = False
-        self._doubtful = 0  # rows up to this one may have been published by a relay before us
+        self._doubtful = 0  # rows up to this one may have been published by an earlier relay
         self._epoch = -1
         self._taken: set[int] = set()
-        self._due: set[int] = set()  # of these, the ones that were delayed before
+        self._due: set[int] = set()  # those of them that were delayed before
         self._keys: dict[str, _Key] = {}
         self._held: set[str] = set()  # keys with a row that is delayed, set aside or unreadable
-        self._holding: set[str] = set()  # of these, the ones that the file does not know of yet
+        self._holding: set[str] = set()  # those of them whose outcome is not written yet
         self._again: deque[str] = deque()  # keys with rows that were passed over and can be taken now
-        self._walked = self._walked_bytes = 0  # what was passed over in this look
-        self._unreadable_said = False
+        self._walked = self._walked_bytes = 0  # passed over in this take
+        self._unreadable_logged = False
         _open_claims.add(self)
         try:
             self._reader()
@@ -121,7 +121,7 @@ class SQLiteRowLeases:
             raise
 
     def take(self, limit: int) -> RowBatch:
-        """Take rows that are due: those that were delayed, those that waited for their key, then new ones, in order."""
+        """Take rows that are due: delayed ones, those that waited for their key, new ones."""
         taken = RowBatch([], [])
         self._walked = self._walked_bytes = 0
         try:
@@ -134,26 +134,26 @@ class SQLiteRowLeases:
                 self._start_over(connection, epoch)
             now = since_boot() / 1_000_000
             due = connection.execute(_DUE, (now, now + 2 * LONGEST_DELAY, limit + len(self._due)))
-            self._give(due, taken, limit, delayed=True)
+            self._take_ready(due, taken, limit, delayed=True)
             while self._again and len(taken.rows) < limit:
-                self._give_of_key(connection, self._again.popleft(), taken)
+                self._take_of_key(connection, self._again.popleft(), taken)
             before = -1
             while len(taken.rows) < limit and before != self._position and not self._far:
                 before = self._position
-                self._give(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
+                self._take_ready(connection.execute(_READY, (before, limit)), taken, limit, delayed=False)
         except (sqlite3.Error, OSError) as error:
             self._disconnect()
-            self._hand_back(taken.rows)
+            self._release(taken.rows)
             raise outbox_error(error, self._path, "reading") from error
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are decided: what they hold is held from now on."""
+        """Hold the rows behind those that are delayed or set aside."""
         for settlement in settlements:
             row, key = settlement.row, settlement.row.ordering_key
-            if key is None or settlement.fate is RowOutcome.CONFIRMED:
+            if key is None or settlement.outcome is RowOutcome.CONFIRMED:
                 continue
-            if settlement.fate is not RowOutcome.BACK:
+            if settlement.outcome is not RowOutcome.BACK:
                 self._held.add(key)
                 self._holding.add(key)
             elif row.id in self._due:  # it is delayed still
@@ -162,24 +162,24 @@ class SQLiteRowLeases:
                 self._pass(self._keys[key], row.id)
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
-        """Fates are carried out."""
+        """Forget rows whose outcomes are written."""
         for settlement in settlements:
-            row, fate = settlement.row, settlement.fate
+            row, outcome = settlement.row, settlement.outcome
             self._taken.discard(row.id)
             self._due.discard(row.id)
             key = row.ordering_key
-            if key is not None and fate in (RowOutcome.LATER, RowOutcome.SET_ASIDE):
+            if key is not None and outcome in (RowOutcome.LATER, RowOutcome.SET_ASIDE):
                 self._holding.discard(key)
-            if fate is RowOutcome.BACK and key is None:
+            if outcome is RowOutcome.BACK and key is None:
                 self._position = min(self._position, row.id - 1)
             if key is not None:
                 self._key_settled(key)
 
     def keep(self) -> None:
-        """Nothing to do: the lock holds for as long as the process lives."""
+        """Do nothing: the lock holds for as long as the process lives."""
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         _open_claims.discard(self)
         self._disconnect()
         if self._lock is not None:
@@ -187,7 +187,7 @@ class SQLiteRowLeases:
             self._lock = None
 
     def forget(self) -> None:
-        """This is a copy in a forked child: the lock is the parent's, and must not outlive it here."""
+        """Close the lock in a forked child: it is the parent's, and must not outlive it."""
         if self._lock is not None:
             with suppress(OSError):
                 os.close(self._lock)
@@ -196,7 +196,7 @@ class SQLiteRowLeases:
     # Private
 
     def _reader(self) -> sqlite3.Connection | None:
-        """The connection to read with; None where another process is the relay."""
+        """Return the connection to read with; None if another process is the relay."""
         if self._lock is None and not self._become_relay():
             return None
         if self._connection is None:
@@ -219,9 +219,9 @@ class SQLiteRowLeases:
     def _connect(self) -> sqlite3.Connection:
         self._file.check()
         connection = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
-        connection.text_factory = _text_or_bytes  # what is no UTF-8 is the fault of one row, not of the others
+        connection.text_factory = _text_or_bytes  # invalid UTF-8 in one row must not fail the others
         try:
-            if not self._began:  # a relay before us may have published any of these
+            if not self._began:  # an earlier relay may have published any of these
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
                 self._began = True
         except BaseException:
@@ -236,13 +236,13 @@ class SQLiteRowLeases:
             self._connection = None
 
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:
-        """Somebody has put rows back or removed them: what held others may be gone."""
+        """Start from the first row: rows that held others may be gone, or put back."""
         holding = connection.execute(_HELD, (FORMAT,))
         self._held = {key for number, key in holding if number not in self._due} | self._holding
         self._position = 0
         self._epoch = epoch
 
-    def _give(self, cursor: sqlite3.Cursor, taken: RowBatch, limit: int, *, delayed: bool) -> None:
+    def _take_ready(self, cursor: sqlite3.Cursor, taken: RowBatch, limit: int, *, delayed: bool) -> None:
         size = 0
         with closing(cursor):
             for number, *values in cursor:
@@ -250,7 +250,7 @@ class SQLiteRowLeases:
                     self._position = number
                 if number in self._taken:
                     continue
-                if not delayed and not self._may_be_taken(number, values[_KEY]):
+                if not delayed and not self._is_free(number, values[_KEY]):
                     self._walked += 1
                     body = values[_BODY]
                     self._walked_bytes += len(body) if isinstance(body, (bytes, str)) else 0
@@ -263,22 +263,22 @@ class SQLiteRowLeases:
                 if delayed:
                     self._due.add(number)
                     if row.ordering_key is not None:
-                        # What came behind it in its key was passed over or handed back.
+                        # The rows behind it of its key were passed over or released.
                         self._held.discard(row.ordering_key)
                         self._keys.setdefault(row.ordering_key, _Key()).passed = number + 1
-                self._take(row, taken)
+                self._add(row, taken)
                 size += len(row.message.body)
-                if len(taken.rows) >= limit or size >= _BYTES_AT_A_TIME:
+                if len(taken.rows) >= limit or size >= _BYTES_PER_TAKE:
                     return
 
-    def _give_of_key(self, connection: sqlite3.Connection, name: str, taken: RowBatch) -> None:
+    def _take_of_key(self, connection: sqlite3.Connection, name: str, taken: RowBatch) -> None:
         key = self._keys.get(name)
         if key is None or key.taken or key.passed is None:
             return
         first, key.passed = key.passed, None
         count = 0
         if name not in self._held:
-            with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_OF_A_KEY))) as cursor:
+            with closing(connection.execute(_OF_A_KEY, (name, first, self._position, _ROWS_PER_KEY))) as cursor:
                 for number, *values in cursor:
                     count += 1
                     row = None if number in self._taken else self._read(number, values, taken)
@@ -286,8 +286,8 @@ class SQLiteRowLeases:
                         break
                     first = number + 1
                     if row is not None:
-                        self._take(row, taken)
-        if count == _ROWS_OF_A_KEY:
+                        self._add(row, taken)
+        if count == _ROWS_PER_KEY:
             key.passed = first
         if not key.taken:
             if key.passed is None:
@@ -309,17 +309,17 @@ class SQLiteRowLeases:
                     self._keys.setdefault(key, _Key()).taken += 1
                 self._taken.add(number)
                 taken.damaged.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, str(error)))
-            elif not self._unreadable_said:
-                self._unreadable_said = True
+            elif not self._unreadable_logged:
+                self._unreadable_logged = True
                 logger.error("outbox %s: %s", self._path, error)  # noqa: TRY400  # nothing broke here
             return None
 
     @property
     def _far(self) -> bool:
-        """Whether enough was passed over for one look."""
+        """Whether enough was passed over for one take."""
         return self._walked >= _ROWS_PASSED or self._walked_bytes >= _BYTES_PASSED
 
-    def _may_be_taken(self, number: int, name: object) -> bool:
+    def _is_free(self, number: int, name: object) -> bool:
         if not isinstance(name, str):  # none, or damaged
             return True
         if name in self._held:
@@ -327,7 +327,7 @@ class SQLiteRowLeases:
         key = self._keys.get(name)
         if key is None:
             return True
-        if key.passed is None and key.taken < _ROWS_OF_A_KEY:
+        if key.passed is None and key.taken < _ROWS_PER_KEY:
             return True
         self._pass(key, number)
         return False
@@ -336,7 +336,7 @@ class SQLiteRowLeases:
     def _pass(key: _Key, number: int) -> None:
         key.passed = number if key.passed is None else min(key.passed, number)
 
-    def _take(self, row: OutboxRow, taken: RowBatch) -> None:
+    def _add(self, row: OutboxRow, taken: RowBatch) -> None:
         if row.ordering_key is not None:
             self._keys.setdefault(row.ordering_key, _Key()).taken += 1
         self._taken.add(row.id)
@@ -354,7 +354,7 @@ class SQLiteRowLeases:
         else:
             self._again.append(name)
 
-    def _hand_back(self, rows: Iterable[OutboxRow]) -> None:
+    def _release(self, rows: Iterable[OutboxRow]) -> None:
         settlements = [RowSettlement(row, RowOutcome.BACK) for row in rows]
         self.decided(settlements)
         self.written(settlements)

@@ -1,11 +1,11 @@
-"""The thread that writes to an outbox: one transaction, and so one fsync, for all that came in meanwhile.
+"""The thread that writes to an outbox: as much as it can per transaction.
 
-Messages of many callers and the fates of rows that a relay has settled go into the same transaction.
+Messages of many callers and the outcomes of rows that a relay has settled go into the same transaction.
 
-Invariants: what is put in is answered exactly once, in order; a message that could not be stored is answered with the
-error and never tried again, so that it is not stored after its caller was told; a fate is tried again until it is
-carried out, or the writer ends; no exception of what is called ends the thread, and what is told does not depend on
-what was told before.
+Invariants: each message and each outcome is reported exactly once, in order; a message that could not be stored is
+reported with the error and never tried again, so that it is not stored after its caller was told; an outcome is tried
+again until it is written, or the writer ends; no exception of a callback ends the thread, or keeps the other callbacks
+from their calls.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ __all__ = ["OutboxWriter"]
 
 logger = logging.getLogger(__name__)
 
-_ROWS_AT_A_TIME: Final = 1000
-_BYTES_AT_A_TIME: Final = 2 * 1024 * 1024
-_RETRY_AFTER: Final = 1.0  # seconds, for fates that could not be carried out
-_ERRORS_SAID_EVERY: Final = 10.0  # seconds
+_ROWS_PER_WRITE: Final = 1000
+_BYTES_PER_WRITE: Final = 2 * 1024 * 1024
+_RETRY_AFTER: Final = 1.0  # seconds, for outcomes that could not be written
+_LOG_ERRORS_EVERY: Final = 10.0  # seconds
 
 T = TypeVar("T")
 
 
-class _Message(NamedTuple, Generic[T]):
-    """A message to store, and whose it is."""
+class _QueuedMessage(NamedTuple, Generic[T]):
+    """A message to store, and its owner."""
 
     owner: T
     row: NewRow
 
 
 class OutboxWriter(Generic[T]):
-    """See the module. ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
+    """Writes to an outbox on a thread.
+
+    ``store`` and ``settle`` are thread-safe, and may be called by a signal handler.
 
     Args:
         outbox: to write to.
         name: of the thread.
-        on_stored: called on the writer's thread with the owners of messages, and the error where they are not stored.
-        on_settled: likewise with fates that were carried out.
-        statistics: where to count what was stored, and what was not.
+        on_stored: called on the writer's thread with the owners of messages, and the error if they are not stored.
+        on_settled: called on the writer's thread with the outcomes that were written.
+        statistics: counts stored messages and failures.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class OutboxWriter(Generic[T]):
         self._statistics = statistics
         self._on_stored = on_stored
         self._on_settled = on_settled
-        self._queue: SimpleQueue[_Message[T] | list[RowSettlement] | Callable[[], object] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedMessage[T] | list[RowSettlement] | Callable[[], object] | None] = SimpleQueue()
         self._settlements: list[RowSettlement] = []
         self._settle_at = 0.0
-        self._error_said_at = float("-inf")
+        self._error_logged_at = float("-inf")
         self._ending = False
         self._calls: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -82,14 +84,17 @@ class OutboxWriter(Generic[T]):
 
     def store(self, owner: T, row: NewRow) -> None:
         """Store a message soon. Does not block."""
-        self._queue.put(_Message(owner, row))
+        self._queue.put(_QueuedMessage(owner, row))
 
     def settle(self, settlements: list[RowSettlement]) -> None:
-        """Carry out fates soon. Does not block."""
+        """Write the outcomes of rows soon. Does not block."""
         self._queue.put(settlements)
 
     def call(self, call: Callable[[], object]) -> None:
-        """Call a function when all that was put in before has its answer. Does not block."""
+        """Call a function when all earlier messages and outcomes are reported.
+
+        Does not block.
+        """
         self._queue.put(call)
 
     @property
@@ -98,11 +103,11 @@ class OutboxWriter(Generic[T]):
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End when all that was put in before is written, or could not be. Does not wait."""
+        """End when all earlier messages and outcomes are reported. Does not wait."""
         self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end for up to ``timeout`` seconds; return whether it came."""
+        """Wait up to ``timeout`` seconds for the end; return whether it came."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -115,13 +120,13 @@ class OutboxWriter(Generic[T]):
             self._write(messages)
             calls, self._calls = self._calls, []
             for call in calls:
-                self._tell(call)
+                self._call(call)
             if self._ending and self._queue.empty():
                 return
 
-    def _gather(self) -> list[_Message[T]]:
-        """Wait for something to write, and take all that is there, up to what one transaction should have."""
-        messages: list[_Message[T]] = []
+    def _gather(self) -> list[_QueuedMessage[T]]:
+        """Wait for messages or outcomes; return the messages for one transaction."""
+        messages: list[_QueuedMessage[T]] = []
         size = 0
         timeout = None if not self._settlements else max(self._settle_at - time.monotonic(), 0.0)
         try:
@@ -129,10 +134,10 @@ class OutboxWriter(Generic[T]):
             while True:
                 if item is None:
                     self._ending = True
-                elif isinstance(item, _Message):
+                elif isinstance(item, _QueuedMessage):
                     messages.append(item)
                     size += len(item.row.message.body)
-                    if len(messages) >= _ROWS_AT_A_TIME or size >= _BYTES_AT_A_TIME:
+                    if len(messages) >= _ROWS_PER_WRITE or size >= _BYTES_PER_WRITE:
                         break
                 elif isinstance(item, list):
                     self._settlements.extend(item)
@@ -143,7 +148,7 @@ class OutboxWriter(Generic[T]):
             pass
         return messages
 
-    def _write(self, messages: list[_Message[T]]) -> None:
+    def _write(self, messages: list[_QueuedMessage[T]]) -> None:
         settlements = self._settlements if time.monotonic() >= self._settle_at or self._ending else []
         if not messages and not settlements:
             return
@@ -155,10 +160,10 @@ class OutboxWriter(Generic[T]):
                 self._write_settlements()  # which may need no room
             elif settlements:
                 self._settle_later(failure)
-            self._answer(messages, failure)
+            self._report(messages, failure)
         else:
             self._settled(settlements)
-            self._answer(messages, None)
+            self._report(messages, None)
 
     def _failure(self, error: Exception) -> OutboxError:
         if isinstance(error, OutboxError):
@@ -167,7 +172,7 @@ class OutboxWriter(Generic[T]):
             return OutboxError(str(error))
         logger.error("writing to %r", self._outbox, exc_info=error)
         failure = OutboxError(f"writing to {self._outbox!r} failed; the log says how")
-        failure.may_have_arrived = True  # nobody knows how far it got
+        failure.may_have_arrived = True  # how far it got is not known
         failure.__cause__ = error
         return failure
 
@@ -184,25 +189,25 @@ class OutboxWriter(Generic[T]):
         if settlements:
             self._settlements = []
             self._settle_at = 0.0
-            self._tell(lambda: self._on_settled(settlements))
+            self._call(lambda: self._on_settled(settlements))
 
     def _settle_later(self, error: OutboxError) -> None:
         now = time.monotonic()
         self._settle_at = now + _RETRY_AFTER
-        if now - self._error_said_at >= _ERRORS_SAID_EVERY:
-            self._error_said_at = now
+        if now - self._error_logged_at >= _LOG_ERRORS_EVERY:
+            self._error_logged_at = now
             logger.error("%s; %d rows that were published stay there for now", error, len(self._settlements))
 
-    def _answer(self, messages: Sequence[_Message[T]], error: OutboxError | None) -> None:
+    def _report(self, messages: Sequence[_QueuedMessage[T]], error: OutboxError | None) -> None:
         if messages:
             if error is None:
                 self._statistics.stored += len(messages)
             else:
                 self._statistics.not_stored += len(messages)
             owners = [message.owner for message in messages]
-            self._tell(lambda: self._on_stored(owners, error))
+            self._call(lambda: self._on_stored(owners, error))
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception:

@@ -135,7 +135,7 @@ class SyncStore(StoreBase):
         The other methods raise the same errors.
 
         Raises:
-            IdempotencyStoreError: the database cannot be reached, does not answer in time, or answers with an error.
+            IdempotencyStoreError: the database cannot be reached, does not reply in time, or replies with an error.
         """
         return run_queries(self._claim_many(keys, lease), self._send)
 
@@ -184,7 +184,7 @@ class AsyncStore(StoreBase):
         The other methods raise the same errors.
 
         Raises:
-            IdempotencyStoreError: the database cannot be reached, does not answer in time, or answers with an error.
+            IdempotencyStoreError: the database cannot be reached, does not reply in time, or replies with an error.
         """
         return await self._run(self._claim_many(keys, lease))
 

@@ -59,7 +59,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local ends = string.format('%.0f', now + ARGV[1])
 local kept = string.format('%.0f', math.ceil(ARGV[1] / 1000) + ARGV[2])
-local answers = {}
+local replies = {}
 for i, key in ipairs(KEYS) do
   local record, holder = found[i], ARGV[2 + i]
   local status, state, token, held_by, attempts, lease_ends = 'n', 'f', 0, '0', '0', 0
@@ -79,11 +79,11 @@ for i, key in ipairs(KEYS) do
     end
     redis.call('SET', key, table.concat({'1', 'c', token, holder, attempts, ends}, '|'), 'PX', kept)
   end
-  answers[#answers + 1] = status
-  answers[#answers + 1] = status == 'n' and token or '0'
-  answers[#answers + 1] = attempts or '0'
+  replies[#replies + 1] = status
+  replies[#replies + 1] = status == 'n' and token or '0'
+  replies[#replies + 1] = attempts or '0'
 end
-return answers
+return replies
 """
 )
 
@@ -91,20 +91,20 @@ return answers
 COMPLETE: Final = (
     _PARSE
     + """
-local answers = {}
+local replies = {}
 for i, key in ipairs(KEYS) do
-  answers[i] = 0
+  replies[i] = 0
   if found[i] then
     local state, token, _, attempts = parse(found[i])
     if state and state ~= 'f' and token == ARGV[1 + i] then
       if state == 'c' then
         redis.call('SET', key, table.concat({'1', 'd', token, '0', attempts, '0'}, '|'), 'PX', ARGV[1])
       end
-      answers[i] = 1
+      replies[i] = 1
     end
   end
 end
-return answers
+return replies
 """
 )
 
@@ -112,19 +112,19 @@ return answers
 RELEASE: Final = (
     _PARSE
     + """
-local answers = {}
+local replies = {}
 for i, key in ipairs(KEYS) do
-  answers[i] = 0
+  replies[i] = 0
   if found[i] then
     local state, token, _, attempts = parse(found[i])
     if state == 'c' and token == ARGV[2 + i] then
       local counted = string.format('%d', attempts + ARGV[2])
       redis.call('SET', key, table.concat({'1', 'f', token, '0', counted, '0'}, '|'), 'PX', ARGV[1])
-      answers[i] = 1
+      replies[i] = 1
     end
   end
 end
-return answers
+return replies
 """
 )
 
@@ -132,18 +132,18 @@ return answers
 RESET: Final = (
     _PARSE
     + """
-local answers = {}
+local replies = {}
 for i, key in ipairs(KEYS) do
-  answers[i] = 0
+  replies[i] = 0
   if found[i] then
     local state, token, holder, attempts, ends = parse(found[i])
     if state and state ~= 'd' and attempts ~= '0' then
       redis.call('SET', key, table.concat({'1', state, token, holder, '0', ends}, '|'), 'KEEPTTL')
-      answers[i] = 1
+      replies[i] = 1
     end
   end
 end
-return answers
+return replies
 """
 )
 

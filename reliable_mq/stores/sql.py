@@ -14,12 +14,12 @@ Invariants:
 - a claim that finds its own holder changes no token: a call that was delayed and then repeated does no harm;
 - a token is greater than that of the key before, and not below the time: it does not come again after the row is gone;
 - a row of another format is neither changed nor understood;
-- rows are locked in the order of their keys, so that nobody waits in a circle;
+- rows are locked in the order of their keys, so that transactions never wait in a circle;
 - ``expires``, which has an index, is changed as seldom as can be: an update of the other columns costs PostgreSQL no
-  index entry. So a row may be kept for a lease longer than the retention asks for.
+  index entry. So a row may be kept for a lease longer than the retention.
 """
 
-# ruff: noqa: S608 -- what is not a parameter is the checked name of the table, and numbers of our own
+# ruff: noqa: S608 -- only the checked name of the table and own numbers are formatted into statements
 
 from __future__ import annotations
 

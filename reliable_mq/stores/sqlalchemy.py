@@ -344,7 +344,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         try:
             if self._executor is None:
                 return self._begin(CancelHandle())
-            context = copy_context()  # of the handler, for what the session's events may look up there
+            context = copy_context()  # of the handler: the session's events may use it
             return self._executor.call(lambda handle: context.run(self._begin, handle), self._timeout, beyond=True)
         except ConfigurationError:
             raise
@@ -495,7 +495,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             await connection.run_sync(self._complete_in, holds)
             _mark(holds, CommitState.UNKNOWN)
             await transaction.commit()
-        except BaseException:  # here: where nobody waits any more, nobody else is to touch the session
+        except BaseException:  # here: after a timeout no other task may touch the session
             await self._roll_back(session)
             raise
         await session.close()

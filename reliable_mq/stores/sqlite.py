@@ -1,6 +1,6 @@
 """An idempotency store in a file, for the processes of one machine.
 
-Invariants: what was completed is on the disk when `complete_many` returns; a claim is safe from the death of any
+Invariants: a completed claim is on the disk when `complete_many` returns; a claim is safe from the death of any
 process, though not from that of the machine, which ends the work of its holder as well; a call waits for others no
 longer than the timeout; a connection is never used by a process that did not make it.
 """

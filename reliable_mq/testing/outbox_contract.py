@@ -63,7 +63,7 @@ class OutboxContract:
 
     @pytest.fixture
     def examples(self) -> int:
-        """The number of examples of what may happen to an outbox."""
+        """The number of sequences of events that an outbox is put through."""
         return 10
 
     def test_a_row_is_relayed_as_it_was_stored(self, subject: OutboxUnderTest) -> None:
@@ -268,7 +268,7 @@ class _OutboxModel:
 
     def confirmed(self) -> set[str]:
         """Return the messages that are confirmed, which is not written yet."""
-        return {one.row.message.message_id for one in self.unwritten if one.fate is RowOutcome.CONFIRMED}
+        return {one.row.message.message_id for one in self.unwritten if one.outcome is RowOutcome.CONFIRMED}
 
     def settle(self, choice: tuple[int, Any]) -> None:
         number, error = choice

@@ -299,9 +299,9 @@ def contended(store: Any, seed: int) -> list[StoreCall]:
     """
     history: list[StoreCall] = []
 
-    def ask(question: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any] | None:
+    def call(method: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any] | None:
         try:
-            return question(*arguments, **options)
+            return method(*arguments, **options)
         except IdempotencyStoreError:
             return None
 
@@ -314,17 +314,17 @@ def contended(store: Any, seed: int) -> list[StoreCall]:
                 chosen = mine.pop(rng.randrange(len(mine)))
                 what = rng.choice(["complete", "release", "fail", "fail", "fail", "release"])
                 if what == "complete":
-                    answers = ask(store.complete_many, [chosen])
+                    answers = call(store.complete_many, [chosen])
                     if answers != [False] and rng.random() < 0.3:
                         mine.append(chosen)
                 else:
-                    answers = ask(store.release_many, [chosen], failed=what == "fail")
+                    answers = call(store.release_many, [chosen], failed=what == "fail")
                 [answer] = answers or [None]
                 history.append(StoreCall(chosen.key, what, chosen.token, answer, begun, time.perf_counter()))
             else:
                 keys = rng.sample("abc", rng.choice([1, 2, 3]))
                 brief = rng.random() < 0.3
-                made = ask(store.claim_many, keys, 1e-6 if brief else 60.0)
+                made = call(store.claim_many, keys, 1e-6 if brief else 60.0)
                 ended = time.perf_counter()
                 mine += [one for one in made or () if one.status is NEW]
                 what = "brief" if brief else "claim"
@@ -358,7 +358,7 @@ class StoreModel(RuleBasedStateMachine):
         self.done: dict[str, tuple[int, float, float]] = {}  # by which token; until when at least, and at most
         self.attempts: dict[str, tuple[int, float, float]] = {}  # how many; until when
         self.holder: dict[str, tuple[int, float]] = {}  # newest token, end of its lease
-        self.longest: dict[str, float] = {}  # until when a store may keep what it has of a key
+        self.longest: dict[str, float] = {}  # until when a store may keep the record of a key
         self.last: dict[str, int] = {}
 
     @rule(target=claims, keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=4))

@@ -54,7 +54,7 @@ def numbers(rows: Any) -> list[int]:
 
 def fates(session: RelaySession) -> list[tuple[int, RowOutcome]]:
     taken, session.settlements = session.settlements, []
-    return [(one.row.id, one.fate) for one in taken]
+    return [(one.row.id, one.outcome) for one in taken]
 
 
 @pytest.mark.parametrize(

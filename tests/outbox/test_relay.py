@@ -79,7 +79,7 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     try:
         assert carrier.looked_again.wait(20)
         assert carrier.sent == [b"a"]
-        assert [(one.row.message.body, one.fate.name) for one in decided] == [(b"a", "SET_ASIDE"), (b"b", "BACK")]
+        assert [(one.row.message.body, one.outcome.name) for one in decided] == [(b"a", "SET_ASIDE"), (b"b", "BACK")]
     finally:
         relay.stop(0)
         assert relay.join(20)
@@ -104,7 +104,7 @@ def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: 
     relay.stop(0.5)
     assert relay.join(20)
     assert carrier.sent == [b"a"]
-    assert [(one.row.message.body, one.fate.name) for one in decided] == [(b"b", "BACK")]
+    assert [(one.row.message.body, one.outcome.name) for one in decided] == [(b"b", "BACK")]
 
 
 class Slow:

@@ -198,7 +198,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing(tmp_path: Path, monk
     monkeypatch.delattr(os, "posix_fallocate")
     monkeypatch.setattr(os, "pwrite", full)
     reserve = DiskReserve(tmp_path / "outbox")
-    assert not reserve.there()
+    assert not reserve.available()
     assert (tmp_path / "outbox-reserve").stat().st_size == 0
 
 
