@@ -1,4 +1,4 @@
-"""Handlers in the asyncio API: their tasks and threads, and the calls to the store.
+"""Handlers in the asyncio API: their tasks and threads, and calls to the store.
 
 There is one task per coroutine handler that may run at a time, not one per delivery: it handles one delivery after the
 other. Tasks are started when there is work for them. Plain handlers run on the threads of the sync API, whose end a
@@ -201,7 +201,7 @@ class TaskPool:
         self._store = None if store is None or claiming is None else StoreAdapter(store, f"{name}-store", count)
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # with what each has taken, and not reported yet
+        self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # and the deliveries each has not reported
         self._idle: deque[asyncio.Future[None]] = deque()
         self._held = False  # nothing more is to begin
         self._closed = False
@@ -475,7 +475,7 @@ class TaskPool:
         return answer
 
     def _interrupted(self, error: KeyboardInterrupt) -> str:
-        """Raise what interrupted the program out of its loop: it is not for the handler.
+        """Raise an interrupt of the program out of its loop: it is not for the handler.
 
         Once, however many handlers were interrupted: a second one would interrupt the end of the program.
         """
@@ -494,7 +494,7 @@ def _deliveries(item: Work) -> list[Delivery]:
 
 
 def _of(result: Result, deliveries: list[Delivery]) -> bool:
-    return isinstance(result, Skipped) and result.what is SkipReason.NOT_BEGUN and result.delivery in deliveries
+    return isinstance(result, Skipped) and result.reason is SkipReason.NOT_BEGUN and result.delivery in deliveries
 
 
 def _wake(idle: asyncio.Future[None]) -> None:

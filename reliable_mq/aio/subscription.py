@@ -198,7 +198,7 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
             while (wait := self._take_arrived(taken, deadline)) is not None:
                 await self._changed.wait(min(wait, _LONGEST))
         except BaseException:
-            self._give_back(taken)
+            self._put_back(taken)
             raise
         finally:
             self._end_round()

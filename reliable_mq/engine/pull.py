@@ -1,7 +1,8 @@
-"""Deliveries on request (``basic.get``), for jobs that take what is there and go.
+"""Deliveries on request (``basic.get``).
 
-Each request is answered with a delivery or with "empty"; a whole batch of requests is sent in one write. Deliveries go
-through the consumer session as any others: a retried one is held in the process and comes first with a later request.
+They are for jobs that take the messages that are there and go. Each request is answered with a delivery or with
+"empty"; a whole batch of requests is sent in one write. Deliveries go through the consumer session as any others: a
+retried one is held in the process and comes first with a later request.
 
 Invariants: no more deliveries are unsettled, held ones included, than the prefetch, which the broker itself does not
 apply to ``basic.get``; requests that a lost channel did not answer are made again on the next one, for a caller that
@@ -142,7 +143,7 @@ class BasePullSubscription(BaseSubscription):
         self._changed = self._new_changes()
         self._arrived: deque[Delivery] = deque()
         self._unsettled = 0  # given to the user and not settled
-        self._wanted = 0  # by the caller whose turn it is, what has arrived included
+        self._wanted = 0  # by the caller whose turn it is, arrived ones included
         self._over = False  # the round
         self._done = False  # nothing will come any more
         self._doubted = False  # the broker did not find the queue, and it is not known yet whether it is gone
@@ -196,7 +197,7 @@ class BasePullSubscription(BaseSubscription):
             return None
         return (deadline if over else last) - now
 
-    def _give_back(self, taken: list[PulledDelivery]) -> None:
+    def _put_back(self, taken: list[PulledDelivery]) -> None:
         """Put deliveries in front again: the caller was interrupted before it had them."""
         self._arrived.extendleft(reversed(taken))
         self._unsettled -= len(taken)

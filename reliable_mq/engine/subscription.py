@@ -290,7 +290,7 @@ class BaseSubscription:
         self._run()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Forget the channel; the broker delivers again what was not acked."""
+        """Forget the channel; the broker delivers again everything unacked."""
         self._in_quarantine = False
         self._connection_lost |= loss.scope == "connection"
         self._record.lost(time.monotonic())

@@ -122,13 +122,13 @@ class ClaimBatcher:
         Returns:
             The results of the others, and the deliveries that could not be put back.
         """
-        left = [one.delivery for one in results if isinstance(one, Skipped) and one.what is SkipReason.NOT_BEGUN]
-        failed = any(isinstance(one, Skipped) and one.what is SkipReason.STORE_FAILED for one in results)
+        left = [one.delivery for one in results if isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN]
+        failed = any(isinstance(one, Skipped) and one.reason is SkipReason.STORE_FAILED for one in results)
         self._most = max(len(results) // 2, 1) if failed else min(self._most + 0.25, _CLAIMED_TOGETHER)
         self._together = 1 if left else min(2 * self._together, int(self._most))
         if not left:
             return results, left
-        begun = [one for one in results if not (isinstance(one, Skipped) and one.what is SkipReason.NOT_BEGUN)]
+        begun = [one for one in results if not (isinstance(one, Skipped) and one.reason is SkipReason.NOT_BEGUN)]
         return begun, [] if self._waiting.put_back(left, self._epoch) else left
 
 
@@ -381,7 +381,7 @@ class _Worker:
 
     Attributes:
         seconds: the time that the handler took, per call.
-        held: what it has taken, and not reported yet.
+        held: the deliveries that it has not reported yet.
     """
 
     def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _WaitingWork, sink: ResultSink) -> None:
@@ -510,7 +510,7 @@ def call(handler: Callable[[Any], object], argument: Work) -> object:
 
     Raises:
         RetryLater, DeadLetter: it returned that, for a single delivery.
-        UsageError: it returned what has done nothing yet.
+        UsageError: it returned a coroutine or a generator, which has done nothing yet.
     """
     answer = handler(argument)
     if answer is not None:

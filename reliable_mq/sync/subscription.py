@@ -162,7 +162,7 @@ class PullSubscription(Subscription, BasePullSubscription):
                 while (wait := self._take_arrived(taken, deadline)) is not None:
                     self._changed.wait(min(wait, threading.TIMEOUT_MAX))
             except BaseException:
-                self._give_back(taken)
+                self._put_back(taken)
                 raise
             finally:
                 self._end_round()

@@ -117,7 +117,7 @@ def failures(results: Sequence[Result]) -> list[str]:
 
 
 def cancelled(results: Sequence[Result]) -> list[Delivery]:
-    return [one.delivery for one in results if isinstance(one, Skipped) and one.what is SkipReason.CANCELLED]
+    return [one.delivery for one in results if isinstance(one, Skipped) and one.reason is SkipReason.CANCELLED]
 
 
 def test_each_delivery_is_handled_once_and_in_order_by_one_task(store: Any) -> None:

@@ -221,7 +221,7 @@ def test_what_a_newer_version_has_recorded_waits_for_it_and_its_neighbours_do_no
     runner.answers = {ClaimKeys: [Claim("q|orders|newer", ClaimStatus.UNREADABLE), *real]}
     outcome, handled = runner(newer, known)
     assert isinstance(outcome, Skipped)
-    assert (outcome.delivery, outcome.what) == (newer, SkipReason.STORE_FAILED)
+    assert (outcome.delivery, outcome.reason) == (newer, SkipReason.STORE_FAILED)
     assert "newer version" in outcome.detail
     assert handled is known
 
@@ -265,7 +265,7 @@ def test_a_failure_behind_a_transaction_that_was_committed_is_no_attempt() -> No
     item = delivery()
     result = only(runner(item))
     assert isinstance(result, Skipped)
-    assert (result.what, item.failures) == (SkipReason.STORE_FAILED, None)
+    assert (result.reason, item.failures) == (SkipReason.STORE_FAILED, None)
     assert "not known" in result.detail
     assert "ConnectionResetError: no answer to COMMIT" in result.detail
     assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
@@ -290,7 +290,7 @@ def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_att
     runner = Runner(handler, batch=batch, transaction=nothing)
     runner.broken = {Release}
     results = runner(delivery(1, message_id="m1"), delivery(2, message_id="m2"))
-    assert [getattr(result, "what", None) for result in results] == [SkipReason.STORE_FAILED] * 2
+    assert [getattr(result, "reason", None) for result in results] == [SkipReason.STORE_FAILED] * 2
     assert all("IdempotencyStoreError: no answer" in getattr(result, "detail", "") for result in results)
 
 
@@ -444,7 +444,7 @@ def test_a_stale_token_is_no_completion_and_the_key_is_claimed_again() -> None:
     item = delivery()
     result = only(runner(item))
     assert isinstance(result, Skipped)
-    assert (result.what, item.claim) == (SkipReason.STORE_FAILED, None)
+    assert (result.reason, item.claim) == (SkipReason.STORE_FAILED, None)
     assert "lease" in result.detail
 
 
@@ -462,7 +462,7 @@ def test_a_store_that_fails_to_release_what_is_used_up_changes_no_outcome() -> N
     runner.broken = {Release}
     result = only(runner(delivery()))
     assert isinstance(result, Skipped)
-    assert (result.what, result.detail) == (SkipReason.EXHAUSTED, "IdempotencyStoreError: no answer")
+    assert (result.reason, result.detail) == (SkipReason.EXHAUSTED, "IdempotencyStoreError: no answer")
 
 
 @pytest.mark.parametrize("answer", [[], [Claim("a", ClaimStatus.NEW)] * 2, None])
@@ -471,7 +471,7 @@ def test_an_answer_of_another_shape_is_a_store_that_failed(answer: Any) -> None:
     runner.answers = {ClaimKeys: answer}
     result = only(runner(delivery()))
     assert isinstance(result, Skipped)
-    assert result.what is SkipReason.STORE_FAILED
+    assert result.reason is SkipReason.STORE_FAILED
     assert runner.kinds == [ClaimKeys]
 
 
@@ -539,7 +539,7 @@ def test_a_batch_of_mixed_fortunes_has_one_result_each() -> None:
         (result if isinstance(result, Delivery) else result.delivery).delivery_tag: result for result in runner(*items)
     }
     assert results[2] is items[0]
-    whats = {tag: result.what for tag, result in results.items() if isinstance(result, Skipped)}
+    whats = {tag: result.reason for tag, result in results.items() if isinstance(result, Skipped)}
     assert whats == {
         3: SkipReason.DUPLICATE,
         4: SkipReason.IN_PROGRESS,
@@ -573,7 +573,7 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
         if isinstance(result, Delivery):
             assert effects
             break
-        if isinstance(result, Skipped) and result.what is SkipReason.DUPLICATE:
+        if isinstance(result, Skipped) and result.reason is SkipReason.DUPLICATE:
             assert effects
     assert len(effects) <= 1
 

@@ -454,7 +454,7 @@ def test_a_store_that_has_no_room_for_many_is_asked_for_fewer() -> None:
     with running(lambda _: None, store=store) as (workers, sink):
         workers.put(items(1000))
         results = sink.wait_for(1000)
-    refused = [one for one in results if isinstance(one, Skipped) and one.what is SkipReason.STORE_FAILED]
+    refused = [one for one in results if isinstance(one, Skipped) and one.reason is SkipReason.STORE_FAILED]
     assert 0 < len(refused) < 100
     assert max(store.claimed) == 16
     assert max(store.claimed[5:]) == 11
@@ -515,7 +515,7 @@ def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:
     with running(seen.append, store=store) as (workers, sink):
         workers.put(items(3))
         results = sink.wait_for(3)
-    assert [one.what for one in results if isinstance(one, Skipped)] == [SkipReason.DUPLICATE, SkipReason.IN_PROGRESS]
+    assert [one.reason for one in results if isinstance(one, Skipped)] == [SkipReason.DUPLICATE, SkipReason.IN_PROGRESS]
     assert [item.message_id for item in seen] == ["m3"]
 
 

@@ -2,7 +2,7 @@
 
 The broker numbers the deliveries of a channel 1, 2, 3, ...; handlers finish them in any order. ``basic.ack`` with
 ``multiple`` settles every outstanding delivery up to its tag, so it may only reach as far as everything below is
-finished; what is finished beyond such a gap gets a frame of its own, but later, so that a gap that closes soon costs
+finished; a delivery finished beyond such a gap gets a frame of its own, but later, so that a gap that closes soon costs
 nothing and a slow handler cannot starve the prefetch. The state of a channel, where tags 1 to 3 are acked::
 
     tag     1 2 3 | 4 5 6 | 7 8 9 10
@@ -17,12 +17,12 @@ Invariants:
 - a tag is settled by at most one frame: acked, rejected or requeued, never twice;
 - a tag that is unknown, finished before, or of another generation than the open channel's is refused, counted and
   changes nothing;
-- what is finished is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
+- a finished delivery is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
   deliveries fill half of the prefetch, whichever is first; contiguous ones also when there are ``ack_every`` of them;
-- while no handler runs, there is nothing to wait for: what is finished is acked as soon as nothing was for ``rest``
+- while no handler runs, there is nothing to wait for: finished deliveries are acked as soon as none was for ``rest``
   seconds. So a consumer that keeps up with its queue leaves next to nothing behind that was handled, if it dies;
 - ``acked == acks_sent + acks_saved``;
-- every operation is O(1) amortised per delivery, and memory is bounded by what is outstanding.
+- every operation is O(1) amortised per delivery, and memory is bounded by the outstanding deliveries.
 """
 
 from __future__ import annotations

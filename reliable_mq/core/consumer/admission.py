@@ -159,7 +159,7 @@ class Admission:
         try:
             return decode_retry_headers(delivery)
         except (NewerFormat, ConsumeError) as error:
-            delivery.flaw = None  # the handler has not asked for what cannot be read
+            delivery.flaw = None  # the handler has not read the broken part
             return str(error) if self._keeps else PLAIN
 
 

@@ -64,7 +64,7 @@ class ConsumerTimeoutMonitor:
 
     Args:
         timeout: the broker's consumer timeout, in seconds; None where it has none.
-        acks: knows what is unfinished.
+        acks: knows the unfinished deliveries.
 
     Attributes:
         timeout: as given.

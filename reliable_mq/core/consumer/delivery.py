@@ -109,8 +109,8 @@ class Delivery(RawDelivery):
         state: its place in the consumer.
         failures: its attempts that failed so far, if any did.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
-        flaw: what is wrong with its properties, once they were found broken.
-        hold: what it holds of the idempotency store while its handler runs; None without one that has transactions.
+        flaw: the error in its properties, once they were found broken.
+        hold: its claim in the idempotency store while its handler runs; None without one that has transactions.
         store_failures: how often the idempotency store failed for it.
     """
 

@@ -234,8 +234,8 @@ def verdicts(
     put something into it. Where it has taken deliveries out, only acks of all of them are clear.
 
     Args:
-        answer: what it returned.
-        deliveries: what it was called for.
+        answer: its return value.
+        deliveries: the batch.
         given: the list that it was called with, which is its own: a copy of ``deliveries`` then.
 
     Raises:

@@ -103,12 +103,12 @@ class Skipped:
 
     Attributes:
         delivery: which.
-        what: why.
+        reason: why.
         detail: the error of the store, if it failed.
     """
 
     delivery: Delivery
-    what: SkipReason
+    reason: SkipReason
     detail: str = ""
 
 
@@ -355,8 +355,8 @@ def _claim(
         elif claim.status is ClaimStatus.UNREADABLE:
             results.append(Skipped(delivery, SkipReason.STORE_FAILED, _UNREADABLE))
         else:
-            what = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
-            results.append(Skipped(delivery, what))
+            reason = SkipReason.DUPLICATE if claim.status is ClaimStatus.DONE else SkipReason.IN_PROGRESS
+            results.append(Skipped(delivery, reason))
     if keys and claiming.retries:  # the store answers: a good time for those of other keys
         for claims, failed in claiming.retries.settlements():
             yield from _settle(claiming, claims, failed)

@@ -1,13 +1,13 @@
 """The life of a consumer, from its subscription to the end of its connection.
 
-`TRANSITIONS` is the whole of it. A consumer that stops first cancels its subscription; what it requeues leaves after
-that, or the broker would deliver it here again. Then it waits for a moment before it sends anything: if quick handlers
-end meanwhile, one frame settles everything, instead of one frame each.
+`TRANSITIONS` is the whole of it. A consumer that stops first cancels its subscription; it requeues deliveries after
+that, or the broker would deliver them here again. Then it waits for a moment before it sends anything: if quick
+handlers end meanwhile, one frame settles everything, instead of one frame each.
 
 Invariants:
 
 - the role of a single active consumer is not given up while a delivery is unacked, unless its channel is lost: a stop
-  does not cancel then, and requeues nothing. When what runs has ended, closing the connection returns the rest and
+  does not cancel then, and requeues nothing. When its handlers have ended, closing the connection returns the rest and
   passes the role on in one step, so that the next consumer begins with the oldest. For the same reason another prefetch
   waits until nothing is unacked;
 - nothing is sent from the stop until the subscription has ended;

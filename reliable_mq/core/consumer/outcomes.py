@@ -113,7 +113,7 @@ class OutcomeHandler:
                 self._failed(result, now)
             elif isinstance(result, Skipped):
                 if result.delivery.source is self._settlement.source:
-                    self._outcomes[result.what](result, now)
+                    self._outcomes[result.reason](result, now)
                 else:
                     self._stale(result.delivery)
 
@@ -276,7 +276,7 @@ class OutcomeHandler:
             if isinstance(result, Failed):
                 self._statistics.failed += 1
                 self._settlement.log(LogEventKind.DROPPED, result.delivery, _shown(result.failure))
-            elif isinstance(result, Skipped) and result.what is SkipReason.CANCELLED:
+            elif isinstance(result, Skipped) and result.reason is SkipReason.CANCELLED:
                 self._statistics.failed += 1
                 self._settlement.log(LogEventKind.DROPPED, result.delivery, result.detail)
             else:
@@ -336,7 +336,7 @@ class OutcomeHandler:
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # too large with our headers, say
         blocked = isinstance(error, PublishBlocked)
         if republish.purpose is RepublishReason.DEAD_LETTER:
-            # The broker's own dead-lettering keeps what cannot be published, and needs no connection that publishes.
+            # The broker's own dead-lettering needs no publish of ours, which may be refused or blocked.
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return

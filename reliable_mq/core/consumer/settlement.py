@@ -247,7 +247,7 @@ class Settlement:
     Attributes:
         automatic: whether the broker forgets the deliveries that it sends.
         acks: batches the acks.
-        republish: publishes what takes the place of deliveries.
+        republish: publishes messages in place of deliveries.
         stream_offset: as given.
         attempts: the failed attempts of messages, as far as they are remembered.
         statistics: counts.
@@ -382,7 +382,7 @@ class Settlement:
 
     @property
     def deadline(self) -> float | None:
-        """When the first of what is held is due; None where nothing is held."""
+        """When the first held delivery is due; None if none is held."""
         return self._held[0][0] if self._held else None
 
     @property

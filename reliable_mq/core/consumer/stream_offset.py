@@ -27,7 +27,7 @@ class StreamOffset:
 
     Attributes:
         following: the offset at which the next channel is to begin; None where nothing came in yet.
-        upcoming: the offset, at least, of what comes next on this channel; None likewise.
+        upcoming: the least offset of the next delivery on this channel; None likewise.
     """
 
     __slots__ = ("_first", "_offsets", "_unseen", "following", "upcoming")
@@ -71,5 +71,5 @@ def _offset(delivery: Delivery) -> int | None:
     try:
         return delivery.offset
     except ConsumeError:
-        delivery.flaw = None  # the handler has not asked for what cannot be read
+        delivery.flaw = None  # the handler has not read the broken part
         return None
