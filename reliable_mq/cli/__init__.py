@@ -1,14 +1,14 @@
 """The command line: ``reliable-mq``.
 
-One file per command, which says what the command does and holds its options; what a command stands on lies beside it.
+One module or package for each command, with its options and its help; it imports the rest when it runs.
 
 Invariants:
 
-- What a command produces goes to stdout, everything else (progress, logs, errors) to stderr.
-- The exit status is 0 where all went well, 1 where something failed, 2 for a wrong command line, 130 after Ctrl-C, and
-  141 where the reader of standard output left before the end.
-- No output shows a password: of a URL only what ``str(ConnectionSettings)`` shows.
-- Nothing here is needed by the library; without the extra ``cli`` the command says how to install it.
+- The product of a command goes to stdout, everything else (progress, logs, errors) to stderr.
+- The exit status is 0 after success, 1 after a failure, 2 for a wrong command line, 130 after Ctrl-C, and 141 if the
+  reader of standard output left before the end.
+- No output shows a password: a URL is shown as ``str(ConnectionSettings)``.
+- The library does not need this package; without the extra ``cli`` the command explains how to install it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    # All is done, and its outcome is known: Ctrl-C must not interrupt the interpreter's own end.
+    # The outcome is known: Ctrl-C must not interrupt the end of the interpreter.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
 
 
 def _hold_streams() -> bool:
-    """Keep files and sockets from taking the place of a standard stream that is closed; False without output.
+    """Keep files and sockets from replacing a closed standard stream.
 
-    Such a stream stays None for Python, which is how who reads standard input knows.
+    A closed stream stays None for Python, so that readers of standard input notice.
+
+    Returns:
+        Whether there is a standard output.
     """
     for descriptor in range(3):
         try:

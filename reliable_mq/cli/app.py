@@ -1,4 +1,4 @@
-"""The commands in one application, and what becomes of an error that a command did not expect to explain itself."""
+"""The application: all commands, and the lines and exit statuses of their errors."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ app.add_typer(outbox)
 def options(
     *,
     verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Log what the library does; twice: the driver as well.")
+        int, typer.Option("--verbose", "-v", count=True, help="Log the library's actions; twice: the driver's, too.")
     ] = 0,
 ) -> None:
-    """Publish to and consume from RabbitMQ, and see whether a broker keeps what it confirms."""
+    """Publish to and consume from RabbitMQ, and check that a broker keeps messages."""
     show_logs(verbose)
 
 
@@ -59,7 +59,7 @@ def run() -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What is still in its buffer must not become an error at the interpreter's exit.
+        # The rest of its buffer must not cause an error at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return _READER_LEFT
@@ -87,7 +87,7 @@ def _run() -> int:
         if isinstance(end.__context__, BrokenPipeError):  # which rich and typer end with 1
             return _READER_LEFT
         code = 1 if end.code is None else end.code
-    except Exception as error:  # noqa: BLE001  # a flaw of ours: one line for a user, the place for who asks for it
+    except Exception as error:  # noqa: BLE001  # a bug: one line for a user, the place with -v
         _tell(f"{type(error).__name__}: {error} (a flaw in reliable-mq; with -v it shows where)")
         if logging.getLogger("reliable_mq").isEnabledFor(logging.INFO):
             say("".join(traceback.format_exception(error)))
@@ -96,7 +96,7 @@ def _run() -> int:
 
 
 def _explained(error: Any) -> int:
-    """Show what is wrong with a command line, which may hold what a terminal would act on, and a URL's password."""
+    """Explain a wrong command line, which may hold control characters and a password."""
     from typer.rich_utils import rich_format_error
 
     if isinstance(getattr(error, "message", None), str):

@@ -1,4 +1,4 @@
-"""``reliable-mq consume``: what is in a queue, to standard output; acknowledged when written, or left there."""
+"""``reliable-mq consume``: write messages to standard output; ack or requeue them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["consume"]
 
 _INTERRUPTED: Final = 130
-_AHEAD: Final = 200  # deliveries sent ahead of their acks
+_AHEAD: Final = 200  # unacked deliveries
 _LONG: Final = 3600.0  # seconds: longer than it takes to stop
-_PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was looked at
+_PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was seen
 _PEEK_MOST: Final = 65_535  # the largest prefetch there is
-_LOOK_EVERY: Final = 0.05  # seconds between two looks at the connection
+_LOOK_EVERY: Final = 0.05  # seconds between two polls of the connection
 
 
 def consume(
     url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
     queue: Annotated[str, typer.Argument(metavar="QUEUE", help="A queue that exists.")],
     *,
-    ack: Annotated[
-        bool, typer.Option("--ack", help="Take messages out of the queue, each when it is written.")
-    ] = False,
-    peek: Annotated[bool, typer.Option("--peek", help="Look at messages and return them to the queue.")] = False,
+    ack: Annotated[bool, typer.Option("--ack", help="Ack each message when it is written.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Show messages, and requeue them all at the end.")] = False,
     count: Annotated[int | None, typer.Option(min=1, help="How many at most.")] = None,
     timeout: Annotated[
         float | None,
@@ -46,12 +44,12 @@ def consume(
 ) -> None:
     """Write the messages of a queue to standard output, one per line.
 
-    Without --json a message is its body and a line end; on a terminal, what does not print is escaped. Where --count is
-    not reached the exit status is 1.
+    Without --json a message is its body and a line end; on a terminal, control characters are escaped. If --count is
+    not reached, the exit status is 1.
 
-    What was only looked at, or sent ahead, goes back and is then marked as redelivered; a quorum queue may give it
-    another place, and up to RabbitMQ 4.2 counts it against its delivery limit. What is in a pipe counts as written:
-    with `| head -5`, give --count 5 as well.
+    Messages that were only peeked at, or prefetched, are requeued and then marked as redelivered; a quorum queue may
+    give them another place, and up to RabbitMQ 4.2 counts them against its delivery limit. A message in a pipe counts
+    as written: with `| head -5`, give --count 5 as well.
     """
     if ack == peek:
         raise typer.BadParameter("one of --ack and --peek is needed")
@@ -59,7 +57,7 @@ def consume(
     from reliable_mq.sync.consumer import Consumer
     from reliable_mq.sync.consumer import logger as consumer_logger
 
-    hide_logs(consumer_logger)  # it warns that dead letters are lost, and here none are made
+    hide_logs(consumer_logger)  # it warns of lost dead letters, of which this makes none
     follower = _Follower(
         product(as_json=as_json),
         write_line if as_json else _body,
@@ -77,16 +75,16 @@ def _body(delivery: Delivery) -> bytes:
 
 
 class _Follower:
-    """Writes what a consumer is sent, until there is enough, nothing comes any more, or nobody reads.
+    """Write deliveries until there are enough, no more come, or the reader leaves.
 
-    What is not acked is held until the consumer stops, and goes back then.
+    Unacked deliveries are held until the consumer stops, and then requeued.
 
     Args:
-        out: where to write.
-        form: what to write of a delivery; a line end is added.
-        keep: hold what was written, too, in place of acking it.
+        out: the output.
+        form: returns the text of a delivery; a line end is added.
+        keep: do not ack what was written.
         count: how many to write at most.
-        timeout: seconds without a delivery, from a broker that is there, after which it ends.
+        timeout: seconds without a delivery, while connected, after which it ends.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class _Follower:
         from reliable_mq._util.threads import start_daemon
 
         start_daemon("stop-when-over", self._stop_when_over, consumer)
-        consumer.run()  # which takes a signal for a wish to stop
+        consumer.run()  # which stops on a signal
         if self._error is not None:
             raise self._error
 
@@ -135,7 +133,7 @@ class _Follower:
                 self._out.write(self._form(delivery) + b"\n")
                 self._out.flush()
             except OSError as error:
-                # Who read from us may have had enough: that is no failure.
+                # The reader may have had enough: that is no failure.
                 self._end(0, None if isinstance(error, BrokenPipeError) else error)
             else:
                 self._written += 1
@@ -158,7 +156,7 @@ class _Follower:
             while self._status is None:
                 if self._timeout is None:
                     self._changed.wait()
-                elif not consumer.connected:  # to connect may take longer, and would look like an empty queue
+                elif not consumer.connected:  # connecting may take longer than the timeout
                     self._latest = time.monotonic()
                     self._changed.wait(_LOOK_EVERY)
                 elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:

@@ -1,10 +1,8 @@
-"""What is published from a shell: lines of standard input, lines of files, or whole files, each with its place.
+"""Read input by lines or files; write a file whole or not at all.
 
-A file that is written whole or not at all.
-
-Invariants: until everything is written and on the disk, a file that was there before is untouched, whatever ends the
-process; after an error nothing of the new one is left. A kill leaves the unfinished file beside it, named
-``.<name>.<random>.part``. What is no regular file, such as a pipe or a terminal, is written as it is.
+Invariants: until everything is written and on the disk, an existing file is untouched, whatever ends the process; after
+an error nothing of the new one is left. A kill leaves the unfinished file beside it, named ``.<name>.<random>.part``.
+Other than regular files, such as a pipe or a terminal, are written directly.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Input(NamedTuple):
     """One piece of input.
 
     Attributes:
-        where: for a report: ``"line 3"``, ``"orders.txt, line 3"`` or ``"photo.jpg"``.
+        where: its place, for reports: ``"line 3"``, ``"orders.txt, line 3"`` or ``"photo.jpg"``.
         data: without the line end.
         size: bytes that it took, for a progress bar.
     """
@@ -37,7 +35,7 @@ class Input(NamedTuple):
 
 
 def lines(files: Sequence[Path]) -> Iterator[Input]:
-    """Give the lines of files, or of standard input where there are none, as soon as each is complete.
+    """Return the lines of files, or of standard input, each as soon as it is complete.
 
     Raises:
         OSError: a file cannot be read.
@@ -50,7 +48,7 @@ def lines(files: Sequence[Path]) -> Iterator[Input]:
 
 
 def whole_files(files: Sequence[Path]) -> Iterator[Input]:
-    """Give each file as one piece.
+    """Return each file as one piece.
 
     Raises:
         OSError: a file cannot be read.
@@ -61,7 +59,7 @@ def whole_files(files: Sequence[Path]) -> Iterator[Input]:
 
 
 def size_of(files: Sequence[Path]) -> int | None:
-    """How many bytes there are to read; None where that cannot be known, as with a pipe."""
+    """Return the number of bytes to read; None if unknown, as of a pipe."""
     found = [path.stat() for path in files] if files else [os.fstat(_standard_input().fileno())]
     return sum(each.st_size for each in found) if all(stat.S_ISREG(each.st_mode) for each in found) else None
 
@@ -79,7 +77,7 @@ def _lines_of(file: Iterator[bytes], prefix: str) -> Iterator[Input]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; at the end of the block it takes the place of what was there.
+    """Open a file for writing; it replaces an existing one at the end of the block.
 
     Raises:
         OSError: it cannot be written there; the block's own errors pass.
@@ -124,7 +122,7 @@ def _umask() -> int:
 
 
 def _sync_directory(path: Path) -> None:
-    """Have the name on the disk, too."""
+    """Flush the name of a file to the disk, too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

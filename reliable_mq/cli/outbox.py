@@ -1,4 +1,4 @@
-"""``reliable-mq outbox``: looks after an outbox, and relays one in a process of its own.
+"""``reliable-mq outbox``: inspect an outbox, relay it, retry or purge failed rows.
 
 An outbox is named by the path of its SQLite file, or by a database URL as SQLAlchemy writes it.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["outbox"]
 
 _INTERRUPTED: Final = 130
-_ANSWERS: Final = 30.0  # seconds for a database to answer whoever connects
-_LEAVE: Final = 5.0  # seconds for a relay that is told to stop; what it leaves behind is for others, or its next start
+_ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
+_LEAVE: Final = 5.0  # seconds for a relay to stop; the rest is for others, or its next start
 _TABLE: Final = "reliable_mq_outbox"
 
 outbox = typer.Typer(
     name="outbox",
-    help="Look into an outbox, relay it, and decide about what was set aside.",
+    help="Inspect an outbox, relay it, and retry or purge messages that were set aside.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,7 +53,7 @@ Where = Annotated[
 TableName = Annotated[str, typer.Option(help="The table, where OUTBOX is a database URL.")]
 Schema = Annotated[str | None, typer.Option(help="Its schema.")]
 MessageIds = Annotated[
-    list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="Which messages; with --all none is to be given.")
+    list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="Messages that were set aside; none with --all.")
 ]
 All = Annotated[bool, typer.Option("--all", help="All messages that were set aside.")]
 
@@ -69,7 +69,10 @@ def status(
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Count what waits, and list what was set aside with the reason. The exit status is 1 where anything was."""
+    """Count waiting messages, and list those that were set aside with the reason.
+
+    The exit status is 1 if any was set aside.
+    """
     with _outbox(where, table, schema) as box:
         counted, aside = box.status(), box.set_aside(limit)
     if as_json:
@@ -95,9 +98,9 @@ def relay(
     *,
     table: TableName = _TABLE,
     schema: Schema = None,
-    create: Annotated[bool, typer.Option("--create", help="Make the outbox where it does not exist.")] = False,
+    create: Annotated[bool, typer.Option("--create", help="Create the outbox if it does not exist.")] = False,
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End when everything that is there now is published.")
+        bool, typer.Option("--until-empty", help="End when all present messages are published.")
     ] = False,
     lease: Annotated[
         float, typer.Option(help="Seconds after which a database gives the rows of a relay that died to another.")
@@ -110,9 +113,10 @@ def relay(
     ] = None,
     metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
 ) -> None:
-    """Publish what is in an outbox, confirmed, until Ctrl-C or SIGTERM. Any number may share a database's table.
+    """Publish the messages of an outbox, confirmed, until Ctrl-C or SIGTERM.
 
-    It stops within seconds: what it has not got confirmed by then is for another one, or for its next start.
+    Any number of relays may share a database's table. A relay stops within seconds: messages unconfirmed by then are
+    for another one, or for its next start.
     """
     from reliable_mq import Publisher
     from reliable_mq.sync.consumer import next_signal
@@ -154,7 +158,7 @@ def relay(
 
 
 def _connect(publisher: Publisher, *, patient: bool) -> None:
-    """Connect; where the broker is away, and one is ``patient``, say so, and leave it to the publisher to try again."""
+    """Connect; if the broker is away, and ``patient``, let the publisher retry."""
     try:
         publisher.connect()
     except BrokerUnavailable as error:
@@ -172,7 +176,7 @@ def retry(
     table: TableName = _TABLE,
     schema: Schema = None,
 ) -> None:
-    """Put messages that were set aside back, for the next relay to publish."""
+    """Put back messages that were set aside, for the next relay to publish."""
     which = _which(message_ids, every=every)
     with _outbox(where, table, schema) as box:
         _say(box.retry(which), "put back", which)
@@ -187,7 +191,10 @@ def purge(
     table: TableName = _TABLE,
     schema: Schema = None,
 ) -> None:
-    """Remove messages that were set aside, for good. What waited behind them in their order goes on."""
+    """Remove messages that were set aside, for good.
+
+    Messages that waited behind them in their order are published next.
+    """
     which = _which(message_ids, every=every)
     with _outbox(where, table, schema) as box:
         _say(box.purge(which), "removed", which)
@@ -195,7 +202,10 @@ def purge(
 
 @outbox.command()
 def ddl(where: Where, *, table: TableName = _TABLE, schema: Schema = None) -> None:
-    """Print the statements that make the table in this database, for a migration. Nothing is asked or changed."""
+    """Print the statements that create the table in this database, for a migration.
+
+    The database is neither queried nor changed.
+    """
     if "://" not in where:
         raise typer.BadParameter("a SQLite outbox makes its own tables: give a database URL")
     with _in_database(where, table=table, schema=schema) as (box, _engine):
@@ -233,7 +243,7 @@ def _flush(publisher: Publisher, timeout: float | None) -> None:
 
 @contextmanager
 def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
-    """Serve a registry over HTTP, where there is a port to serve it on."""
+    """Serve a registry over HTTP, if there is a port."""
     if port is None:
         yield None
         return
@@ -278,9 +288,10 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
 
 
 def _wait_for_answer(box: Outbox, engine: Engine) -> None:
-    """Wait until the database has answered whoever connects, be it with an error, which is for its next user to tell.
+    """Wait until the database responds to a connection, be it with an error.
 
-    A frozen server accepts connections and never answers, and drivers wait for ever.
+    A frozen server accepts connections and never responds, and drivers wait for ever. An error is raised by the next
+    use of the database.
     """
     from reliable_mq._util.threads import DaemonExecutor
 

@@ -1,4 +1,4 @@
-"""``reliable-mq publish``: lines, files or JSON lines become messages, pipelined, each confirmed or reported."""
+"""``reliable-mq publish``: publish lines, files or JSON lines, pipelined."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ def publish(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header of lines and files; repeatable.")
     ] = None,
     transient: Annotated[
-        bool, typer.Option("--transient", help="Lines and files need not survive a restart of the broker.")
+        bool, typer.Option("--transient", help="Lines and files need not survive a broker restart.")
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which a message is given up.")] = 120.0,
 ) -> None:
-    """Publish lines, files or JSON lines, and wait until the broker has confirmed each.
+    """Publish lines, files or JSON lines, and wait until each is confirmed.
 
-    What is not confirmed is reported by its line, and the exit status is 1. Options win over what a JSON line says.
+    A message that is not confirmed is reported by its line, and the exit status is 1. Options win over the fields of a
+    JSON line.
     """
     if queue is not None and (exchange is not None or routing_key is not None):
         raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
@@ -106,7 +107,7 @@ def _header(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """How a piece of input becomes a message, and where it goes."""
+    """The message of a piece of input, and its target."""
 
     by_json: bool
     exchange: str | None
@@ -116,7 +117,7 @@ class _Recipe:
     persistent: bool
 
     def make(self, data: bytes) -> tuple[Message, str, str]:
-        """The message, its exchange and its routing key."""
+        """Return the message, its exchange and its routing key."""
         from reliable_mq import Message
         from reliable_mq.deadletters.jsonl import read_line
 
@@ -132,7 +133,7 @@ class _Recipe:
 
 
 class _Run:
-    """One run: what was read, confirmed, failed. Confirms come on another thread."""
+    """One run and its counts. Confirms come on another thread."""
 
     def __init__(self, publisher: Publisher, recipe: _Recipe, total: int | None) -> None:
         self._publisher = publisher

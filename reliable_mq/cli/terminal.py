@@ -1,10 +1,10 @@
-"""Where things are shown: the console for errors and progress, the logs of the library on it, and foreign text on both.
+"""The consoles for products, errors and progress; logs and foreign text on them.
 
 Invariants:
 
 - Logs go through the same console as a progress display, which stays whole that way.
-- What others wrote (ids, headers, bodies, names, a broker's or an exception's text) is never taken for markup, and none
-  of its characters makes a terminal do anything: `escaped`, `say`, `json_text` and `product` see to that.
+- Foreign text (ids, headers, bodies, names, texts of a broker or an exception) is never taken for markup, and none of
+  its characters controls the terminal: `escaped`, `say`, `json_text` and `product` escape it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 errors: Final = Console(stderr=True)
-"""For everything that is not a command's product."""
+"""For everything but a command's product."""
 
 _to_terminal = sys.stdout is not None and sys.stdout.isatty()
 output: Final = Console(width=None if _to_terminal or "COLUMNS" in os.environ else 120)
-"""For a product that is made for people: tables. In a pipe or a file, lines are longer than rich's 80 characters."""
+"""For tables. In a pipe or a file, lines are longer than rich's 80 characters."""
 
 _DRIVERS: Final = ("pika", "aio_pika", "aiormq")
 _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
@@ -49,10 +49,10 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:.*@)?[^\s'\"]*", re.DOTA
 
 
 def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
-    """Escape what does not print: control and escape characters, line ends, marks of direction, lone surrogates.
+    """Escape unprintable characters: control characters, line ends, lone surrogates...
 
     Args:
-        text: what others wrote; ``str`` of it.
+        text: foreign text; ``str`` of it.
         limit: how many characters to keep at most; None for all.
         keep: characters that stay although they do not print, such as line ends.
     """
@@ -67,12 +67,12 @@ def escaped(text: object, limit: int | None = None, *, keep: str = "") -> str:
 
 
 def say(text: str, *, console: Console = errors) -> None:
-    """Show text that may hold foreign text: as it is, but for what does not print. Line ends stay."""
+    """Print a text with unprintable characters escaped; line ends stay."""
     console.print(Text(escaped(text, keep="\n")), soft_wrap=True)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Encode as JSON that a terminal can show: what does not print is written as JSON's escapes."""
+    """Encode as JSON for a terminal: unprintable characters become JSON's escapes."""
     return _printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
 
 
@@ -84,10 +84,10 @@ def without_passwords(text: str) -> str:
 
 
 def product(*, as_json: bool) -> BinaryIO:
-    """Standard output for bytes: as they are in a pipe or a file, escaped on a terminal.
+    """Return standard output for bytes: escaped on a terminal, else as they are.
 
     Args:
-        as_json: what is written are lines of JSON, and stay JSON.
+        as_json: the output is lines of JSON, and stays JSON.
 
     Raises:
         OSError: it is closed.
@@ -99,7 +99,7 @@ def product(*, as_json: bool) -> BinaryIO:
 
 
 class _TerminalProduct:
-    """Of a file, what those use that are given one here."""
+    """The part of a binary file that callers of `product` use."""
 
     def __init__(self, out: BinaryIO, *, as_json: bool) -> None:
         self._out = out
@@ -115,7 +115,7 @@ class _TerminalProduct:
 
 
 def _printable_json(text: str) -> str:
-    """Outside of strings, JSON has no character but line ends that does not print."""
+    """Escape JSON: outside of strings, it has no unprintable character but line ends."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
@@ -136,7 +136,7 @@ def show_logs(verbose: int = 0) -> None:
     """Show the library's logs on `errors`.
 
     Args:
-        verbose: 0 for warnings; 1 for what it does as well; 2 for what the drivers have to say, too.
+        verbose: 0 for warnings; 1 for information, too; 2 for everything, with the drivers' logs.
     """
     handler = _ConsoleHandler()
     handler.setFormatter(logging.Formatter("%(message)s" if not verbose else "%(asctime)s %(name)s: %(message)s"))
@@ -148,12 +148,15 @@ def show_logs(verbose: int = 0) -> None:
         driver = logging.getLogger(name)
         driver.handlers[:] = [handler]
         driver.propagate = False
-        # They log every reconnect at ERROR, with tracebacks; what matters in it, the library says itself.
+        # They log every reconnect at ERROR, with tracebacks; the library logs it itself.
         driver.setLevel(logging.INFO if verbose > 1 else logging.CRITICAL + 1)
 
 
 def hide_logs(logger: logging.Logger | None = None) -> None:
-    """Show no logs of the library, or of this logger, unless they were asked for: the command says what they would."""
+    """Hide the logs of the library, or of this logger, unless -v was given.
+
+    The command reports the same itself.
+    """
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
         (logger or ours).setLevel(logging.CRITICAL + 1)

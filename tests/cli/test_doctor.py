@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
-from reliable_mq.cli.doctor import broker, management, report
+from reliable_mq.cli.doctor import broker, examine, management
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
@@ -100,7 +100,7 @@ def test_the_report_shows_each_finding_with_its_fix_and_counts_them(monkeypatch:
         Finding(Status.WARNING, "broker", "heartbeat", "too long", "Shorten it."),
         Finding(Status.PROBLEM, "queue 'q'", "durable", "[red]not durable[/]", "Declare it anew."),
     ]
-    monkeypatch.setattr(report, "examine", lambda *_: findings)
+    monkeypatch.setattr(examine, "examine", lambda *_: findings)
     result = CliRunner().invoke(app, ["doctor", "amqp://localhost"])
     assert result.exit_code == 1
     for text in ("host:5672", "→ Shorten it.", "[red]not durable[/]", "✔ 1 ok", "? 1 not checked", "! 1 warning "):
@@ -228,16 +228,16 @@ def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypa
     received: list[str | None] = []
     with http_server({}, received) as port:
         monkeypatch.setitem(management._PORTS, "http", port)
-        monkeypatch.setattr(report, "_existence", lambda *_: [])  # which needs AMQP
+        monkeypatch.setattr(examine, "_existence", lambda *_: [])  # which needs AMQP
         entry = HostEntry(parse_url("amqp://localhost"), ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
         settings = parse_url(f"amqp://user:{SECRET}@0.0.0.0")
-        (found,) = report._by_management(settings, entry, [], None)
+        (found,) = examine._by_management(settings, entry, [], None)
         assert received == [None]
         assert found.status is Status.UNCHECKED
         assert "was not sent the password" in found.text
         assert "arguments, policies and consumers of queues could not be looked at" in found.text
         assert f"--management-url http://0.0.0.0:{port}" in found.fix
-        report._by_management(settings, entry, [], f"http://0.0.0.0:{port}")
+        examine._by_management(settings, entry, [], f"http://0.0.0.0:{port}")
         assert received[1] is not None
 
 

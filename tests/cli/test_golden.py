@@ -21,7 +21,7 @@ from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LiveDisplay
 from reliable_mq.cli.demo.scenario import BrokerState, Progress
 from reliable_mq.cli.dlq import commands
 from reliable_mq.cli.dlq.render import details, listing, statistics_tables, summary
-from reliable_mq.cli.doctor import report
+from reliable_mq.cli.doctor import finding
 from reliable_mq.cli.doctor.broker import examine_limits, examine_version
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
@@ -184,8 +184,8 @@ def test_the_doctors_report(monkeypatch: pytest.MonkeyPatch) -> None:
         findings += examine_queues(snapshot, (), version)
     findings += examine_queues(snapshot, ("orders", "bare", "absent", "log"), (4, 3, 6))
     out = io.StringIO()
-    monkeypatch.setattr(report, "output", Console(file=out, width=120, force_terminal=False))
-    report.show(parse_url("amqp://user:secret@localhost/v"), findings)
+    monkeypatch.setattr(finding, "output", Console(file=out, width=120, force_terminal=False))
+    finding.show(parse_url("amqp://user:secret@localhost/v"), findings)
     compare("doctor", out.getvalue())
 
 

@@ -19,7 +19,7 @@ from reliable_mq import Message
 from reliable_mq.cli import app as application
 from reliable_mq.cli.demo.display import LinesDisplay
 from reliable_mq.cli.dlq.render import details, listing, statistics_json, statistics_tables, summary, summary_json
-from reliable_mq.cli.doctor import report
+from reliable_mq.cli.doctor import examine
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.terminal import escaped, json_text, product, say, show_logs, without_passwords
 from reliable_mq.codec import encode_properties
@@ -140,7 +140,7 @@ def test_an_error_and_a_wrong_command_line_are_shown_harmlessly(
 def test_the_doctors_report_is_shown_harmlessly(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queue names and what a broker says are foreign, too."""
     findings = [Finding(Status.PROBLEM, f"queue {text}", text, text, text)]
-    monkeypatch.setattr(report, "examine", lambda *_: findings)
+    monkeypatch.setattr(examine, "examine", lambda *_: findings)
     for options in ([], ["--json"]):
         result = CliRunner().invoke(application.app, ["doctor", "amqp://u:secret@localhost/v", *options])
         assert harmless(result.output)

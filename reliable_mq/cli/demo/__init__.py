@@ -1,4 +1,4 @@
-"""``reliable-mq demo``: tens of thousands of orders while handlers fail and the broker dies; none is lost."""
+"""``reliable-mq demo``: handlers fail and the broker dies, and no order is lost."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def demo(
     rate: Annotated[float, typer.Option(min=0.0, help="Orders a second; 0 for as many as possible.")] = 5000.0,
     kill_command: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="Kills the broker, such as 'docker kill rabbit'. Without: no outages."),
+        typer.Option(metavar="COMMAND", help="Kills the broker, such as 'docker kill rabbit'. Default: no outages."),
     ] = None,
     restart_command: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Starts it again, such as 'docker start rabbit'.")
     ] = None,
     kills: Annotated[int, typer.Option(min=1, help="How often to kill it.")] = 2,
 ) -> None:
-    """Publish and handle orders while some fail and the broker dies, and show that none is lost.
+    """Publish and handle orders while the broker dies, and show that none is lost.
 
-    It makes queues of its own in the virtual host and deletes them at the end. The exit status is 1 where the
-    account does not add up.
+    It makes queues of its own in the virtual host and deletes them at the end. The exit status is 1 if the audit does
+    not add up.
     """
     if (kill_command is None) != (restart_command is None):
         raise typer.BadParameter("--kill-command and --restart-command go together")

@@ -1,4 +1,4 @@
-"""Run the demo: watch the shop, kill the broker, tell the events, and show the audit at the end."""
+"""Run the demo: watch the shop, kill the broker, report events and the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shop of the demo publishes and handles orders, and audits them; outages kill its broker.
+"""The shop of the demo, which publishes, handles and audits orders; the outages.
 
 One order in fifty fails at its first attempt, as if a payment service had not answered; one in five hundred cannot be
 processed at all and ends in the dead-letter queue. Handlers are idempotent by the store, so that an order delivered
@@ -80,7 +80,7 @@ class Progress:
 
 
 class Shop:
-    """A publisher and a consumer of orders. A context manager: leaving deletes the queues.
+    """A publisher and a consumer of orders. A context manager; it deletes its queues.
 
     Args:
         url: of the broker.

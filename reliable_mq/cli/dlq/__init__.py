@@ -1,4 +1,4 @@
-"""``reliable-mq dlq``: works with the messages of a dead-letter queue; see `reliable_mq.deadletters`."""
+"""``reliable-mq dlq``: `reliable_mq.deadletters` for the shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["dlq"]
 
 dlq = typer.Typer(
     name="dlq",
-    help="Look at dead letters, count them, replay, purge, export and import them.",
+    help="Browse dead letters, count, replay, purge, export and import them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

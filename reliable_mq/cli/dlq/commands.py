@@ -1,6 +1,6 @@
-"""``reliable-mq dlq replay``, ``purge`` and ``import``: what takes messages out of a queue, or puts them in.
+"""The commands of ``reliable-mq dlq``.
 
-``reliable-mq dlq list``, ``show``, ``stats`` and ``export``: they leave the queue as it was.
+``list``, ``show``, ``stats`` and ``export`` leave the queue as it was; ``replay``, ``purge`` and ``import`` change it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export", "import_", "list_", "purge", "replay", "show", "stats"]
 
-_SHOWN: Final = 20  # failures that are told one by one
+_SHOWN: Final = 20  # failures that are listed
 
 
 def replay(
@@ -66,21 +66,20 @@ def replay(
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
     limit: Limit = None,
-    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, wherever they came from.")] = None,
+    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, whatever their origin.")] = None,
     exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
     routing_key: Annotated[str | None, typer.Option(help="With this routing key.")] = None,
     as_published: Annotated[
         bool,
         typer.Option(
             "--as-published",
-            help="To the exchange and with the routing key that each was first published with, so to every queue that "
-            "is bound there.",
+            help="To the exchange and routing key of the first publish, and so to every queue that is bound there.",
         ),
     ] = False,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Messages per second at most; without, as fast as it goes.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: say how many it would be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: report how many it would be.")] = False,
     idempotency: Annotated[
         str | None,
         typer.Option(
@@ -90,14 +89,14 @@ def replay(
     ] = None,
     idempotency_namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, where it was given one."),
+        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, if it was given one."),
     ] = None,
 ) -> None:
-    """Publish dead letters again, to the queue that each was in, with all their attempts before them.
+    """Publish dead letters again, to their queues, with all their attempts again.
 
-    Each is confirmed before it is taken out of the dead-letter queue. It may be interrupted or killed at any time and
-    run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second). What
-    cannot be published stays, and is told; the exit status is 1 then.
+    Each is confirmed before it is removed from the dead-letter queue. A replay may be interrupted or killed at any time
+    and run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second).
+    Messages that cannot be published stay, and are reported; the exit status is 1 then.
     """
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     if (exchange is None) != (routing_key is None):
@@ -168,7 +167,7 @@ def import_(
 ) -> None:
     """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
 
-    What is not confirmed is reported by its line, and the exit status is 1.
+    A message that is not confirmed is reported by its line, and the exit status is 1.
     """
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
@@ -223,7 +222,7 @@ def _store(place: str) -> ResettableStore:
         store = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise typer.BadParameter(f"--idempotency: {error}") from error
-    except Exception as error:  # the user's own code, of which nothing is known
+    except Exception as error:  # the user's own code
         raise typer.BadParameter(
             f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
         ) from error
@@ -279,9 +278,12 @@ def show(
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
     limit: Limit = 1,
-    body_bytes: Annotated[int, typer.Option(min=0, help="How much of a body to show.")] = 4096,
+    body_bytes: Annotated[int, typer.Option(min=0, help="Bytes of a body to show.")] = 4096,
 ) -> None:
-    """Show dead letters in full: what happened, properties, headers, body. The exit status is 1 where there is none."""
+    """Show dead letters in full: cause of death, properties, headers, body.
+
+    The exit status is 1 if there is none.
+    """
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     found = []
     with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
@@ -305,7 +307,7 @@ def stats(
     newer_than: NewerThan = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Count dead letters by what they died of, by the queue they were in, and by age."""
+    """Count dead letters by cause of death, by the queue they were in, and by age."""
     which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
         counted = dead.statistics(which, progress=bar)
@@ -361,6 +363,6 @@ def _write(table: Table, footer: str) -> None:
 
 
 def _write_apart(parts: Iterable[RenderableType]) -> None:
-    """With an empty line between two."""
+    """Print parts with an empty line between two."""
     for number, part in enumerate(parts):
         output.print(*([Text()] if number else []), part, sep="\n")

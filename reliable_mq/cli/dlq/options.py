@@ -1,4 +1,4 @@
-"""What the commands of ``dlq`` have in common on the command line: the queue, and which of its messages are meant."""
+"""Common options of the commands of ``dlq``: the queue, and the filter."""
 
 from __future__ import annotations
 
@@ -38,28 +38,30 @@ Exceptions: TypeAlias = Annotated[
     typer.Option(
         metavar="CLASS",
         rich_help_panel=_WHICH,
-        help="Whose last exception is of this class, with its module or without; * and ? stand for others.",
+        help="By the class of the last exception, with its module or without; * and ? are wildcards.",
     ),
 ]
 Reason: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="TEXT", rich_help_panel=_WHICH, help="Whose reason has this text in it.")
+    str | None, typer.Option(metavar="TEXT", rich_help_panel=_WHICH, help="By a text in the reason.")
 ]
 FromQueue: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAME", rich_help_panel=_WHICH, help="That were in this queue before.")
+    str | None, typer.Option(metavar="NAME", rich_help_panel=_WHICH, help="By the queue that they were in before.")
 ]
 MessageIds: TypeAlias = Annotated[
-    list[str] | None, typer.Option(metavar="ID", rich_help_panel=_WHICH, help="With this message id; repeatable.")
+    list[str] | None, typer.Option(metavar="ID", rich_help_panel=_WHICH, help="By message id; repeatable.")
 ]
 Headers: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", rich_help_panel=_WHICH, help="With this header; repeatable, all must be there."),
+    typer.Option(metavar="NAME=VALUE", rich_help_panel=_WHICH, help="By header; repeatable, all must match."),
 ]
 OlderThan: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="AGE", rich_help_panel=_WHICH, help="That died longer ago: 90 (seconds), 15m, 2h, 7d, 1w."),
+    typer.Option(
+        metavar="AGE", rich_help_panel=_WHICH, help="By age: dead for longer than 90 (seconds), 15m, 2h, 7d, 1w."
+    ),
 ]
 NewerThan: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="AGE", rich_help_panel=_WHICH, help="That died less long ago.")
+    str | None, typer.Option(metavar="AGE", rich_help_panel=_WHICH, help="By age: dead for less.")
 ]
 Limit: TypeAlias = Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHICH, help="How many at most.")]
 
@@ -76,7 +78,7 @@ def chosen(
     older_than: str | None,
     newer_than: str | None,
 ) -> Filter:
-    """Make a filter of options.
+    """Return the filter that the options describe.
 
     Raises:
         typer.BadParameter: one of them is wrong.

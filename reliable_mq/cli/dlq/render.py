@@ -1,6 +1,6 @@
-"""Dead letters as a terminal shows them. What a message holds is never taken for markup or control characters.
+"""Dead letters as tables and JSON, progress bars, and the end by Ctrl-C.
 
-A progress bar on a terminal, and an ending for Ctrl-C.
+The content of a message is never taken for markup or control characters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "summary_json",
 ]
 
-_TELLS: Final = (
+_FACTS: Final = (
     ("reason", "reason"),
     ("exception", "exception_type"),
     ("message", "exception_message"),
@@ -53,7 +53,7 @@ _UNITS: Final = ((604800, "w"), (86400, "d"), (3600, "h"), (60, "m"))
 
 
 def age(died_at: datetime | None, now: datetime) -> str:
-    """How long ago, in its largest unit: ``"3h"``; a question mark where that is not known."""
+    """Return how long ago, in its largest unit: ``"3h"``; a question mark if unknown."""
     if died_at is None:
         return "?"
     seconds = max((now - died_at) // timedelta(seconds=1), 0)
@@ -62,7 +62,7 @@ def age(died_at: datetime | None, now: datetime) -> str:
 
 
 def listing() -> Table:
-    """An empty table for `summary` rows."""
+    """Return an empty table for `summary` rows."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", justify="right")
     table.add_column("message id", overflow="fold")
@@ -75,7 +75,7 @@ def listing() -> Table:
 
 
 def summary(message: DeadMessage, now: datetime) -> list[Text]:
-    """One row of `listing`."""
+    """Return one row of `listing`."""
     died_of = message.cause
     if message.exception_type and message.exception_message:
         died_of += f": {message.exception_message}"
@@ -91,7 +91,7 @@ def summary(message: DeadMessage, now: datetime) -> list[Text]:
 
 
 def details(message: DeadMessage, most: int) -> Table:
-    """Everything about one; of its body up to ``most`` bytes."""
+    """Return everything about one message; of its body up to ``most`` bytes."""
     from reliable_mq.core.headers import PREFIX
     from reliable_mq.deadletters.jsonl import write_line
 
@@ -108,7 +108,7 @@ def details(message: DeadMessage, most: int) -> Table:
         row("was in queue", origin.queue)
         if origin.exchange is not None:
             row("published to", f"exchange {origin.exchange!r} with routing key {origin.routing_key!r}")
-    for name, attribute in _TELLS:
+    for name, attribute in _FACTS:
         value = getattr(message, attribute)
         if value not in (None, ""):
             row(name, value)
@@ -120,7 +120,7 @@ def details(message: DeadMessage, most: int) -> Table:
     for name in sorted(line.keys() - _ELSEWHERE):
         row(name.replace("_", " "), line[name])
     for name, value in sorted(message.headers.items()):
-        if not name.startswith(PREFIX):  # it was told above
+        if not name.startswith(PREFIX):  # it is shown above
             row(f"header {name}", value)
     table.add_row(f"body, {len(message.body):,} bytes", _body(message.body, most))
     return table
@@ -139,7 +139,7 @@ def _body(body: bytes, most: int) -> Text:
 
 
 def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Text]:
-    """Counts by cause, queue and age."""
+    """Return the counts by cause, queue and age."""
     from reliable_mq.deadletters.filter import AGES
 
     head = Text(f"{statistics.messages:,} dead letters, {statistics.bytes:,} bytes", style="bold")
@@ -162,7 +162,7 @@ def statistics_tables(statistics: Statistics, now: datetime) -> list[Table | Tex
 
 
 def statistics_json(statistics: Statistics) -> dict[str, object]:
-    """The same as JSON has it."""
+    """Return the counts as JSON."""
     from reliable_mq.deadletters.filter import AGES
 
     return {
@@ -177,7 +177,7 @@ def statistics_json(statistics: Statistics) -> dict[str, object]:
 
 
 def summary_json(message: DeadMessage) -> dict[str, object]:
-    """What is known of one, without its body and headers."""
+    """Return a message as JSON, without its body and headers."""
     origin = message.origin
     return {
         "position": message.position,
@@ -206,10 +206,10 @@ _INTERRUPTED = 130
 
 
 class Bar:
-    """Is told how far it is; shows that where somebody looks.
+    """The progress of an operation, shown on a terminal.
 
     Attributes:
-        done: the last that it was told.
+        done: the latest count.
     """
 
     def __init__(self, progress: Progress | None, what: str) -> None:
@@ -236,7 +236,7 @@ def progress_bar(what: str) -> Iterator[Bar]:
 
 @contextmanager
 def interruptible(what: str) -> Iterator[None]:
-    """Take Ctrl-C for a wish to stop: everything was handed back by then.
+    """Report an end by Ctrl-C: everything was requeued by then.
 
     Raises:
         typer.Exit: with the status 130.

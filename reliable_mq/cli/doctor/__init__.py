@@ -1,4 +1,4 @@
-"""``reliable-mq doctor``: looks at a broker through a URL, and says what loses messages and how to mend it."""
+"""``reliable-mq doctor``: find what loses messages at a broker, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
     *,
     queue: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A queue to look at; repeatable. Without: all of them.")
+        list[str] | None, typer.Option(metavar="NAME", help="A queue to check; repeatable. Default: all of them.")
     ] = None,
     management_url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Without: port 15672 "
-            "of the AMQP hosts, or 15671 with TLS; there, the password goes to this machine, or to a host whose "
-            "certificate verifies, and nowhere else.",
+            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Default: port 15672 of "
+            "the AMQP hosts, or 15671 with TLS; then the password goes only to this machine, or to a host whose "
+            "certificate verifies.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON.")] = False,
 ) -> None:
-    """Check a broker: hosts, TLS, credentials, permissions, version, alarms, and queues that lose messages.
+    """Check hosts, TLS, permissions, version, alarms, and queues that lose messages.
 
-    It changes nothing. The exit status is 1 where it found a problem. The arguments of queues are known to the
-    management API alone; where that cannot be reached, it says what it could not check.
+    It changes nothing. The exit status is 1 if it found a problem. Only the management API knows the arguments of
+    queues; if that cannot be reached, the report names the checks that were left out.
     """
-    from reliable_mq.cli.doctor import report
-    from reliable_mq.cli.doctor.finding import Status, worst
+    from reliable_mq.cli.doctor.examine import examine
+    from reliable_mq.cli.doctor.finding import Status, show, worst, write_json
     from reliable_mq.url import parse_url
 
     hide_logs()
     settings = parse_url(url, connection_name="reliable-mq doctor")
-    findings = report.examine(url, settings, queue or [], management_url)
+    findings = examine(url, settings, queue or [], management_url)
     if as_json:
-        report.write_json(settings, findings)
+        write_json(settings, findings)
     else:
-        report.show(settings, findings)
+        show(settings, findings)
     raise typer.Exit(worst(findings) is Status.PROBLEM)

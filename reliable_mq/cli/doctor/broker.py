@@ -1,8 +1,6 @@
-"""Each host of a URL: can it be reached, is TLS verified and for how long, does it let this user in?
+"""Check hosts (reachable, TLS, login) and the broker (version, limits, alarms).
 
-What the broker's version, its limits and its alarms mean for publishing, retrying and poison messages.
-
-The versions' behaviour is that of RabbitMQ 4.0.5 and 4.3.6 as observed, and of RabbitMQ's documentation for the others.
+The behaviour of versions is that of RabbitMQ 4.0.5 and 4.3.6 as observed; of the others, as RabbitMQ documents it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError
@@ -29,7 +27,7 @@ __all__ = ["HostEntry", "examine_alarms", "examine_host", "examine_limits", "exa
 _PLAIN_PORT: Final = 5672
 _TLS_PORT: Final = 5671
 _SOON: Final = 30  # days until a certificate expires, below which it is time to renew it
-# Ports that are taken for AMQP's, or for the one with TLS.
+# Ports that users mistake for AMQP's.
 _PORTS: Final = {
     1883: "1883 is MQTT's port: AMQP's is 5672, and 5671 with TLS.",
     5552: "5552 is the port of the stream protocol: AMQP's is 5672, and 5671 with TLS.",
@@ -42,11 +40,11 @@ _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host that let us in.
+    """A host that accepts this user.
 
     Attributes:
         settings: to connect to it alone.
-        server: what it says of itself.
+        server: its product and version.
         frame_max: bytes, as negotiated.
     """
 
@@ -56,10 +54,10 @@ class HostEntry:
 
 
 def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list[Finding], HostEntry | None]:
-    """Look at one host: TCP, TLS, login. Blocks for up to three times the time to connect.
+    """Check one host: TCP, TLS, login. Blocks for up to three connect timeouts.
 
     Returns:
-        The findings, and what is needed to look further, where it let us in.
+        The findings; and an entry for further checks, if the login succeeded.
     """
     findings: list[Finding] = []
     for finding in _network(settings, endpoint):
@@ -130,7 +128,7 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
 
 
 def remaining_validity(host: str, version: str, not_after: object, now: datetime) -> Finding:
-    """What the end of a verified certificate's validity means.
+    """Check how long a verified certificate is valid.
 
     Args:
         host: the subject of the finding.
@@ -151,7 +149,7 @@ def remaining_validity(host: str, version: str, not_after: object, now: datetime
 
 
 def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: Exception) -> Finding:
-    """Why the handshake failed: credentials, virtual host, a limit, or something else."""
+    """Explain a failed handshake: credentials, virtual host, a limit, something else."""
     match = _BY_BROKER.search(str(error))
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
     host = str(endpoint)
@@ -188,7 +186,7 @@ _LEAST_HEARTBEAT: Final = 5  # seconds, below which a busy peer is taken for a d
 
 
 def examine_version(server: ServerInfo) -> Iterator[Finding]:
-    """Say what the version means."""
+    """Describe the consequences of the version."""
     version = server.version_tuple
     name = f"{server.product or 'an unnamed broker'} {server.version}"
     if server.product != "RabbitMQ" or not version:
@@ -201,10 +199,9 @@ def examine_version(server: ServerInfo) -> Iterator[Finding]:
         )
         return
     yield _support(name, version)
-    yield _returning(version)
-    yield _poison(version)
-    yield _consumer_timeout(version)
-    yield _new_queues()
+    newest = {fact.check: fact for fact in _FACTS if version >= fact.since}
+    for fact in newest.values():
+        yield Finding(fact.status, _BROKER, fact.check, fact.text, fact.fix)
 
 
 def _support(name: str, version: tuple[int, ...]) -> Finding:
@@ -220,69 +217,87 @@ def _support(name: str, version: tuple[int, ...]) -> Finding:
     return Finding(Status.PROBLEM, _BROKER, "version", f"{name}, which is older than anything supported here", fix)
 
 
-def _returning(version: tuple[int, ...]) -> Finding:
-    if version >= (4, 3):
-        text = (
-            "basic.reject and lost connections count against a quorum queue's delivery limit, basic.nack does not: a "
-            "consumer that nacks a poison message gets it for ever; the retry policy counts for itself"
-        )
-    elif version >= (4,):
-        text = (
-            "basic.nack, basic.reject and lost connections all count against a quorum queue's delivery limit, and all "
-            "show in x-delivery-count; the retry policy counts for itself"
-        )
-    else:
-        text = "basic.nack, basic.reject and lost connections all count against a delivery limit, where one is set"
-    return Finding(Status.OK, _BROKER, "retries", text)
+_UNREADABLE: Final = (
+    "no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long "
+)
+_KEEP_BELOW: Final = (
+    "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell consumers "
+    "where it is not 30 minutes (consumer_timeout=...): they warn before it."
+)
 
 
-def _poison(version: tuple[int, ...]) -> Finding:
-    if version >= (4,):
-        return Finding(
-            Status.OK,
-            _BROKER,
-            "poison messages",
-            "quorum queues have a delivery limit of 20 unless told otherwise; what reaches it is dropped where there "
-            "is no dead-letter exchange (see the queues); queues that reliable_mq declares have no limit (-1)",
-        )
-    return Finding(
-        Status.WARNING,
-        _BROKER,
+class _Fact(NamedTuple):
+    """The behaviour of RabbitMQ since a version."""
+
+    check: str
+    since: tuple[int, ...]
+    status: Status
+    text: str
+    fix: str = ""
+
+
+_FACTS: Final = (
+    _Fact(
+        "retries",
+        (0,),
+        Status.OK,
+        "basic.nack, basic.reject and lost connections all count against a delivery limit, where one is set",
+    ),
+    _Fact(
+        "retries",
+        (4,),
+        Status.OK,
+        "basic.nack, basic.reject and lost connections all count against a quorum queue's delivery limit, and all "
+        "show in x-delivery-count; the retry policy counts for itself",
+    ),
+    _Fact(
+        "retries",
+        (4, 3),
+        Status.OK,
+        "basic.reject and lost connections count against a quorum queue's delivery limit, basic.nack does not: a "
+        "consumer that nacks a poison message gets it for ever; the retry policy counts for itself",
+    ),
+    _Fact(
         "poison messages",
+        (0,),
+        Status.WARNING,
         "quorum queues have no delivery limit unless told: a message that no consumer can process comes back for ever",
         "Consume with a retry policy, which dead-letters after its last attempt.",
-    )
-
-
-def _consumer_timeout(version: tuple[int, ...]) -> Finding:
-    end = (
-        "the consumer is cancelled, and suspended until it settles them (quorum queues only)"
-        if version >= (4, 3)
-        else "the channel is closed with 406, and everything unacked on it comes back"
-    )
-    return Finding(
-        Status.UNCHECKED,
-        _BROKER,
-        "consumer timeout",
-        f"no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long {end}",
-        "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell "
-        "consumers where it is not 30 minutes (consumer_timeout=...): they warn before it.",
-    )
-
-
-def _new_queues() -> Finding:
-    return Finding(
+    ),
+    _Fact(
+        "poison messages",
+        (4,),
         Status.OK,
-        _BROKER,
+        "quorum queues have a delivery limit of 20 unless told otherwise; what reaches it is dropped where there is no "
+        "dead-letter exchange (see the queues); queues that reliable_mq declares have no limit (-1)",
+    ),
+    _Fact(
+        "consumer timeout",
+        (0,),
+        Status.UNCHECKED,
+        _UNREADABLE + "the channel is closed with 406, and everything unacked on it comes back",
+        _KEEP_BELOW,
+    ),
+    _Fact(
+        "consumer timeout",
+        (4, 3),
+        Status.UNCHECKED,
+        _UNREADABLE + "the consumer is cancelled, and suspended until it settles them (quorum queues only)",
+        _KEEP_BELOW,
+    ),
+    _Fact(
         "new queues",
+        (0,),
+        Status.OK,
         "a quorum queue loses what was confirmed in it where the broker is killed up to a second after it was made; "
         "publishers and consumers of reliable_mq allow for it where their own process has made the queue "
         "(new_queue_grace), and cannot know of a queue that another process has made up to a second ago",
-    )
+    ),
+)
 
 
 def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Finding]:
-    """Look at what was negotiated."""
+    """Check the negotiated heartbeat and frame size."""
     heartbeat = settings.heartbeat
     if heartbeat < _LEAST_HEARTBEAT:
         text, fix = f"{heartbeat} s: a busy peer is taken for a dead one", "Use 10 to 20 s (heartbeat=... in the URL)."
@@ -298,7 +313,7 @@ def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Fin
 
 
 def examine_alarms(api: ManagementAPI) -> Finding:
-    """Ask whether a memory or disk alarm blocks publishers."""
+    """Check whether a memory or disk alarm blocks publishers."""
     try:
         api.get("health", "checks", "alarms")
     except ManagementError as error:

@@ -1,12 +1,24 @@
-"""What a check found."""
+"""The findings of the doctor, shown as a table or as JSON."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["Finding", "Status", "worst"]
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from reliable_mq.cli.terminal import escaped, json_text, output
+
+if TYPE_CHECKING:
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["Finding", "Status", "show", "worst", "write_json"]
 
 
 class Status(enum.Enum):
@@ -18,16 +30,24 @@ class Status(enum.Enum):
     PROBLEM = "problem"
 
 
+_MARKS: Final = {
+    Status.OK: ("✔", "green"),
+    Status.UNCHECKED: ("?", "cyan"),
+    Status.WARNING: ("!", "yellow"),
+    Status.PROBLEM: ("✘", "red"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         status: how bad it is.
-        subject: what it is about: a host, ``"broker"``, ``"queue 'orders'"``.
-        check: what was looked at, in a word or two.
-        text: what there is, and what it means.
-        fix: what to do about it; empty where nothing is to be done.
+        subject: a host, ``"broker"``, ``"queue 'orders'"``.
+        check: the property that was checked, in a word or two.
+        text: its state, and the consequence.
+        fix: the remedy; empty if none is needed.
     """
 
     status: Status
@@ -38,6 +58,48 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """The worst status there is; OK where nothing was found."""
+    """Return the worst status; OK without findings."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)
+
+
+def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
+    """Print the findings as one JSON object."""
+    report = {
+        "url": str(settings),
+        "status": worst(findings).value,
+        "findings": [{**asdict(finding), "status": finding.status.value} for finding in findings],
+    }
+    print(json_text(report, indent=2))
+
+
+def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
+    """Print the findings as a table."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("")
+    table.add_column("what", no_wrap=True)
+    table.add_column("finding", overflow="fold", ratio=1)
+    for subject, group in groupby(findings, key=lambda finding: finding.subject):
+        table.add_section()
+        for number, finding in enumerate(group):
+            mark, style = _MARKS[finding.status]
+            text = Text(escaped(finding.text))
+            if finding.fix:
+                text.append(f"\n→ {escaped(finding.fix)}", style="italic")
+            title = Text(escaped(subject) if number == 0 else "", style="bold")
+            table.add_row(title, Text(mark, style=style), Text(escaped(finding.check)), text)
+    output.print(Text(escaped(settings), style="bold"))
+    output.print(table)
+    counts = Counter(finding.status for finding in findings)
+    output.print(
+        Text("  ").join(
+            Text(f"{_MARKS[status][0]} {_counted(counts[status], status)}", style=_MARKS[status][1])
+            for status in Status
+        )
+    )
+
+
+def _counted(count: int, status: Status) -> str:
+    plural = "s" if status in (Status.WARNING, Status.PROBLEM) and count != 1 else ""
+    return f"{count} {status.value}{plural}"

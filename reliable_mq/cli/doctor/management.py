@@ -1,6 +1,6 @@
-"""A virtual host as the management API shows it, and the questions that the checks of queues ask of it.
+"""A client of the management API, and a virtual host as it shows it. Read only.
 
-RabbitMQ's management API, as far as ``doctor`` reads it. Optional: nothing else here needs it.
+Only ``doctor`` uses it, if it is there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SHOWN: Final = 200  # characters of an error's body
 
 
 class ManagementError(Exception):
-    """The API did not answer, or with an error.
+    """The API did not respond, or with an error.
 
     Attributes:
-        status: of HTTP; 0 where there was no answer.
+        status: of HTTP; 0 without a response.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -75,7 +75,9 @@ class ManagementAPI:
 
     @classmethod
     def at(cls, url: str, settings: ConnectionSettings) -> Self:
-        """The API at a URL, ``http[s]://[user:password@]host[:port][/prefix]``; without a user, that of `settings`.
+        """Return the API at ``http[s]://[user:password@]host[:port][/prefix]``.
+
+        Without a user it takes that of `settings`.
 
         Raises:
             ConfigurationError: the URL is none, or there is no user.
@@ -103,10 +105,10 @@ class ManagementAPI:
 
     @classmethod
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
-        """Where the API listens by default: on each host, with TLS where AMQP has it.
+        """Return the API at its default address: on each host, with TLS if AMQP has it.
 
-        That is a guess, and something else may listen there. So the password goes to a host that is this machine, or
-        whose certificate verifies for the name that AMQP has it for; to others none is sent (`sends_password`).
+        That is a guess, and something else may listen there. So the password goes only to this machine, or to a host
+        whose certificate verifies (`sends_password`).
         """
         credentials = settings.resolve_credentials()
         scheme = "http" if settings.tls is None else "https"
@@ -126,7 +128,7 @@ class ManagementAPI:
 
     @property
     def sends_password(self) -> bool:
-        """Whether it logs in."""
+        """Whether requests carry a password."""
         return "Authorization" in self._headers
 
     @property
@@ -136,7 +138,7 @@ class ManagementAPI:
 
     @property
     def is_there(self) -> bool:
-        """Whether something that wants a login for ``/api`` listens there. Sends none."""
+        """Whether something there requires a login for ``/api``. Sends no password."""
         connection = self._connection()
         try:
             connection.request("GET", f"{self._prefix}/api/whoami", headers={"Accept": "application/json"})
@@ -151,7 +153,7 @@ class ManagementAPI:
         return f"{self._scheme}://{host}:{self._port}{self._prefix}"
 
     def get(self, *segments: str) -> Any:
-        """Return the decoded answer to ``GET /api/<segments>``; each segment is percent-encoded here.
+        """Return the decoded response to ``GET /api/<segments>``, percent-encoded here.
 
         Raises:
             ManagementError: no answer, or one with an error.
@@ -197,7 +199,7 @@ def _reason(content: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """A queue with the arguments that are in effect: its own, and those of its policies."""
+    """A queue with the arguments in effect: its own, and those of its policies."""
 
     raw: Mapping[str, Any]
 
@@ -219,7 +221,7 @@ class QueueView:
         return float((self.raw.get("messages_details") or {}).get("rate") or 0.0)
 
     def argument(self, name: str) -> Any:
-        """The value in effect of an argument, named without its ``x-``; None where there is none."""
+        """Return the value in effect of an argument, without its ``x-``; None if unset."""
         return (self.raw.get("arguments") or {}).get(f"x-{name}", self._policy.get(name))
 
     def delivery_limit(self, version: tuple[int, ...]) -> int | None:
@@ -240,12 +242,12 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where dead letters go.
+    """The route of dead letters.
 
     Attributes:
-        targets: the queues, as far as they can be told.
-        flaw: why they may go nowhere; empty where they do not.
-        certain: whether they certainly go nowhere.
+        targets: the queues, as far as they are known.
+        flaw: why they may be dropped; empty if they are not.
+        certain: whether they are certainly dropped.
     """
 
     targets: frozenset[str] = frozenset()
@@ -255,7 +257,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything in a virtual host that the checks look at.
+    """The content of a virtual host, for the checks.
 
     Attributes:
         queues: by name.
@@ -284,11 +286,11 @@ class Snapshot:
         )
 
     def consumers_of(self, queue: QueueView) -> list[Mapping[str, Any]]:
-        """The consumers of a queue."""
+        """Return the consumers of a queue."""
         return [each for each in self.consumers if (each.get("queue") or {}).get("name") == queue.name]
 
     def dead_letter_route(self, queue: QueueView) -> Route | None:
-        """Where the dead letters of a queue go; None where it has no dead-letter exchange."""
+        """Return the route of a queue's dead letters; None without a dead-letter exchange."""
         exchange, key = queue.argument("dead-letter-exchange"), queue.argument("dead-letter-routing-key")
         if exchange is None:
             return None

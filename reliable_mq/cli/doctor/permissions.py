@@ -1,10 +1,9 @@
-"""What the user may do in the virtual host, asked of the broker itself.
+"""Check the user's permissions by operations that cannot succeed.
 
-RabbitMQ checks permissions before anything else, so that an operation that cannot succeed tells them: a declaration
-with a type that no queue has is refused with 403 where the user may not configure that name, and with 406 where it may;
-a consumer with a priority that is no number with 403, or 406 or 404; a mandatory message to a queue that does not exist
-is refused, or returned. Nothing is declared, consumed or stored. Every kind of authorisation backend is seen that way,
-which is not so of the management API's list.
+RabbitMQ checks permissions first. A declaration with a type that no queue has is refused with 403 if the user may not
+configure that name, and with 406 if it may; a consumer with a priority that is no number with 403, or with 406 or 404;
+a mandatory message to a queue that does not exist is refused, or returned. Nothing is declared, consumed or stored.
+This covers every authorisation backend, which the management API's list does not.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
 def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence[str]) -> list[Finding]:
-    """Ask what may be configured, written and read.
+    """Check the permissions to configure, write and read.
 
     Args:
-        url: where to; also for the publisher that tries to write.
-        settings: of one host that lets us in.
-        queues: by name; where there are none, a name is made up.
+        url: of the broker, for the publisher that tries to write.
+        settings: of one host that accepts this user.
+        queues: by name; without any, a random name is used.
 
     Raises:
         BrokerUnavailable: the connection was lost.
@@ -102,7 +101,10 @@ def _judged(check: str, answer: StepRefused | None, granted: str, refused: str, 
 
 
 def _write(url: str, nowhere: str) -> list[Finding]:
-    """Publish to a queue that does not exist, twice: a broker with an alarm lets a connection's first publish pass."""
+    """Publish to a queue that does not exist, twice.
+
+    A broker with an alarm accepts the first publish of a connection.
+    """
     publisher = Publisher(url, name="reliable-mq doctor")
     findings: list[Finding] = []
     try:

@@ -1,12 +1,10 @@
-"""Arguments and consumers of a queue that lose messages, each with its fix. Pure: a snapshot in, findings out.
+"""Check queues and their delay, quarantine and dead-letter queues.
 
-A problem is what loses confirmed messages while everything works as it was set up; a warning is what does so when
-something fails, or what may be meant.
+A pure function: a snapshot in, findings out. A problem loses confirmed messages while everything works as configured; a
+warning does so when something fails, or may be intended.
 
-The queues around a queue: where retries wait, suspects, and dead letters. Pure: a snapshot in, findings out.
-
-A delay queue of ours is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at least once.
-``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
+A delay queue of this package is called ``<queue>.retry.<milliseconds>``; its messages expire back into its queue at
+least once. ``<queue>.quarantine`` holds messages that may have killed their consumer, which handles them one at a time.
 A dead-letter queue is one that another queue dead-letters into and that is no work queue of a delay queue.
 """
 
@@ -37,14 +35,14 @@ _AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer
 
 
 def waits_to_come_back(snapshot: Snapshot, queue: QueueView) -> bool:
-    """Whether messages only wait in a queue, to come back into another: a delay queue, of ours or of others."""
+    """Whether messages only wait in it: a delay queue, of this package or another."""
     if DelayQueue.of(queue.name) is not None:
         return True
     return queue.argument("message-ttl") is not None and not snapshot.consumers_of(queue)
 
 
 def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -> frozenset[str]:
-    """The queues that dead letters end in."""
+    """Return the queues that dead letters end in."""
     return frozenset(
         target
         for name, route in routes.items()
@@ -54,7 +52,7 @@ def dead_letter_queues(snapshot: Snapshot, routes: Mapping[str, Route | None]) -
 
 
 def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Look at a delay queue of ours, or at what may be one of others'."""
+    """Check a delay queue of this package, or a queue that may be another's."""
     name = DelayQueue.of(queue.name)
     if name is None:
         yield from _mixed_delays(snapshot, queue)
@@ -92,7 +90,7 @@ def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
 
 
 def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """A queue without a time to live where others' retries wait by the expiration of each message."""
+    """Check for retries that wait by the expiration of each message, in one queue."""
     waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
     if waiting and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
         text = (
@@ -104,7 +102,7 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
 
 
 def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Look at a quarantine that holds messages: is somebody at it?"""
+    """Check that a quarantine with messages has a consumer."""
     owner = queue.name.removesuffix(QUARANTINE_SUFFIX)
     if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
         return
@@ -116,7 +114,7 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
 
 
 def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
-    """Look at a queue that dead letters end in: does it keep them, do they wait, can they go back?"""
+    """Check a dead-letter queue: are letters kept, do they wait, can they be replayed?"""
     what = f"queue {queue.name!r}"
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
@@ -145,11 +143,11 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
-    """Look at queues.
+    """Check queues.
 
     Args:
         snapshot: of their virtual host.
-        names: which; none for all, of which then only those are reported that something is said about.
+        names: which; none for all, of which only those with findings are reported.
         version: of the broker.
     """
     routes = {name: snapshot.dead_letter_route(queue) for name, queue in snapshot.queues.items()}
@@ -167,7 +165,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         if not found and names:
             findings.append(_sound(queue, routes[name]))
         quiet += not found
-    # What stands around a queue that was asked for is looked at too, without having been asked for.
+    # Queues around a named queue are checked, too.
     for name in sorted(_around(snapshot, names, routes) - set(names)):
         if name in dead:
             findings += examine_dead_letters(snapshot, snapshot.queues[name], version)
@@ -183,7 +181,7 @@ def _examine(
     snapshot: Snapshot, queue: QueueView, route: Route | None, dead: frozenset[str], version: tuple[int, ...]
 ) -> Iterator[Finding]:
     yield from _durability(queue)
-    if queue.type != "stream":  # which drops by age and size, as it is told
+    if queue.type != "stream":  # which drops by age and size, as configured
         yield from _delivery_limit(queue, route, version)
         yield from _dead_lettering(queue, route)
         yield from _length(queue, route)
@@ -199,7 +197,7 @@ def _examine(
 
 
 def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
-    """The dead-letter queues, delay queues and quarantines of some queues."""
+    """Return the dead-letter queues, delay queues and quarantines of some queues."""
     targets = {target for name in names if (route := routes.get(name)) for target in route.targets}
     delays = {name for name in snapshot.queues if (delay := DelayQueue.of(name)) is not None and delay.queue in names}
     suspects = {f"{name}{QUARANTINE_SUFFIX}" for name in names}
@@ -207,7 +205,7 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
 
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
-    """The problems that the linter finds, but for those judged together with policies and other queues."""
+    """Report problems of the linter, but for those that depend on policies."""
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:

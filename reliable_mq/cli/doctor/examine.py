@@ -1,44 +1,30 @@
-"""The findings about a broker: everything that is looked at, in order; as a table and as JSON."""
+"""Run all checks of a broker, in order."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import groupby
 from typing import Final
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms, examine_host, examine_limits, examine_version
-from reliable_mq.cli.doctor.finding import Finding, Status, worst
+from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
 from reliable_mq.cli.doctor.permissions import examine_permissions
 from reliable_mq.cli.doctor.queues import examine_queues
-from reliable_mq.cli.terminal import escaped, json_text, output
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 
-__all__ = ["examine", "show", "write_json"]
+__all__ = ["examine"]
 
-_MARKS: Final = {
-    Status.OK: ("✔", "green"),
-    Status.UNCHECKED: ("?", "cyan"),
-    Status.WARNING: ("!", "yellow"),
-    Status.PROBLEM: ("✘", "red"),
-}
 _NO_API: Final = (
     "Switch on the plugin rabbitmq_management, give the user the tag 'monitoring', or give --management-url."
 )
 
 
 def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], management_url: str | None) -> list[Finding]:
-    """Look at everything. Blocks for connections and round trips.
+    """Run all checks. Blocks for connections and round trips.
 
     Args:
         url: of the broker.
@@ -76,7 +62,7 @@ def _different_versions(entries: Sequence[HostEntry]) -> Iterator[Finding]:
 def _by_management(
     settings: ConnectionSettings, entry: HostEntry, queues: Sequence[str], management_url: str | None
 ) -> list[Finding]:
-    """What the management API alone knows; what could not be checked without it, where it does not answer."""
+    """Run the checks that need the management API; without it, name them as unchecked."""
     if management_url is None:
         candidates = ManagementAPI.beside(settings)
     else:
@@ -107,7 +93,7 @@ def _answering(api: ManagementAPI) -> Finding:
 
 
 def _not_asked(api: ManagementAPI) -> tuple[str, str]:
-    """Why no password was sent to a place that was only guessed, and which option sends it."""
+    """Explain why no password was sent to a guessed address, and which option does."""
     if not api.is_there:
         return f"no management API was found at {api}", _NO_API
     fix = (
@@ -118,7 +104,7 @@ def _not_asked(api: ManagementAPI) -> tuple[str, str]:
 
 
 def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
-    """What AMQP itself can tell of queues."""
+    """Check queues by AMQP alone."""
     with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
         for name in queues:
             subject = f"queue {name!r}"
@@ -135,50 +121,8 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
 
 
 def _place(finding: Finding) -> tuple[int, str]:
-    """Hosts first, in their order; then the broker, permissions, queues."""
+    """Sort hosts first, in their order; then the broker, permissions, queues."""
     order = ("broker", "permissions")
     if finding.subject in order:
         return order.index(finding.subject) + 1, ""
     return (3, finding.subject) if finding.subject.startswith("queue") else (0, "")
-
-
-def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as one JSON object."""
-    report = {
-        "url": str(settings),
-        "status": worst(findings).value,
-        "findings": [{**asdict(finding), "status": finding.status.value} for finding in findings],
-    }
-    print(json_text(report, indent=2))
-
-
-def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
-    """Print the findings as a table."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("")
-    table.add_column("")
-    table.add_column("what", no_wrap=True)
-    table.add_column("finding", overflow="fold", ratio=1)
-    for subject, group in groupby(findings, key=lambda finding: finding.subject):
-        table.add_section()
-        for number, finding in enumerate(group):
-            mark, style = _MARKS[finding.status]
-            text = Text(escaped(finding.text))
-            if finding.fix:
-                text.append(f"\n→ {escaped(finding.fix)}", style="italic")
-            title = Text(escaped(subject) if number == 0 else "", style="bold")
-            table.add_row(title, Text(mark, style=style), Text(escaped(finding.check)), text)
-    output.print(Text(escaped(settings), style="bold"))
-    output.print(table)
-    counts = Counter(finding.status for finding in findings)
-    output.print(
-        Text("  ").join(
-            Text(f"{_MARKS[status][0]} {_counted(counts[status], status)}", style=_MARKS[status][1])
-            for status in Status
-        )
-    )
-
-
-def _counted(count: int, status: Status) -> str:
-    plural = "s" if status in (Status.WARNING, Status.PROBLEM) and count != 1 else ""
-    return f"{count} {status.value}{plural}"
