@@ -21,8 +21,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Default: port 15672 of "
-            "the AMQP hosts, or 15671 with TLS; then the password goes only to this machine, or to a host whose "
+            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Default: port 15672 "
+            "of the AMQP hosts, or 15671 with TLS; then the password goes only to this machine, or to a host whose "
             "certificate verifies.",
         ),
     ] = None,
