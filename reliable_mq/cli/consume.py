@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import hide_logs, product
+from reliable_mq.cli.terminal import product
 
 if TYPE_CHECKING:
     from reliable_mq import Consumer, Delivery
@@ -55,9 +55,7 @@ def consume(
         raise typer.BadParameter("one of --ack and --peek is needed")
     from reliable_mq.deadletters.jsonl import write_line
     from reliable_mq.sync.consumer import Consumer
-    from reliable_mq.sync.consumer import logger as consumer_logger
 
-    hide_logs(consumer_logger)  # it warns of lost dead letters, of which this makes none
     follower = _Follower(
         product(as_json=as_json),
         write_line if as_json else _body,
@@ -66,7 +64,15 @@ def consume(
         timeout=_PEEK_WAIT if peek and timeout is None else timeout,
     )
     prefetch = min(count or _PEEK_MOST, _PEEK_MOST if peek else _AHEAD)
-    follower.follow(Consumer(url, queue, follower.handle, prefetch=prefetch, name="reliable-mq consume"))
+    consumer = Consumer(
+        url,
+        queue,
+        follower.handle,
+        prefetch=prefetch,
+        dead_letter=None,  # it makes no dead letters
+        name="reliable-mq consume",
+    )
+    follower.follow(consumer)
     raise typer.Exit(follower.status)
 
 
