@@ -1,4 +1,4 @@
-"""The asyncio face of publishing: the same names and arguments as ``Publisher``, awaited.
+"""Publish with asyncio: the same names and arguments as ``Publisher``, awaited.
 
 A thousand tasks that publish at once cost no more than a loop that submits: nothing is awaited for each message but its
 confirm, and the window holds back what is too much.

@@ -39,7 +39,7 @@ SMALLEST, LARGEST = 80, 600
 SMALL_MODULES: Final = frozenset(
     {
         "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "spark/autoregister.py",
-        "spark/datasource.py", "testing/fixtures.py",
+        "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
     }
 )  # fmt: skip
 
