@@ -8,7 +8,6 @@ promises about delivery are kept by :mod:`reliable_mq.core.publisher.session`, a
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 import warnings
@@ -20,7 +19,7 @@ from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
-from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, PublisherState
+from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, PublisherState, ReportBuilder
 from reliable_mq.errors import PublishError
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import Outbox
 
 __all__ = ["AsyncPublisher"]
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncPublisher(
@@ -114,29 +111,25 @@ class AsyncPublisher(
         Returns:
             How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
         """
-        report = self._new_report()
 
-        async def publish_one(message: Message) -> None:
+        async def publish_one(report: ReportBuilder[AsyncConfirmation], message: Message) -> None:
             try:
                 report.submitted(await self._submit(message, exchange, routing_key, timeout, reported=True))
             except PublishError as error:
                 report.failed(message, error)
 
-        try:
+        with self._reporting() as report:
             if hasattr(messages, "__aiter__"):
                 async for message in messages:
-                    await publish_one(message)
+                    await publish_one(report, message)
             else:
                 for message in messages:
-                    await publish_one(message)
+                    await publish_one(report, message)
             for confirmation in report.outstanding:
                 if confirmation.outcome is None:
                     with suppress(PublishError):  # it will be in the report
                         await confirmation
-        except BaseException:
-            self._abandon_report(report)
-            raise
-        return report.report()
+            return report.report()
 
     async def flush(self, timeout: Duration | None = None) -> None:
         """Wait until everything submitted before is settled, well or not.
@@ -193,7 +186,7 @@ class AsyncPublisher(
             UsageError: on another event loop.
         """
         limit = seconds("timeout", timeout)
-        if os.getpid() != self._made_in or self._state is PublisherState.CLOSED:
+        if self._is_over:
             return
         if self._outbox_channel is not None:
             await self._outbox_channel.close(limit, self._broker_may_answer)
@@ -204,8 +197,6 @@ class AsyncPublisher(
             self._state = PublisherState.CLOSING
         if self._started_channel is not None:
             await self._started_channel.close(limit)
-        if self._registration is not None:
-            self._registration.close()
         self._raise_unobserved()
 
     async def __aenter__(self) -> Self:
@@ -231,10 +222,8 @@ class AsyncPublisher(
         """Flush and close. Raises failures that nobody has seen, but never in place of an exception of the body."""
         try:
             await self._leave(CLOSE_TIMEOUT)
-        except PublishError:
-            if exc_type is None:
-                raise
-            logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
+        except PublishError as error:
+            self._left_unconfirmed(error, exc_type)
 
     def __del__(self) -> None:
         if self._started_channel is not None and not self._is_closed and os.getpid() == self._made_in:
@@ -339,10 +328,8 @@ class AsyncPublisher(
             channel.start()
         self._openers += 1
         try:
-            options = self._options
-            firm = limit < options.first_verdict
-            wait, hosts = min(options.first_verdict, limit), len(options.settings.endpoints)
-            error = await channel.wait_connected(wait, hosts, firm=firm)
+            wait, attempts, firm = self._first_wait(limit)
+            error = await channel.wait_connected(wait, attempts, firm=firm)
         finally:
             self._openers -= 1
         if error is None or not (required or channel.fatal is not None):

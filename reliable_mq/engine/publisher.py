@@ -11,10 +11,12 @@ that nobody has seen is raised once.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import declared_by
@@ -41,6 +43,8 @@ __all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "Repo
 
 CLOSE_TIMEOUT: Final = 30.0  # seconds
 FOR_EVER: Final = float("inf")
+
+logger = logging.getLogger(__name__)
 
 
 class PublisherState(enum.Enum):
@@ -115,13 +119,18 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     # Checks
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._made_in:
-            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
-
     @property
     def _is_closed(self) -> bool:
         return self._state in (PublisherState.CLOSING, PublisherState.CLOSED)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is left to close: in a forked child everything is the parent's."""
+        return self._state is PublisherState.CLOSED or os.getpid() != self._made_in
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._made_in:
+            raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
 
     def _check_open(self, consequence: str = ": make another") -> None:
         if self._is_closed:
@@ -158,14 +167,24 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         confirmation.result_observed = True
         return confirmation
 
-    def _new_report(self) -> ReportBuilder[ConfirmationT]:
-        """Begin the report of one ``publish_many``."""
-        return ReportBuilder(self._options.max_outstanding, stored=self._outbox is not None)
+    @contextmanager
+    def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:
+        """Make the report of one ``publish_many``; failures count as unseen again if the block raises."""
+        report: ReportBuilder[ConfirmationT] = ReportBuilder(
+            self._options.max_outstanding, stored=self._outbox is not None
+        )
+        try:
+            yield report
+        except BaseException:
+            if self._channel is not None and self._outbox is None:
+                self._channel.not_reported(report.outstanding)
+            raise
 
-    def _abandon_report(self, report: ReportBuilder[ConfirmationT]) -> None:
-        """Count the failures of messages as unseen again, whose report will not be made."""
-        if self._channel is not None and self._outbox is None:
-            self._channel.not_reported(report.outstanding)
+    def _first_wait(self, limit: float) -> tuple[float, int, bool]:
+        """Return how to wait until every host has had its first attempt: seconds, attempts, whether that is firm."""
+        options = self._options
+        wait = min(options.first_verdict, limit)
+        return wait, len(options.settings.endpoints), limit < options.first_verdict
 
     # Flushing and closing
 
@@ -183,12 +202,21 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         return self.connected or (self._started_channel is not None and not self._started_channel.tried)
 
     def _raise_unobserved(self) -> None:
-        """End a close: raise what failed with nobody to see it."""
+        """End a close: raise failures that nobody has seen."""
+        if self._registration is not None:
+            self._registration.close()
         self._state = PublisherState.CLOSED
         channel = self._outbox_channel or self._started_channel
         failed, count = ([], 0) if channel is None else channel.take_failures()
         if count:
             raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
+
+    def _left_unconfirmed(self, error: PublishError, exc_type: type[BaseException] | None) -> None:
+        """Raise the error of leaving a ``with`` block, or log it if the block itself has raised."""
+        if exc_type is None:
+            raise error
+        text = "leaving a publisher because of %s, with messages unconfirmed"
+        logger.error(text, exc_type.__name__, exc_info=error)
 
     def _readings(self) -> Iterator[Reading]:
         name, channel = self._options.name, self._channel

@@ -11,7 +11,6 @@ runs, and a call that an exception ends leaves nothing behind that nobody would 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -107,17 +106,13 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         Returns:
             How many were confirmed, and each of the others with its error. Nothing is raised for a message that failed.
         """
-        report = self._new_report()
-        try:
+        with self._reporting() as report:
             for message in messages:
                 try:
                     report.submitted(self._submit(message, exchange, routing_key, timeout, reported=True))
                 except PublishError as error:
                     report.failed(message, error)
             return report.report()  # which waits for each
-        except BaseException:
-            self._abandon_report(report)
-            raise
 
     def flush(self, timeout: Duration | None = None) -> None:
         """Wait until everything submitted before is settled, well or not.
@@ -174,7 +169,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             UsageError: called from a callback of this publisher, which would wait for itself.
         """
         limit = seconds("timeout", timeout)
-        if os.getpid() != self._made_in or self._state is PublisherState.CLOSED:
+        if self._is_over:
             return
         with self._lock:
             started = self._started_outbox_channel
@@ -194,8 +189,6 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         if channel is not None:
             channel.close(limit)
         _open_publishers.discard(self)
-        if self._registration is not None:
-            self._registration.close()
         self._raise_unobserved()
 
     def __enter__(self) -> Self:
@@ -223,10 +216,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         """Flush and close. Raises failures that nobody has seen, but never in place of an exception of the body."""
         try:
             self.close()
-        except PublishError:
-            if exc_type is None:
-                raise
-            logger.exception("leaving a publisher because of %s, with messages unconfirmed", exc_type.__name__)
+        except PublishError as error:
+            self._left_unconfirmed(error, exc_type)
         except ReliableMQError:
             raise
         except BaseException:
@@ -315,10 +306,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             channel = self._started_channel or self._start()
             self._openers += 1
         try:
-            options = self._options
-            firm = timeout < options.first_verdict
-            wait, hosts = min(options.first_verdict, timeout), len(options.settings.endpoints)
-            error = channel.wait_connected(wait, hosts, firm=firm)
+            wait, attempts, firm = self._first_wait(timeout)
+            error = channel.wait_connected(wait, attempts, firm=firm)
         except BaseException:
             with self._lock:
                 self._openers -= 1
