@@ -66,10 +66,11 @@ class RawDelivery:
         properties: undecoded; see `Properties`.
         body: the bytes of the message.
 
-    The last four are read-only: a copy, for another attempt or as a dead letter, equals the message that arrived.
+    All but the consumer tag and ``redelivered`` are read-only: the acked delivery, and a copy for another attempt or as
+    a dead letter, are the message that arrived.
     """
 
-    __slots__ = ("_body", "_exchange", "_properties", "_routing_key", "consumer_tag", "delivery_tag", "redelivered")
+    __slots__ = ("_body", "_delivery_tag", "_exchange", "_properties", "_routing_key", "consumer_tag", "redelivered")
 
     def __init__(
         self,
@@ -82,12 +83,17 @@ class RawDelivery:
         body: bytes,
     ) -> None:
         self.consumer_tag = consumer_tag
-        self.delivery_tag = delivery_tag
+        self._delivery_tag = delivery_tag
         self.redelivered = redelivered
         self._exchange = exchange
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
+
+    @property
+    def delivery_tag(self) -> int:
+        """Its number on the channel."""
+        return self._delivery_tag
 
     @property
     def exchange(self) -> str:

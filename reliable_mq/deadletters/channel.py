@@ -378,5 +378,5 @@ class GetChannel(AdminChannel):
     def _ours(self, delivery: RawDelivery) -> Delivery:
         if not isinstance(delivery, Delivery):
             raise TypeError("the reader was told to make another kind of delivery")
-        delivery.source = self._source
+        delivery.came_from(self._source)
         return delivery

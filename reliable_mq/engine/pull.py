@@ -65,9 +65,9 @@ class PulledDelivery(Delivery):
             delivery.properties,
             delivery.body,
         )
-        self.source = delivery.source
+        self._source = delivery.source
         self.state = state
-        self.failures = delivery.failures
+        self._failures = delivery.failures
         self._settled = False
         self._subscription = subscription
 

@@ -317,7 +317,7 @@ class QueueReader(NullListener):
         """Take in deliveries, as many as one read held."""
         self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
         for delivery in cast("list[Delivery]", deliveries):
-            delivery.source = self._sources[self._subscriptions.queue(delivery.consumer_tag)]
+            delivery.came_from(self._sources[self._subscriptions.queue(delivery.consumer_tag)])
             self._read.append(delivery)
             if self._limited and delivery.redelivered:
                 self._returned[delivery.delivery_tag] = times_returned(delivery)

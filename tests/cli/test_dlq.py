@@ -23,7 +23,7 @@ NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 def letter(body: bytes, **table: object) -> DeadMessage:
     properties = encode_properties(Message(body, headers={headers.FORMAT: 1, **table}, message_id="id\x1b[2J"))  # type: ignore[dict-item]
     delivery = Delivery("", 1, False, "", "orders.dead", properties, body)
-    delivery.source = ChannelGeneration(1, 1, "orders.dead")
+    delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
     return DeadMessage(delivery, 1)
 
 

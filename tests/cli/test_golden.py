@@ -111,7 +111,7 @@ def letters() -> Iterable[DeadMessage]:
     for position, (table, body) in enumerate(tables, start=1):
         message = Message(body, headers=table, message_id=f"id-{position}", content_type="text/plain", priority=2)
         delivery = Delivery("", position, position == 2, "", "orders.dead", encode_properties(message), body)
-        delivery.source = ChannelGeneration(1, 1, "orders.dead")
+        delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
         yield DeadMessage(delivery, position)
 
 

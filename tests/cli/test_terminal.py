@@ -67,7 +67,7 @@ def letter(text: str) -> DeadMessage:
         raw, headers={**table, name: name}, message_id=plain, correlation_id=plain, content_type=plain, type=plain
     )
     delivery = Delivery("", 1, False, plain, plain, encode_properties(message), raw)
-    delivery.source = ChannelGeneration(1, 1, "orders.dead")
+    delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
     return DeadMessage(delivery, 1)
 
 
@@ -210,7 +210,7 @@ def test_without_standard_output_there_is_nothing_to_write_to(monkeypatch: pytes
 def test_headers_and_properties_of_0_and_false_are_shown() -> None:
     message = Message(b"", headers={"zero": 0, "no": False, "empty": "", "none": None}, priority=0, persistent=False)
     delivery = Delivery("", 1, False, "", "orders.dead", encode_properties(message), b"")
-    delivery.source = ChannelGeneration(1, 1, "orders.dead")
+    delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
     lines = {" ".join(line.split()) for line in shown(details(DeadMessage(delivery, 1), 100)).splitlines()}
     expected = {"header zero 0", "header no False", "header empty", "header none None", "priority 0"}
     assert lines >= expected | {"persistent False"}

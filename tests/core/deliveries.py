@@ -82,7 +82,7 @@ def delivery(
 ) -> Delivery:
     raw = properties(headers=headers, message_id=message_id, **others)
     made = CheckedDelivery("ctag", tag, redelivered, exchange, routing_key, raw, body)
-    made.source = source
+    made.came_from(source)
     return made
 
 

@@ -90,12 +90,12 @@ def test_of_two_counts_the_higher_is_known() -> None:
     book.remember(delivery(), AttemptHistory(2))
     for claimed, known in ((1, 2), (4, 4), (3, 4)):
         item = delivery()
-        item.failures = AttemptHistory(claimed)
+        item.recall_failures(AttemptHistory(claimed))
         found = book.recall(item)
         assert found is not None
         assert found.count == known
     stranger = delivery(message_id="m2")
-    stranger.failures = AttemptHistory(3)
+    stranger.recall_failures(AttemptHistory(3))
     assert book.recall(stranger) is stranger.failures
 
 

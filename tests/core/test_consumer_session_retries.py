@@ -76,7 +76,7 @@ def test_a_failed_delivery_waits_in_the_delay_queue_of_its_attempt() -> None:
 
 def waited_delivery(republish: RepublishRequest, tag: int) -> Delivery:
     found = waited(republish.properties)
-    found.delivery_tag = tag
+    found._delivery_tag = tag
     return found
 
 

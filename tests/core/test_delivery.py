@@ -63,7 +63,7 @@ def test_an_expiration_that_is_no_number_is_none() -> None:
 def test_the_attempt_is_one_more_than_what_failed() -> None:
     item = delivery()
     assert item.attempt == 1
-    item.failures = failures(2)
+    item.recall_failures(failures(2))
     assert item.attempt == 3
 
 
@@ -96,3 +96,13 @@ def test_broken_headers_leave_the_other_properties_readable() -> None:
 def test_the_repr_shows_neither_body_nor_headers() -> None:
     shown = repr(delivery(4, body=b"secret", headers={"password": "secret"}))
     assert shown == "<Delivery 4 with routing key 'orders', 6 bytes>"
+
+
+@pytest.mark.parametrize(
+    "name", ["body", "delivery_tag", "exchange", "failures", "properties", "routing_key", "source"]
+)
+def test_a_handler_cannot_change_what_is_acked_or_published_again(name: str) -> None:
+    item = delivery(7)
+    with pytest.raises(AttributeError):
+        setattr(item, name, None)
+    assert item.delivery_tag == 7

@@ -339,7 +339,7 @@ def test_the_higher_of_two_counts_holds() -> None:
     runner = Runner(max_attempts=5)
     runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     item = delivery()
-    item.failures = failures(3)
+    item.recall_failures(failures(3))
     assert runner(item) == [item]
     assert item.attempt == 4
 

@@ -322,7 +322,7 @@ def test_with_delay_queues_it_waits_there_and_what_is_known_of_it_travels() -> N
     republish = only_republish(session)
     assert (republish.routing_key, republish.purpose) == ("orders.retry.1000", RepublishReason.RETRY)
     again = waited(republish.properties)
-    again.delivery_tag = 3
+    again._delivery_tag = 3
     assert deliver(session, [again], 1.0) == []
     back_again = only_republish(session)
     assert (back_again.purpose, back_again.delivery.attempt) == (RepublishReason.QUARANTINE, 2)
@@ -359,7 +359,7 @@ def test_what_fails_there_waits_elsewhere_and_comes_back_to_quarantine() -> None
     republish = only_republish(session)
     assert republish.routing_key == "orders.retry.1000"
     again = waited(republish.properties)
-    again.delivery_tag = 3
+    again._delivery_tag = 3
     assert deliver(session, [again], 1.0) == []
     back_again = only_republish(session)
     assert (back_again.purpose, back_again.delivery.attempt) == (RepublishReason.QUARANTINE, 2)

@@ -32,7 +32,7 @@ def letter(*, age: float | None = 60.0, **changed: object) -> DeadMessage:
     table |= changed
     properties = encode_properties(Message(b"", headers=table, message_id="id-1"))
     delivery = Delivery("", 1, False, "", "orders.dead", properties, b"12345")
-    delivery.source = ChannelGeneration(1, 1, "orders.dead")
+    delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
     return DeadMessage(delivery, 1)
 
 

@@ -21,7 +21,7 @@ LATER = datetime(2026, 1, 3, tzinfo=UTC)
 
 def dead(properties: bytes, body: bytes = b"body", *, redelivered: bool = False) -> DeadMessage:
     delivery = Delivery("", 1, redelivered, "", "orders.dead", properties, body)
-    delivery.source = ChannelGeneration(1, 1, "orders.dead")
+    delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
     return DeadMessage(delivery, 1)
 
 
@@ -31,7 +31,7 @@ def with_headers(table: dict[str, object]) -> DeadMessage:
 
 def test_our_own_dead_letters_are_read_with_our_own_names() -> None:
     original = Delivery("", 1, False, "shop", "order.new", encode_properties(Message(b"", message_id="m")), b"x")
-    original.source = ChannelGeneration(1, 1, "orders")
+    original.came_from(ChannelGeneration(1, 1, "orders"))
     made = DeadLetters(Target("", "orders.dead"), consumer="shop", version="1.2.3").make(original, "too late")
     message = dead(made.properties)
     assert message.origin == Origin("orders", "shop", "order.new")

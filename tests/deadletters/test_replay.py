@@ -29,7 +29,7 @@ class FakeChannel:
         for tag in range(self._next, self._next + most):
             message = Message(b"", message_id=f"id-{tag}")
             delivery = Delivery("", tag, False, "", "orders.dead", encode_properties(message), b"")
-            delivery.source = ChannelGeneration(1, 1, "orders.dead")
+            delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
             taken.append(delivery)
         self._next += most
         return taken

@@ -25,7 +25,7 @@ def deliveries(first: int, count: int, queue: str = "a", size: int = 10) -> list
     source = ChannelGeneration(1, 1, queue)
     made = [Delivery("tag", first + number, False, "", queue, b"\0\0", b"x" * size) for number in range(count)]
     for delivery in made:
-        delivery.source = source
+        delivery.came_from(source)
     return made
 
 

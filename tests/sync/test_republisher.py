@@ -86,7 +86,7 @@ def make(answers: Answers) -> Iterator[Callable[[Publisher], Republisher]]:
 
 def dead_letter(*, properties: bytes | None = None) -> RepublishRequest:
     item = delivery(body=b"body", message_id="m1")
-    item.source = ChannelGeneration(1, 1, "orders")
+    item.came_from(ChannelGeneration(1, 1, "orders"))
     made = DeadLetters(Target("", "bin"), consumer="c", version="0").make(item, "why")
     if properties is not None:
         made.properties = properties

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import AttemptHistory, NewerFormat
+from reliable_mq.core.consumer.attempts import NewerFormat
 from reliable_mq.core.consumer.quarantine import failures_by_broker, returns
 from reliable_mq.core.retry.retry_headers import PLAIN, RetryState, decode_retry_headers
 from reliable_mq.errors import ConsumeError
@@ -112,13 +112,13 @@ class Admission:
         if self._broker_counts and delivery.redelivered:
             counted = failures_by_broker(delivery)
             if counted:
-                failures = delivery.failures = delivery.failures or AttemptHistory()
+                failures = delivery.begin_failures()
                 failures.count = max(failures.count, counted)
         lost = 0
         if forgiven is not None and delivery.redelivered:
             lost = max(returns(delivery) - forgiven, 0)
             if lost:
-                failures = delivery.failures = delivery.failures or AttemptHistory()
+                failures = delivery.begin_failures()
                 failures.count += lost
                 failures.lost += lost
         return AdmissionResult(self._given_up(delivery), *transit)._replace(lost=lost)
@@ -133,7 +133,7 @@ class Admission:
 
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered or delivery.failures is not None:
-            delivery.failures = self._attempts.recall(delivery)
+            delivery.recall_failures(self._attempts.recall(delivery))
         failures = delivery.failures
         if failures is None:
             return None

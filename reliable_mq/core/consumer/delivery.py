@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq import drivers
 from reliable_mq.codec import CodecError, Properties, RawDelivery, plain_message_id
+from reliable_mq.core.consumer.attempts import AttemptHistory
 from reliable_mq.errors import ConsumeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
 
-    from reliable_mq.core.consumer.attempts import AttemptHistory
     from reliable_mq.core.idempotency import Claim, InboxClaim
 
 __all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState"]
@@ -105,18 +105,16 @@ class Delivery(RawDelivery):
         consumer_tag: of the consumer that it was delivered to.
         delivery_tag: its number on its channel.
         properties: the encoded properties, as they came.
-        source: the channel it came from.
         state: its place in the consumer.
-        failures: its attempts that failed so far, if any did.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
         flaw: the error in its properties, once they were found broken.
         hold: its claim in the idempotency store while its handler runs; None without one that has transactions.
         store_failures: how often the idempotency store failed for it.
     """
 
-    __slots__ = ("_decoded", "claim", "failures", "flaw", "hold", "source", "state", "store_failures")
+    __slots__ = ("_decoded", "_failures", "_source", "claim", "flaw", "hold", "state", "store_failures")
 
-    source: ChannelGeneration
+    _source: ChannelGeneration
 
     def __init__(
         self,
@@ -130,14 +128,14 @@ class Delivery(RawDelivery):
     ) -> None:
         # Spelt out instead of super().__init__(): there is one of these calls per message.
         self.consumer_tag = consumer_tag
-        self.delivery_tag = delivery_tag
+        self._delivery_tag = delivery_tag
         self.redelivered = redelivered
         self._exchange = exchange
         self._routing_key = routing_key
         self._properties = properties
         self._body = body
         self.state = _QUEUED
-        self.failures: AttemptHistory | None = None
+        self._failures: AttemptHistory | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None
         self.hold: InboxClaim | None = None
@@ -145,14 +143,38 @@ class Delivery(RawDelivery):
         self._decoded: Properties | None = None
 
     @property
+    def source(self) -> ChannelGeneration:
+        """The channel it came from."""
+        return self._source
+
+    def came_from(self, source: ChannelGeneration) -> None:
+        """Set the channel it came from, before anybody sees it."""
+        self._source = source
+
+    @property
+    def failures(self) -> AttemptHistory | None:
+        """Its attempts that failed so far, if any did."""
+        return self._failures
+
+    def recall_failures(self, failures: AttemptHistory | None) -> None:
+        """Set the attempts that failed so far."""
+        self._failures = failures
+
+    def begin_failures(self) -> AttemptHistory:
+        """Return the attempts that failed so far, to add one."""
+        if self._failures is None:
+            self._failures = AttemptHistory()
+        return self._failures
+
+    @property
     def queue(self) -> str:
         """The queue that it was consumed from."""
-        return self.source.queue
+        return self._source.queue
 
     @property
     def attempt(self) -> int:
         """Which attempt at this message this is: 1 on the first."""
-        return 1 if self.failures is None else self.failures.count + 1
+        return 1 if self._failures is None else self._failures.count + 1
 
     def transaction(self) -> Any:
         """Begin a transaction of the idempotency store that marks the message done.

@@ -42,7 +42,7 @@ from itertools import repeat
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final, TypeAlias
 
-from reliable_mq.core.consumer.attempts import AttemptHistory, Failure, describe, printable, shown
+from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitState, InboxClaim, SettlementRetries
@@ -347,7 +347,7 @@ def _claim(
             if claiming.transaction is not None:
                 delivery.hold = InboxClaim(claim, claiming.transaction)
             if claim.attempts:
-                failures = delivery.failures = delivery.failures or AttemptHistory()
+                failures = delivery.begin_failures()
                 failures.count = max(failures.count, claim.attempts)
                 delivery.redelivered = True
                 if failures.count >= claiming.max_attempts:

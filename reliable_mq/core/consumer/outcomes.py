@@ -194,7 +194,7 @@ class OutcomeHandler:
         That counts as a failed attempt.         Without a delay, it would kill one consumer of its queue after the
         other, until none is left for its neighbours.
         """
-        failures = delivery.failures = delivery.failures or AttemptHistory()
+        failures = delivery.begin_failures()
         delay = self._retry.delay(failures.count, self._random) or 0.0
         self._statistics.retried += 1
         failures.due = now + delay
@@ -388,8 +388,8 @@ class OutcomeHandler:
         self._statistics.failed += 1
         attempts = self._settlement.attempts
         if delivery.redelivered or delivery.source is not self._settlement.source:
-            delivery.failures = attempts.recall(delivery)  # another handler of it may have failed in the meantime
-        failures = delivery.failures = delivery.failures or AttemptHistory()
+            delivery.recall_failures(attempts.recall(delivery))  # another handler of it may have failed in the meantime
+        failures = delivery.begin_failures()
         failures.add(failure)
         attempts.remember(delivery, failures)
         return failures

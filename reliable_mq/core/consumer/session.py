@@ -216,7 +216,7 @@ class ConsumerSession:
                 raise ValueError(f"{self._acks.outstanding} deliveries are unacked: the broker ignores the prefetch")
             self._timeouts.delivered(deliveries, now)
         for delivery in deliveries:
-            delivery.source = source
+            delivery.came_from(source)
         if self.stream_offset is not None:
             self.stream_offset.delivered(deliveries, self._acks.first_unfinished)
         if self.automatic:
@@ -239,7 +239,7 @@ class ConsumerSession:
         self.statistics.delivered += 1
         self._acks.delivered(delivery.delivery_tag, delivery.delivery_tag)
         self._timeouts.delivered([delivery], now)
-        delivery.source = source
+        delivery.came_from(source)
         if self.stream_offset is not None:
             self.stream_offset.delivered([delivery], self._acks.first_unfinished)
         if self._quarantine is not None and self._quarantine.has(delivery):
