@@ -73,6 +73,7 @@ def test_another_prefetch_is_told_to_the_broker_and_to_the_acks() -> None:
     assert session.poll(0.0).subscribe == [Resubscribe("", "#2", 40)]
     with pytest.raises(ConfigurationError, match="ack_every"):
         session.change_prefetch(3)
+    assert not session.poll(0.0).subscribe
 
 
 def test_another_prefetch_of_the_single_active_consumer_waits() -> None:

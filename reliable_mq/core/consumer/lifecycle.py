@@ -186,7 +186,7 @@ class ConsumerLifecycle:
         if self.state in _STOPPING:
             return False
         self._changes.clear()
-        self.keeps = self.subscribed and self._single_active
+        self.keeps = self.holds_role
         if self.subscribed and not self.keeps:
             self.state = ConsumerState.CANCELLING
             self._changes.append(ChannelStep.UNSUBSCRIBE)
@@ -224,13 +224,18 @@ class ConsumerLifecycle:
     def change_prefetch(self, prefetch: int) -> bool:
         """Subscribe anew with this prefetch; False: as soon as nothing is unacked."""
         self._wanted = prefetch
-        if self.subscribed and self._single_active:
+        if self.holds_role:
             return False
         if self.subscribed:  # else `opened` compares it with the one that the broker was told
             self.prefetch = prefetch
             before, self.consumer_tag = self.consumer_tag, _next_tag(self.consumer_tag)
             self._changes.append(Resubscribe(before, self.consumer_tag, prefetch))
         return True
+
+    @property
+    def holds_role(self) -> bool:
+        """Whether this is the single active consumer, which a new subscription would end."""
+        return self.subscribed and self._single_active
 
     @property
     def subscribed(self) -> bool:

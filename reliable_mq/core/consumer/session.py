@@ -371,12 +371,10 @@ class ConsumerSession:
         Returns:
             False where that waits until nothing is unacked, to keep the role of the single active consumer.
         """
-        before = self.lifecycle.prefetch
-        if not self.lifecycle.change_prefetch(prefetch):
-            return False
-        self.set_prefetch(prefetch)
-        self._bound(prefetch, before + self._acks.outstanding)
-        return True
+        if not self.lifecycle.holds_role:
+            self.set_prefetch(prefetch)
+            self._bound(prefetch, self.lifecycle.prefetch + self._acks.outstanding)
+        return self.lifecycle.change_prefetch(prefetch)
 
     def set_prefetch(self, prefetch: int) -> None:
         """Fit the acks to this prefetch.
