@@ -177,19 +177,23 @@ class StateMachines(FromCode):
     def lines(self) -> Iterator[str]:
         for machine in state_machines.machines():
             numbers = state_machines.numbered(machine)
-            yield from (f"## {machine.states.__name__}", "", cell(inspect.getdoc(machine.states) or ""), "")
+            yield from (f"## {machine.states.__name__}", "", cell(vars(machine.states).get("__doc__") or ""), "")
             yield from (f"Defined in `{machine.module}`.", "", f"<div>{state_machines.drawn(machine)}</div>", "")
             yield from table(
                 ("state", "meaning"), [(f"`{state.name}`", cell(str(state.value))) for state in machine.states]
             )
-            changes: dict[str, list[str]] = {}
+            changes: dict[str, dict[str, list[str]]] = {}
             for edge in machine.edges:
                 before = "-" if edge.before is None else f"`{edge.before.name}`"
-                changes.setdefault(edge.event, []).append(f"{before} → `{edge.after.name}`")
+                changes.setdefault(edge.event, {}).setdefault(f"`{edge.after.name}`", []).append(before)
             if numbers:
-                rows = [(str(numbers[event]), cell(event), "; ".join(each)) for event, each in changes.items()]
-                yield from ("", *table(("", "event", "changes"), rows), "")
+                yield from ("", *table(("", "event", "changes"), [*self.rows(numbers, changes)]), "")
             yield ""
+
+    def rows(self, numbers: dict[str, int], changes: dict[str, dict[str, list[str]]]) -> Iterator[tuple[str, ...]]:
+        for event, afters in changes.items():
+            told = "; ".join(f"{', '.join(befores)} → {after}" for after, befores in afters.items())
+            yield str(numbers[event]), cell(event), told
 
 
 class ErrorMessages(FromCode):
