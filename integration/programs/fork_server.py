@@ -6,6 +6,8 @@ Started by `integration.support.processes`, with the number of a socket. A reque
   standard streams. KIND is ``module`` or ``file``. The answer is its process id.
 - ``{"wait": PROCESS}`` for one that has ended. The answer is its exit status, negative for a signal.
 
+Each request has a ``number``, which stands in front of the answer.
+
 A child is what ``python -m NAME`` is, from its arguments and streams to its exit. It is no place for what is read from
 the environment while Python starts, or while one of the modules below is imported.
 """
@@ -38,7 +40,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
         request: dict[str, Any] = json.loads(packet)
         if "wait" in request:
             _, status = os.waitpid(request["wait"], 0)
-            requests.send(b"%d" % os.waitstatus_to_exitcode(status))
+            requests.send(b"%d %d" % (request["number"], os.waitstatus_to_exitcode(status)))
             continue
         child = os.fork()
         if child == 0:
@@ -49,7 +51,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
             return request
         for stream in streams:
             os.close(stream)
-        requests.send(b"%d" % child)
+        requests.send(b"%d %d" % (request["number"], child))
 
 
 def become(request: dict[str, Any]) -> None:
