@@ -13,7 +13,7 @@ from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soak_seeds
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
-from tests.outbox.row_leases_contract import ClaimsContract, TableOutbox, store, take
+from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def table(request: pytest.FixtureRequest, database: Callable[[str], Database]) -
     engine.dispose()
 
 
-class TestClaims(ClaimsContract):
+class TestRowLeases(RowLeasesContract):
     pass
 
 

@@ -1,4 +1,4 @@
-"""Relays of one table: what each holds, for how long, and what is said of it when it changes hands. On any database."""
+"""Relays of one table: which rows each leases, and for how long. On any database."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TableOutbox:
         self._clock.stop()
 
     def age(self, seconds: float) -> None:
-        """Let as many seconds pass: what is to happen comes that much nearer."""
+        """Let as many seconds pass, by moving all times into the past."""
         self._passed += seconds
         columns = self.outbox.table.c
         earlier = {name: columns[name] - seconds for name in ("claimed_until", "available_at", "stored_at")}
@@ -104,11 +104,11 @@ def take(claims: RowLeases, limit: int = 10) -> list[OutboxRow]:
     return taken.rows
 
 
-class ClaimsContract:
-    """Tests of a ``table``, which is a fixture of the module that inherits them."""
+class RowLeasesContract:
+    """Tests of a ``table``, a fixture of the module that inherits them."""
 
-    def test_what_is_taken_again_before_its_hand_back_is_told_stays_ours(self, table: TableOutbox) -> None:
-        """A row that is free in the table may be taken at once; the news about its former fate concern that alone."""
+    def test_a_row_taken_again_before_its_release_is_reported_stays(self, table: TableOutbox) -> None:
+        """A row that is free in the table may be taken before its former outcome is reported."""
         store(table.outbox, "a")
         relay, other = table.outbox.claims(), table.outbox.claims()
         [first] = take(relay)
@@ -138,7 +138,7 @@ class ClaimsContract:
         table.age(2)
         assert len(take(table.outbox.claims())) == 2
 
-    def test_what_may_have_been_published_stays_so_when_it_is_handed_back(self, table: TableOutbox) -> None:
+    def test_a_possible_duplicate_stays_one_when_it_is_released(self, table: TableOutbox) -> None:
         """Also where the relay that handed it back has not touched it."""
         store(table.outbox, "a")
         dead, second, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
@@ -150,7 +150,7 @@ class ClaimsContract:
         [row] = take(third)
         assert row.possible_duplicate
 
-    def test_what_is_handed_back_untouched_is_no_possible_duplicate(self, table: TableOutbox) -> None:
+    def test_a_row_released_untouched_is_no_possible_duplicate(self, table: TableOutbox) -> None:
         """Nobody has published it."""
         store(table.outbox, "a")
         claims = table.outbox.claims()
@@ -161,7 +161,7 @@ class ClaimsContract:
         assert not row.possible_duplicate
 
     def test_a_key_is_one_relays_at_a_time(self, table: TableOutbox) -> None:
-        """Whoever has its first row has the others; what was stored meanwhile waits for that."""
+        """The relay with its first row has the others; rows stored meanwhile wait."""
         store(table.outbox, "0", "1", key="key")
         store(table.outbox, "free")
         one, other = table.outbox.claims(), table.outbox.claims()
@@ -174,7 +174,7 @@ class ClaimsContract:
         table.outbox.write([], [RowSettlement(rows[1], RowOutcome.CONFIRMED)])
         assert [row.message.body for row in take(other)] == [b"2"]
 
-    def test_what_a_relay_lets_go_of_is_free_at_once_and_may_have_been_published(self, table: TableOutbox) -> None:
+    def test_rows_of_a_relay_that_ends_are_free_and_possible_duplicates(self, table: TableOutbox) -> None:
         """Nobody waits for the lease of a relay that ended in good order; what another has stays with it."""
         store(table.outbox, "a", "b")
         ending, other = table.outbox.claims(), table.outbox.claims()
@@ -193,7 +193,7 @@ class ClaimsContract:
         assert [row.message.body for row in take(claims)] == [b"0"]
 
     def test_a_damaged_row_is_set_aside_and_holds_those_behind_it(self, table: TableOutbox) -> None:
-        """In the middle of what is taken of a key; others go on, and those behind it when it is purged."""
+        """Rows of other keys go on, and those behind it when it is purged."""
         store(table.outbox, "0", "1", "2", key="key")
         store(table.outbox, "free")
         damage = update(table.outbox.table).where(table.outbox.table.c.body == b"1").values(properties=b"\xff")
@@ -214,9 +214,9 @@ class ClaimsContract:
         assert table.outbox.purge() == 1
         assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
 
-    @pytest.mark.parametrize("fate", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
-    def test_a_fate_that_comes_late_takes_nothing_from_the_relay_that_took_over(
-        self, table: TableOutbox, fate: RowOutcome
+    @pytest.mark.parametrize("outcome", [RowOutcome.BACK, RowOutcome.LATER, RowOutcome.SET_ASIDE])
+    def test_a_late_outcome_changes_no_row_that_another_relay_took_over(
+        self, table: TableOutbox, outcome: RowOutcome
     ) -> None:
         """A relay that was stopped for longer than its lease does not know that its rows are another's by now."""
         store(table.outbox, "a", "b", key="key")
@@ -225,7 +225,7 @@ class ClaimsContract:
         table.age(LEASE + 1)
         rows = take(quick)
         assert [row.message.body for row in rows] == [b"a", b"b"]
-        table.outbox.write([], [RowSettlement(row, fate, 5.0, "it was late") for row in late])
+        table.outbox.write([], [RowSettlement(row, outcome, 5.0, "it was late") for row in late])
         assert take(third) == []
         assert table.outbox.status().rows == 2
         table.outbox.write([], [RowSettlement(rows[0], RowOutcome.CONFIRMED)])

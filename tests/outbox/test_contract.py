@@ -1,4 +1,4 @@
-"""What every outbox must do, for those that need no server."""
+"""The contract of outboxes, for those that need no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a relay does between an outbox and a carrier, with both scripted to the instant."""
+"""The relay between a scripted outbox and a scripted publisher of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(*bodies: str) -> list[NewRow]:
 
 
 class FirstIsReturned:
-    """A carrier whose first message is returned, in the instant in which others of its key are stored."""
+    """A publisher whose first message is returned while others of its key are stored."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.sent: list[bytes] = []
@@ -72,13 +72,13 @@ def outbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outbox]:
 def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
     """Nothing of a key is taken between the decision to set its first message aside and the write of that."""
     outbox.write(rows("a", "b"), [])
-    carrier = FirstIsReturned(outbox)
+    publisher = FirstIsReturned(outbox)
     decided: list[RowSettlement] = []  # and never written
-    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
+    relay = OutboxRelay(outbox, publisher, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
     try:
-        assert carrier.looked_again.wait(20)
-        assert carrier.sent == [b"a"]
+        assert publisher.looked_again.wait(20)
+        assert publisher.sent == [b"a"]
         assert [(one.row.message.body, one.outcome.name) for one in decided] == [(b"a", "SET_ASIDE"), (b"b", "BACK")]
     finally:
         relay.stop(0)
@@ -86,7 +86,7 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
 
 
 class Silent(FirstIsReturned):
-    """A carrier that never answers."""
+    """A publisher that settles nothing."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         self.sent += [row.message.body for row in rows]
@@ -94,21 +94,21 @@ class Silent(FirstIsReturned):
 
 
 def test_what_waits_for_its_turn_when_a_relay_stops_goes_back_untouched(outbox: Outbox) -> None:
-    """Nobody has published it: only what is outstanding may be a duplicate for the next relay."""
+    """It was not published: only outstanding rows may be duplicates for the next relay."""
     outbox.write(rows("a", "b"), [])
-    carrier = Silent(outbox)
+    publisher = Silent(outbox)
     decided: list[RowSettlement] = []
-    relay = OutboxRelay(outbox, carrier, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
+    relay = OutboxRelay(outbox, publisher, settle=decided.extend, limit=10, max_bytes=2**20, name="relay")
     relay.start(outbox.claims())
-    assert carrier.looked_again.wait(20)
+    assert publisher.looked_again.wait(20)
     relay.stop(0.5)
     assert relay.join(20)
-    assert carrier.sent == [b"a"]
+    assert publisher.sent == [b"a"]
     assert [(one.row.message.body, one.outcome.name) for one in decided] == [(b"b", "BACK")]
 
 
 class Slow:
-    """A carrier that has the messages of its first rows confirmed one by one, when it is asked for what is settled."""
+    """A publisher whose rows are confirmed one by one, with each call of `take_settled`."""
 
     def __init__(self) -> None:
         self.outstanding: list[OutboxRow] = []
@@ -139,7 +139,7 @@ def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: O
     outbox.write(
         [NewRow(Message(b"%d" % n + b"x" * (size - 1)), "", "q", True, None) for n, size in enumerate(sizes)], []
     )
-    carrier = Slow()
+    publisher = Slow()
     done = threading.Semaphore(0)
 
     def settle(settlements: list[RowSettlement]) -> None:
@@ -147,13 +147,13 @@ def test_no_more_bytes_are_outstanding_than_the_publisher_has_room_for(outbox: O
         relay.settled(settlements)
         done.release(len(settlements))
 
-    relay = OutboxRelay(outbox, carrier, settle=settle, limit=10, max_bytes=250, name="relay")
+    relay = OutboxRelay(outbox, publisher, settle=settle, limit=10, max_bytes=250, name="relay")
     relay.start(outbox.claims())
     try:
         assert all(done.acquire(timeout=20) for _ in sizes)
     finally:
         relay.stop(1)
         assert relay.join(20)
-    assert carrier.confirmed == [b"%d" % n for n in range(len(sizes))]
-    assert all(sum(each) <= 250 or len(each) == 1 for each in carrier.most), carrier.most
-    assert max(map(sum, carrier.most)) == 1000
+    assert publisher.confirmed == [b"%d" % n for n in range(len(sizes))]
+    assert all(sum(each) <= 250 or len(each) == 1 for each in publisher.most), publisher.most
+    assert max(map(sum, publisher.most)) == 1000

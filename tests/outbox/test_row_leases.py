@@ -10,7 +10,7 @@ from sqlalchemy import create_engine, text
 
 from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay, sqlalchemy_table
-from tests.outbox.row_leases_contract import ClaimsContract, TableOutbox, store, take
+from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
 
 
 @pytest.fixture(params=["one writer at a time", "rows locked one by one"])
@@ -24,7 +24,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     engine.dispose()
 
 
-class TestClaims(ClaimsContract):
+class TestRowLeases(RowLeasesContract):
     pass
 
 

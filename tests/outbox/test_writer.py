@@ -19,12 +19,12 @@ NEW = NewRow(Message(b"new"), "", "q", True, None)
 
 
 class Failing(SQLiteOutbox):
-    """An outbox whose writes fail at first; it notes what it was asked to write."""
+    """An outbox whose writes fail at first; it notes the number of rows of each write."""
 
     def __init__(self, path: Any, failures: int) -> None:
         super().__init__(path)
         self.failures = failures
-        self.asked: list[tuple[int, int]] = []  # rows and fates
+        self.asked: list[tuple[int, int]] = []  # rows and outcomes
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
         self.asked.append((len(rows), len(settlements)))
@@ -34,7 +34,7 @@ class Failing(SQLiteOutbox):
 
 
 class Told:
-    """A writer, and what it answers."""
+    """A writer, and its reports."""
 
     def __init__(self, outbox: SQLiteOutbox) -> None:
         self.stored: Queue[tuple[list[str], OutboxError | None]] = Queue()
@@ -68,7 +68,7 @@ def test_a_fate_that_could_not_be_carried_out_is_tried_again_until_it_is(outbox:
 
 
 def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing) -> None:
-    """Its caller has been told; the fates that were to be written with it are."""
+    """Its caller has been told; the outcomes that were to be written with it are."""
     told = Told(outbox)
     told.writer.store("mine", NEW)
     told.writer.settle([DONE])
@@ -92,7 +92,7 @@ class Broken(Failing):
 
 
 def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_tell(tmp_path: Any) -> None:
-    """Whoever comes next is stored; nobody is told twice, or that what is stored is not."""
+    """Later messages are stored; no message is reported twice or wrongly."""
     outbox = Failing(tmp_path / "outbox", failures=0)
     told: Queue[tuple[str, object]] = Queue()
 
@@ -127,7 +127,7 @@ def test_an_exception_of_a_callback_ends_neither_the_writer_nor_what_it_has_to_t
 def test_a_fault_of_an_outbox_leaves_it_open_whether_messages_are_stored(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows how far it got; fates are carried out later."""
+    """How far it got is not known; outcomes are written later."""
     monkeypatch.setattr(writer, "_RETRY_AFTER", 0.01)
     outbox = Broken(tmp_path / "outbox", failures=2)
     told = Told(outbox)

@@ -1,4 +1,4 @@
-"""That tables do not grow, for the stores in SQL databases, wherever they run."""
+"""Tables of stores in SQL databases do not grow, wherever they run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pace_of(subject: Subject) -> PurgePace:
 def grow(subject: Subject, *, keys: int = 64, seconds: float = 2.0) -> None:
     """Claim and complete so many keys at a time, so many seconds apart, and check what the table holds in the end.
 
-    That is what was claimed within retention and lease, and a little more.
+    Those are the claims within retention and lease, and a few more.
     """
     records = subject.age.__self__  # type: ignore[attr-defined]
     assert isinstance(records, Records)

@@ -1,4 +1,4 @@
-"""Stores to put to the test, whichever they are: all are asked alike, and can be made older."""
+"""The stores under test: all are called alike, and their records can be aged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reliable_mq.testing.store_contract import RETENTION, StoreOnThread, StoreUn
 
 @dataclass
 class Subject(StoreUnderTest):
-    """With what is to be closed afterwards."""
+    """A store under test, and what to close after the test."""
 
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -38,7 +38,7 @@ class Subject(StoreUnderTest):
 
 
 class Bridged:
-    """An asyncio store on a loop of its own, for consumers on other loops, which come and go."""
+    """An asyncio store on an event loop of its own, for consumers on other loops."""
 
     def __init__(self, make: Callable[[], Any] | StoreOnThread) -> None:
         self.blocking = make if isinstance(make, StoreOnThread) else StoreOnThread(make)
@@ -75,7 +75,7 @@ def memory() -> Subject:
 
 
 class Records:
-    """The table of a store, as a test changes it."""
+    """The table of a store, which a test can change."""
 
     def __init__(self, engine: Engine, table: str = "reliable_mq_claims") -> None:
         self.engine, self.table = engine, table
@@ -104,7 +104,7 @@ class Records:
 
 
 def quick(engine: Engine) -> Engine:
-    """Not durable against a power failure, which no test makes."""
+    """Make commits quick, as no test cuts the power."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:

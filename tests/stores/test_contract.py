@@ -1,4 +1,4 @@
-"""What every store must do, for those that need no server."""
+"""The contract of stores, for those that need no server."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class TestStores(StoreContract):
 
 
 def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
-    """Others may: the replay of dead letters needs it."""
+    """The replay of dead letters needs it."""
     assert isinstance(getattr(subject.store, "store", subject.store), ResettableStore)
 
 
 def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
-    """The checker of histories finds what is wrong, and only that."""
+    """The checker of histories finds all wrong histories, and no others."""
 
     def claimed(token: int, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
         return StoreCall("a", "claim", 0, Claim("a", status, token), begun, begun + 1)
@@ -57,8 +57,8 @@ def test_a_history_in_which_two_hold_a_key_is_refuted() -> None:
     assert not explain([claimed(1, 0.0)._replace(what="brief"), claimed(2, 1.5), done._replace(begun=4, ended=5)])
 
 
-def test_a_history_with_a_lost_answer_may_be_explained_either_way() -> None:
-    """That of a claim once: two holders after it are one too many."""
+def test_a_lost_reply_may_be_of_a_call_that_took_effect_or_not() -> None:
+    """A claim takes effect once: two holders after it are one too many."""
 
     def claimed(token: int | None, begun: float, status: ClaimStatus = ClaimStatus.NEW) -> StoreCall:
         return StoreCall("a", "claim", 0, token and Claim("a", status, token), begun, begun + 1)

@@ -1,4 +1,4 @@
-"""Stores that are not what they are asked for: missing packages, wrong engines, wrong URLs."""
+"""Stores that cannot be made: missing packages, wrong engines, wrong URLs."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_there_is_no_other_store() -> None:
         _ = reliable_mq.stores.CloudStore
 
 
-def test_stores_are_what_consumers_ask_for() -> None:
+def test_stores_implement_the_protocols() -> None:
     for kind in (RedisStore, SQLAlchemyStore, SQLiteStore):
         assert issubclass(kind, IdempotencyStore)
     for kind in (AsyncRedisStore, AsyncSQLAlchemyStore):
         assert issubclass(kind, AsyncIdempotencyStore)
 
 
-def test_a_store_of_the_asyncio_face_is_refused_by_a_consumer_of_the_other() -> None:
+def test_an_asyncio_store_is_refused_by_a_sync_consumer() -> None:
     with pytest.raises(ConfigurationError, match="AsyncConsumer"):
         Consumer("amqp://localhost", "orders", print, idempotency=AsyncRedisStore("redis://localhost"))
 
@@ -142,7 +142,7 @@ def test_a_database_url_whose_password_is_not_percent_encoded_is_refused_unshown
     assert "cret@" not in str(caught.value)
 
 
-def test_an_engine_must_be_of_the_face_and_of_a_known_database() -> None:
+def test_an_engine_must_be_of_the_right_kind_and_database() -> None:
     with pytest.raises(ConfigurationError, match="create_engine"):
         SQLAlchemyStore(create_async_engine("sqlite+aiosqlite:///x.db"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="create_async_engine"):

@@ -1,4 +1,4 @@
-"""What is done to keys and to questions that were not answered, before a database is asked."""
+"""Stored forms of keys, and the holders of claims whose reply was lost."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ def test_keys_come_once_and_in_the_order_of_what_is_stored() -> None:
     assert list(keys.values()) == sorted(keys.values())
 
 
-def test_a_question_without_an_answer_is_asked_again_in_the_name_of_the_same_holder() -> None:
-    doubts = UnansweredClaims()
-    first = doubts.holders(["a", "b"])
+def test_a_claim_without_reply_is_repeated_by_the_same_holder() -> None:
+    unanswered = UnansweredClaims()
+    first = unanswered.holders(["a", "b"])
     assert first["a"] == first["b"] > 0
-    doubts.add(first)
-    again = doubts.holders(["a", "c"])
+    unanswered.add(first)
+    again = unanswered.holders(["a", "c"])
     assert again["a"] == first["a"]
     assert again["c"] != first["a"]
-    assert doubts.holders(["a"])["a"] != first["a"], "one takes it"
-    assert doubts.holders(["b"]) == {"b": first["b"]}
+    assert unanswered.holders(["a"])["a"] != first["a"], "one takes it"
+    assert unanswered.holders(["b"]) == {"b": first["b"]}
 
 
-def test_of_several_holders_each_is_tried_in_its_turn() -> None:
-    doubts = UnansweredClaims()
-    one, other = doubts.holders(["a"]), doubts.holders(["a"])
-    doubts.add(one)
-    doubts.add(other)
-    assert doubts.holders(["a"]) == one
-    assert doubts.holders(["a"]) == other
-    assert doubts.holders(["a"]) not in (one, other)
+def test_several_holders_of_a_key_are_repeated_in_order() -> None:
+    unanswered = UnansweredClaims()
+    one, other = unanswered.holders(["a"]), unanswered.holders(["a"])
+    unanswered.add(one)
+    unanswered.add(other)
+    assert unanswered.holders(["a"]) == one
+    assert unanswered.holders(["a"]) == other
+    assert unanswered.holders(["a"]) not in (one, other)
 
 
-def test_doubts_are_bounded() -> None:
-    doubts = UnansweredClaims(capacity=2)
-    asked = doubts.holders(["a", "b", "c"])
-    doubts.add(asked)
-    assert doubts.holders(["a"]) != {"a": asked["a"]}
-    assert doubts.holders(["c"]) == {"c": asked["c"]}
+def test_the_number_of_remembered_holders_is_bounded() -> None:
+    unanswered = UnansweredClaims(capacity=2)
+    claimed = unanswered.holders(["a", "b", "c"])
+    unanswered.add(claimed)
+    assert unanswered.holders(["a"]) != {"a": claimed["a"]}
+    assert unanswered.holders(["c"]) == {"c": claimed["c"]}
 
 
-def test_what_a_process_was_not_answered_its_forked_child_does_not_ask_in_the_same_name() -> None:
-    """Both would be granted it. And the child does not wait for a lock that a thread of its parent had."""
-    doubts = UnansweredClaims()
-    asked = doubts.holders(["a"])
-    doubts.add(asked)
+def test_a_forked_child_does_not_repeat_claims_of_its_parent() -> None:
+    """Both would be granted the claim. Nor does it wait for a lock of the parent."""
+    unanswered = UnansweredClaims()
+    claimed = unanswered.holders(["a"])
+    unanswered.add(claimed)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    with doubts._lock:
-        child = context.Process(target=lambda: answers.put(doubts.holders(["a"])))
+    with unanswered._lock:
+        child = context.Process(target=lambda: answers.put(unanswered.holders(["a"])))
         child.start()
         child.join(20)
     assert child.exitcode == 0
-    assert answers.get() != asked
-    assert doubts.holders(["a"]) == asked
+    assert answers.get() != claimed
+    assert unanswered.holders(["a"]) == claimed

@@ -1,4 +1,4 @@
-"""What is over is deleted by and by, by claims, which must not suffer from it."""
+"""Claims delete expired rows by and by, and do not suffer from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_it_time(subject: Subject) -> None:
 def test_a_purge_that_fails_costs_no_claim(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would be known to nobody, and its message would wait for the end of the lease."""
+    """No holder would know of it, and its message would wait for the end of the lease."""
 
     def fails(_dialect: sql.SQLite, _limit: int, *, now: int) -> Steps[int]:
         yield Query(f"DELETE FROM what_is_not_there WHERE {now}", {})
@@ -61,7 +61,7 @@ def test_claims_purge_what_is_over(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", in_sqlalchemy)
 def test_a_claim_and_its_purge_have_one_deadline(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a question would take twice the timeout, once a minute."""
+    """Or a call would take twice the timeout, once a minute."""
     with make(tmp_path) as subject:
         store = getattr(subject.store, "store", subject.store)
         send, deadlines = store._send, []
