@@ -8,8 +8,8 @@ Invariants:
 
 - One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
   to the step that was yielded last, or to the first of the pipeline that was not answered.
-- A declaration that differs from what exists is compared with it, argument by argument (`compare`), before the error
-  is raised: at a set-up only, where a step may cost the channel.
+- A declaration that differs from the existing queue or exchange is compared with it, argument by argument (`compare`),
+  before the error is raised: at a set-up only, as a step may cost the channel.
 - A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
 - A refusal is raised as one of our errors, which names the step; its type says whether trying again can help
   (`core.reconnect.is_permanent`).
@@ -283,7 +283,7 @@ def compare(
     """Find every argument in which an existing queue or exchange differs.
 
     Nothing is changed on the broker. Each round declares with one more argument corrected, on a channel of its own. It
-    checks in the same round trip that it still exists, so that a declaration does not create what was deleted.
+    checks in the same round trip that it still exists, so that a declaration creates no queue that was deleted.
 
     Args:
         declared: the declaration.
@@ -328,7 +328,7 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
         return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
     if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
         return mismatch_from_reply(kind, name, code, text)
-    taken = "in exclusive use" in text  # 403 where another consumer is exclusive: it may go away
+    taken = "in exclusive use" in text  # 403 if another consumer is exclusive: it may go away
     permanent = code in _PERMANENT and not away and not taken
     return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
 
@@ -407,7 +407,7 @@ def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
         missing = names[len(refused.answered) :]
         if refused.connection:
             raise refusal(CheckQueue(missing[0]), refused) from refused
-        return missing  # also where it exists and is locked, say: the declaration meets that again
+        return missing  # also if it exists and is locked, say: the declaration meets that again
     return []
 
 
@@ -420,13 +420,13 @@ def _make(names: list[str], maker: NewQueueListener | None, steps: SetupGenerato
     try:
         yield from steps
     finally:
-        maker.end(names)  # refused, or nobody waits for the answer any more: they may have been made
+        maker.end(names)  # refused, or the wait for the answer was given up: they may have been made
 
 
 def _declare(declaration: Declaration, version: tuple[int, ...]) -> DeclareQueue | DeclareExchange | Bind:
     if isinstance(declaration, Queue):
         if declaration.delayed_retry is not None and version and version < _DELAYED_RETRY:
-            # It would take the arguments and not know them: what is rejected would come back at once.
+            # It would accept the arguments and ignore them: rejected messages would come back at once.
             raise TopologyMismatch(
                 f"queue {declaration.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
                 f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",

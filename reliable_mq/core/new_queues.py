@@ -7,7 +7,7 @@ queue was made. That the time has passed here proves nothing: the node may have 
 in our own socket. Only the process that made the queue knows of it, so all of its connections share that knowledge.
 
 Invariants: a queue is new from the moment before it is declared; a queue made or found again by another connection
-never becomes older; what is forgotten is older than every grace, by more than any answer takes.
+never becomes older; a forgotten queue is older than every grace, by more than any answer takes.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _NEVER: Final = float("-inf")
 
 
 class NewQueueListener(Protocol):
-    """Is told which queues a set-up makes. It adds the time."""
+    """A listener to the queues that a set-up makes. It adds the time."""
 
     def begin(self, names: Collection[str], /) -> None:
-        """These are about to be declared, and did not exist, as far as is known."""
+        """Note queues before they are declared; they did not exist, as far as is known."""
 
     def end(self, names: Collection[str], /) -> None:
-        """They exist by now at the latest; also where the set-up failed and one may not have been made."""
+        """Note that they exist by now; after a failed set-up one may not have been made."""
 
 
 class NewQueues:
-    """The new queues of one virtual host. Not thread-safe: who shares it lets one thread at a time in.
+    """The new queues of one virtual host. Not thread-safe: its users share a lock.
 
     Attributes:
         latest: when the newest queue was made, on the monotonic clock; infinite while one is being made, minus infinity
-            where none is known. For any thread.
-        longest: the longest grace of those who use it, seconds.
+            if none is known. For any thread.
+        longest: the longest grace of its users, seconds.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class NewQueues:
         self._being_made: dict[str, int] = {}  # how many connections are declaring it
 
     def begin(self, names: Iterable[str]) -> None:
-        """These queues are about to be declared."""
+        """Note queues before they are declared."""
         for name in names:
             self._being_made[name] = self._being_made.get(name, 0) + 1
         self._look()
 
     def end(self, names: Iterable[str], now: float) -> None:
-        """These queues, which were begun, are declared, or may be."""
+        """Note that queues of `begin` are declared, or may be."""
         for name in names:
             others = self._being_made.pop(name, 1) - 1
             if others:
@@ -70,11 +70,11 @@ class NewQueues:
         self._add(names, now)
 
     def made(self, names: Iterable[str], now: float) -> None:
-        """These queues were made at ``now`` at the latest."""
+        """Note queues that were made at ``now`` at the latest."""
         self._add(names, now)
 
     def given_up(self, now: float) -> None:
-        """Nobody declares any more what was being made: it may exist."""
+        """Note that no declaration goes on: queues that were being made may exist."""
         names, self._being_made = list(self._being_made), {}
         self._add(names, now)
 
@@ -85,15 +85,16 @@ class NewQueues:
     def final_at(
         self, exchange: str, routing_key: str, now: float, proven: float, grace: float, *, copied: bool
     ) -> float | None:
-        """When a confirm that came ``now`` is final, if the broker lives then; None where it is final now.
+        """Return when a confirm that came ``now`` is final; None if it is final now.
 
-        The routing key names the queue on the default exchange; with another one, or where the message says that it is
-        copied to other queues, any new queue may have it. One that is being made may exist already.
+        It is final then if the broker still lives. The routing key names the queue on the default exchange; with
+        another exchange, or a message that is copied to other queues, any new queue may have it. One that is being made
+        may exist already.
 
         Args:
-            exchange: that the message was published to.
-            routing_key: with which key.
-            now: when its confirm came.
+            exchange: of the publish.
+            routing_key: of the publish.
+            now: the time of its confirm.
             proven: when the broker is known to have lived.
             grace: seconds.
             copied: whether the message has a header that routes it elsewhere, too.

@@ -106,7 +106,7 @@ class BasePublisherChannel(Generic[P]):
         window: the limits of outstanding publishes.
         session: the publishing session; read-only for others.
         fatal: the error that has ended the channel, if one has.
-        forked: whether this is a copy in a forked child, where the loop does not exist.
+        forked: whether this is a copy in a forked child, in which the loop does not exist.
         reconnects: connections lost and made again.
         connected: whether the broker takes messages.
         largest_body: as in `ChannelSink`; the body of a return is not read.

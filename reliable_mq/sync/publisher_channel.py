@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PublisherChannel", "WindowWaiters"]
 
-_LOOK_AGAIN = 0.1  # seconds after which one that waits asks by itself: few places in the window wake nobody
+_LOOK_AGAIN = 0.1  # seconds after which a waiting caller asks by itself: few places wake no caller
 
 
 class WindowWaiters:
@@ -150,7 +150,7 @@ class _Waiter:
         self.admitted = False
 
 
-_ABORT_GRACE = 1.0  # seconds for what is aborted after the closing handshake
+_ABORT_GRACE = 1.0  # seconds for an abort after the closing handshake
 
 
 class PublisherChannel(BasePublisherChannel[Confirmation]):
@@ -240,7 +240,7 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
             if wake:
                 self._io.call_soon(self._advance)
         except BaseException:
-            self.nudge()  # its wake-up may be what was interrupted, or that of others before
+            self.nudge()  # its wake-up may have been interrupted, or that of others before
             raise
 
     def flush(self, timeout: float) -> bool:
@@ -283,7 +283,7 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         self._callbacks.put(call)
 
     def check_waitable(self) -> None:
-        """Raise UsageError in a forked child, where nothing would ever be settled."""
+        """Raise UsageError in a forked child: nothing would ever be settled."""
         self._check_not_forked()
 
     def check_closable(self) -> None:

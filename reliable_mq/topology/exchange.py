@@ -21,12 +21,13 @@ class Exchange:
     """An exchange to declare.
 
     Args:
-        name: up to 255 bytes; not empty and not ``amq.``: those exist, so give their name where they are used.
+        name: up to 255 bytes; not empty and not ``amq.``: those exist, and are used by their names.
         type: ``"direct"``, ``"topic"``, ``"fanout"``, ``"headers"``, or a plugin's, which begins with ``x-``.
         durable: whether it survives a restart of the broker.
         auto_delete: deleted with its last binding.
         internal: not to be published to, only bound to.
-        alternate_exchange: an `Exchange` to declare, or the name of one that exists, that gets what matches no binding.
+        alternate_exchange: an `Exchange` to declare, or the name of one that exists, for messages that match no
+            binding.
         arguments: further ones by RabbitMQ's names.
 
     Raises:
@@ -72,8 +73,8 @@ class Binding:
     Args:
         source: an `Exchange` to declare, or the name of one that exists, e.g. ``"amq.topic"``.
         destination: a `Queue` or an `Exchange` to declare, or the name of a queue that exists.
-        routing_key: up to 255 bytes; what it means depends on the exchange's type.
-        arguments: of the binding, e.g. ``x-match`` for a headers exchange, where None means "present".
+        routing_key: up to 255 bytes; its meaning depends on the type of the exchange.
+        arguments: of the binding, e.g. ``x-match`` for a headers exchange; None means "present" there.
 
     Raises:
         ConfigurationError: names the field.

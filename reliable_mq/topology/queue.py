@@ -38,7 +38,7 @@ DEFAULT: Final = DefaultDeadLetter.DEFAULT
 """A quorum queue called ``<name>.dead``, declared before the queue.
 
 None for a stream, which has no dead letters; for a queue that goes away by itself (exclusive, auto-delete), which would
-leave one behind at every run; and where the user's `arguments` say where dead letters go.
+leave one behind at every run; and if the `arguments` of the user route dead letters.
 """
 
 DEAD_SUFFIX: Final = ".dead"
@@ -57,30 +57,31 @@ class Queue:
     """A queue to declare.
 
     Args:
-        name: up to 255 bytes (250 where it has a dead-letter queue of its own); not ``amq.``, which is reserved.
+        name: up to 255 bytes (250 with a dead-letter queue of its own); not ``amq.``, which is reserved.
         type: ``"quorum"`` (replicated, the default), ``"classic"`` or ``"stream"``.
         durable: whether it survives a restart of the broker; False for a classic queue only.
         exclusive: for this connection only, deleted with it; a classic queue only.
         auto_delete: deleted with its last consumer; a classic queue only.
-        dead_letter: where messages go that are rejected or expire: by default a queue of its own (`DEFAULT`), a `Queue`
-            to declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as it is,
-            with a dead-letter queue of its own unless it says ``dead_letter=None``.
+        dead_letter: the queue for messages that are rejected or expire: by default one of its own (`DEFAULT`), a
+            `Queue` to declare, the name of one that exists, or None to drop them. A `Queue` given here is declared as
+            it is, with a dead-letter queue of its own unless it says ``dead_letter=None``.
         max_length: messages; a full queue refuses publishes (they are nacked), it does not drop the oldest.
         max_length_bytes: bytes of bodies, in the same way; on a stream, above which the oldest segments go.
-        message_ttl: seconds or a timedelta, up to ten years, after which a message is dead-lettered, or dropped where
+        message_ttl: seconds or a timedelta, up to ten years, after which a message is dead-lettered, or dropped if
             there is no dead-letter queue. Rounded to milliseconds.
         max_age: whole seconds or a timedelta, after which a stream drops messages, by segments.
         max_priority: the highest priority, 1 to 255; a classic queue only (a quorum queue has two levels by itself).
         single_active_consumer: whether one consumer at a time gets messages.
         delayed_retry: the shortest and the longest delay of the broker's own delayed retry, in seconds or timedeltas; a
-            quorum queue on RabbitMQ 4.3 and newer only. What a consumer of ours could not handle waits in the queue
-            itself then, for the shortest delay times its failures so far, up to the longest; the policy's delays, and
+            quorum queue on RabbitMQ 4.3 and newer only. A message that a handler failed on waits in the queue itself
+            then, for the shortest delay times its failures so far, up to the longest; the policy's delays, and
             those of ``RetryLater``, do not matter. The policy's cap counts failures and lost connections together.
         arguments: further ones by RabbitMQ's names. They win over our defaults; None leaves a default of ours out.
 
     Raises:
         ConfigurationError: something that RabbitMQ refuses, that does nothing (a misspelt argument, say), or that
-            contradicts itself; names the field. Of what loses messages and may yet be meant, a `TopologyWarning` tells.
+            contradicts itself; names the field. An argument that loses messages, and may yet be meant, is a
+            `TopologyWarning`.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Queue:
     def dead_letter_name(self) -> str | None:
         """The queue that dead letters go to, declared by us or not.
 
-        None where there is none, and where the user's `arguments` say where dead letters go.
+        None if there is none, and if the `arguments` of the user route dead letters.
         """
         if isinstance(self.dead_letter, str):
             return self.dead_letter
@@ -151,7 +152,7 @@ class Queue:
             defaults[_STRATEGY] = "at-least-once"
         limited = self.type != "stream" and (self.max_length, self.max_length_bytes) != (None, None)
         if at_least_once or limited:
-            # Dead-lettering at least once needs it; and by default a full queue drops what was confirmed.
+            # Dead-lettering at least once needs it; and by default a full queue drops confirmed messages.
             defaults["x-overflow"] = "reject-publish"
         return defaults
 
@@ -244,7 +245,7 @@ class Queue:
             if problem.certain:
                 raise self._error(f"argument {problem.argument}", f"{problem.text} ({problem.fix})")
             text = f"argument {problem.argument} of queue {self.name!r} {problem.text}: {problem.fix}"
-            warnings.warn(text, TopologyWarning, stacklevel=4)  # where the queue is made
+            warnings.warn(text, TopologyWarning, stacklevel=4)  # the line that makes the queue
 
     def _error(self, what: str, text: str) -> ConfigurationError:
         return ConfigurationError(f"{what} of queue {self.name!r} {text}")

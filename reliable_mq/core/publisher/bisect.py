@@ -10,7 +10,7 @@ innocent. Known is:
 
 So the publishes that the text names (`named_by`) are separated from the others. A single one is the culprit. Several
 are published once more, as a group of their own, behind the others: if the channel closes again with an error that
-names all of them, they have the same flaw, and all are culprits. If the text names nobody, all are suspects, and are
+names all of them, they have the same flaw, and all are culprits. If the text names none, all are suspects, and are
 narrowed down twice: in groups of the square root of their number, then one by one.
 
 States, and the calls that move between them::
@@ -39,7 +39,7 @@ RabbitMQ's text names the exchange, the routing key or the value that it objects
 to 4.3; a reply text is cut at 255 bytes, and ends with three dots then. Invariants of `named_by`:
 
 - a publish is named if its own exchange, routing key, property or size is in the text; a text that is not known names
-  nobody;
+  none;
 - properties that cannot be decoded are no error here.
 """
 

@@ -88,7 +88,7 @@ class Outcome(enum.Enum):
     """The end of a publish."""
 
     CONFIRMED = "confirmed"
-    """The broker acked it: it is on every queue it was routed to, and on disk where message and queue are durable."""
+    """The broker acked it: it is on every queue it was routed to, on disk if message and queue are durable."""
     STORED = "stored"
     """It is durable in the outbox, and the relay will publish it."""
     NACKED = "nacked"
