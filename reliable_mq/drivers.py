@@ -116,7 +116,7 @@ def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
         properties.headers = _headers(decoded)
         if isinstance(decoded.timestamp, int):  # no date: aio-pika has no other timestamps
             properties.timestamp = None
-    # What aio-pika raises an error for.
+    # Values for which aio-pika would raise an error.
     if properties.expiration is not None and not properties.expiration.isdecimal():
         properties.expiration = None
     if properties.delivery_mode not in (1, 2):

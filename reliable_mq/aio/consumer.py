@@ -1,4 +1,4 @@
-"""The idempotent consumer for asyncio: what a user calls.
+"""The idempotent consumer of the asyncio API.
 
 It starts and ends the parts (a subscription, tasks or threads for the handler, a publisher for dead letters). Its
 promises about deliveries are kept by :mod:`reliable_mq.core.consumer.session`, as those of the sync API are.

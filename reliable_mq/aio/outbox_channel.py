@@ -1,12 +1,12 @@
-"""The way into an outbox on the asyncio face: what a publisher with one does in place of publishing.
+"""A publisher's channel to its outbox, for tasks of an event loop.
 
 Storing and relaying run on threads of their own (`reliable_mq.outbox.writer`, `reliable_mq.outbox.relay`); the event
 loop never waits for a disk or a database.
 
-Invariants: those of `reliable_mq.engine.outbox_channel`; confirmations are settled on the event loop; who waits for
-room is served in order.
+Invariants: those of `reliable_mq.engine.outbox_channel`; confirmations are settled on the event loop; callers that
+wait for the window are served in order.
 
-How the rows of an outbox get from the relay's thread onto the connection of an `AsyncPublisher`, and back.
+`AsyncRelayPublisher` takes the rows of the outbox from the relay's thread to the connection of an `AsyncPublisher`.
 
 Invariants: every row that is sent comes back once, whatever happens to it or to the event loop; the connection is
 touched on the event loop alone.
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
-    """What ``submit`` returns where there is an outbox: known once the message is durable there."""
+    """The outcome of storing a message, which ``submit`` of a publisher with an outbox returns."""
 
     __slots__ = ("error",)
 
@@ -71,8 +71,8 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
         return (yield from super().__await__())
 
 
-class _Hold:
-    """A relay's hold on the outbox, which nobody may wait for any more when it is got. Thread-safe."""
+class _LeaseInTransit:
+    """The relay's lease, from the thread that opens the outbox to a task that may not wait any more. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class _Hold:
         self._claims: RowLeases | None = None
 
     def keep(self, claims: RowLeases) -> RowLeases:
-        """It is got. Blocks where it is abandoned: let go of it."""
+        """Keep the lease, or end it if it was abandoned, which blocks."""
         with self._lock:
             self._claims = claims
             abandoned = self._abandoned
@@ -89,7 +89,7 @@ class _Hold:
         return claims
 
     def abandon(self) -> None:
-        """Let go of it, now or when it is got. Blocks."""
+        """End the lease, now or when it is there. Blocks."""
         with self._lock:
             self._abandoned = True
             claims = self._claims
@@ -98,18 +98,18 @@ class _Hold:
 
 
 class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
-    """See the module; the arguments are those of the base. For one event loop.
+    """The channel of an `AsyncPublisher` to its outbox; the arguments are those of the base. For one event loop.
 
     Attributes:
         loop: the event loop.
     """
 
     def __init__(
-        self, outbox: Outbox, carrier: AsyncRelayPublisher, options: PublisherOptions, *, measured: bool
+        self, outbox: Outbox, relay_publisher: AsyncRelayPublisher, options: PublisherOptions, *, measured: bool
     ) -> None:
-        super().__init__(outbox, carrier, options, measured=measured, guard=nullcontext())  # all is on one loop
+        super().__init__(outbox, relay_publisher, options, measured=measured, guard=nullcontext())  # all is on one loop
         self.loop = asyncio.get_running_loop()
-        self._carrier = carrier
+        self._relay_publisher = relay_publisher
         self._waiters = AsyncWindowWaiters(self.loop, self._window)
         self._opens: asyncio.Task[None] | None = None
         self._starting = 0  # tasks that wait for it
@@ -119,7 +119,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     # For callers
 
     async def start(self, limit: float) -> None:
-        """Open the outbox, and start storing and relaying; by several tasks, or again where it has failed.
+        """Open the outbox, and start storing and relaying; by several tasks, or again after a failure.
 
         Raises:
             OutboxError: the outbox cannot be opened, or does not answer within ``limit`` seconds.
@@ -159,12 +159,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise self._window_timeout(confirmation)
 
     async def flush(self, limit: float) -> int:
-        """Wait until every message in the outbox is published, or will not be by itself.
+        """Wait until every message in the outbox is published, or set aside.
 
         Returns how many are left after ``limit`` seconds.
 
         Raises:
-            OutboxError: the outbox cannot say what is in it.
+            OutboxError: the outbox cannot be read.
             TimeoutError: it does not answer.
             UsageError: closed, by now; some are left.
         """
@@ -180,7 +180,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         return left
 
     async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store all that was submitted; relay for up to ``limit`` seconds while it is ``worth_waiting``; end.
+        """Store every submitted message; relay for up to ``limit`` seconds while it is ``worth_waiting``; end.
 
         May be cancelled and called again, and by several tasks.
         """
@@ -190,14 +190,14 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         left = 0
         try:
             if await self._wait_stored(limit):
-                enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for what is outstanding then
+                enough = deadline - min(CLOSE_GRACE, limit / 2)  # the rest is for rows that are outstanding then
                 left = await self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
             logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
-        # What is on its way to a broker that is not there stays where it is.
+        # Rows on their way to a broker that is not there stay in the outbox.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         await self._join(self.relay.join, deadline)
-        self._carrier.cancel()
+        self._relay_publisher.cancel()
         self._writer.stop()
         await self._join(self._writer.join, deadline)
         self._log_left(left)
@@ -209,10 +209,10 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self._threads.close()
 
     def abort(self) -> None:
-        """End without waiting. What is stored stays; the outbox is closed when its threads have ended."""
+        """End without waiting. Stored messages stay; the outbox is closed when its threads have ended."""
         self._refuse_waiting()
         self.relay.stop(0.0)
-        self._carrier.cancel()
+        self._relay_publisher.cancel()
         self._writer.stop()
         self._threads.close()
         _ = self._threads.future(self._close_outbox)
@@ -238,9 +238,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
 
     # On threads that nobody may wait for any more
 
-    def _take_hold(self, hold: _Hold) -> RowLeases:
+    def _take_lease(self, transit: _LeaseInTransit) -> RowLeases:
         self.outbox.open()
-        claims = hold.keep(self.outbox.claims())
+        claims = transit.keep(self.outbox.claims())
         if self._closed:  # meanwhile, and perhaps the outbox, too, before it was open
             self.outbox.close()
         return claims
@@ -248,12 +248,12 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     # On the event loop
 
     async def _open(self) -> None:
-        hold = _Hold()
+        transit = _LeaseInTransit()
         try:
-            claims = await self._ask(partial(self._take_hold, hold), float("inf"))
+            claims = await self._ask(partial(self._take_lease, transit), float("inf"))
             self._check_open()
         except BaseException:
-            _ = self._threads.future(hold.abandon)
+            _ = self._threads.future(transit.abandon)
             self._threads.close()
             raise
         self._begin(claims)
@@ -270,7 +270,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._waiters.refuse()
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.
+        """Call the outbox, and wait for its answer until the deadline, or a moment if that has passed.
 
         Raises:
             TimeoutError: it does not answer.
@@ -308,7 +308,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self.loop.call_soon_threadsafe(_resolve, answered, None)
 
     async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until nothing is left up to the row ``last``; return what is left at the end."""
+        """Wait until no row up to ``last`` is left; return the number of rows left at the end."""
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
@@ -327,12 +327,12 @@ def _resolve(future: asyncio.Future[T], result: T) -> None:
 
 
 class AsyncRelayPublisher:
-    """Publishes rows and collects what became of them.
+    """Publishes rows, and collects their outcomes.
 
     Args:
         loop: of the publisher.
         connect: begins to connect; waits for the first verdict.
-        send: submits a row to the publisher's lane; its confirmation is to call the function that is given.
+        send: submits a row to the channel to the broker; its confirmation is to call the function that is given.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class AsyncRelayPublisher:
             self._settled.extend((row, error) for row in rows)
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
-        """Give the rows whose publish has ended."""
+        """Return the rows whose publish has ended, each with its error, if any."""
         settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
         while self._settled:
             settled.append(self._settled.popleft())
@@ -377,7 +377,7 @@ class AsyncRelayPublisher:
     # On the event loop
 
     def cancel(self) -> None:
-        """Send no more. What was not sent comes back."""
+        """Send no more. Rows that were not sent come back."""
         if self._task is not None:
             self._task.cancel()
 
@@ -390,7 +390,7 @@ class AsyncRelayPublisher:
             self._task = self._loop.create_task(self._feed(), name="reliable_mq outbox relay")
 
     async def _feed(self) -> None:
-        """Send what is to be sent; where nothing can be published, none of the rest is tried."""
+        """Send the rows, in order; once nothing can be published, none of the rest is tried."""
         failure: ReliableMQError | None = UsageError("the publisher of this row was closed")
         row: OutboxRow | None = None
         try:

@@ -1,4 +1,4 @@
-"""The confirming publisher for asyncio: what a user calls.
+"""The confirming publisher of the asyncio API.
 
 It checks arguments before anything is sent, passes each publish to its
 :class:`~reliable_mq.aio.publisher_channel.AsyncPublisherChannel`, and returns outcomes as receipts and errors. Its
@@ -239,7 +239,7 @@ class AsyncPublisher(
             raise
 
     def _abort(self) -> None:
-        """Give up what is not settled, and disconnect without waiting for it."""
+        """Give up outstanding messages, and disconnect without waiting for it."""
         if not self._is_closed:
             self._state = PublisherState.CLOSING
         for channel in (self._started_outbox_channel, self._started_channel):

@@ -1,4 +1,4 @@
-"""The outcome to come of one publish: what the confirmations of both APIs share.
+"""The outcome to come of one publish: the base of the confirmations of both APIs.
 
 There is one per message, so it is light: callbacks cost memory only where there are some.
 

@@ -1,4 +1,4 @@
-"""What the consumers of both APIs share: their options, their states, and how their parts are put together.
+"""The base of the consumers of both APIs: options, states, readings, and the parts of a consumer.
 
 The parts are a subscription, which has the connection and the session; one or two pools that run the handler; and a
 publisher for retries and dead letters, which has a connection of its own. An API adds how its callers wait.
@@ -44,7 +44,7 @@ class RunState(enum.Enum):
     IDLE = "nothing runs: it was not started yet, or could not be"
     STARTED = "consumes, by connect or get"
     ENTERED = "consumes, in run or with, of which there may be one"
-    STOPPED = "was stopped; what is being handled ends"
+    STOPPED = "was stopped; running handlers end"
     FINISHED = "nothing is left"
 
 
@@ -91,7 +91,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def stop(self) -> None:
         """Begin to stop and return at once. Any thread, handlers and signal handlers too.
 
-        `run` returns, or the end of ``with`` is reached, when what is being handled has ended.
+        `run` returns, or the end of ``with`` is reached, when running handlers have ended.
         """
         with self._lock:
             if self._state is not RunState.FINISHED:
@@ -201,7 +201,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             )
             self._pools = (new_pool(name=options.name, count=options.concurrency),)
             subscription.handlers = self._pools[0]
-            if options.isolates:
+            if options.has_quarantine:
                 self._pools += (new_pool(name=f"{options.name}-quarantine", count=1),)
                 subscription.quarantine_handlers = self._pools[1]
         if options.republishes:

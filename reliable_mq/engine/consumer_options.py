@@ -56,14 +56,14 @@ _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
 _OFFSETS: Final = ("first", "last", "next")
 _OFFSET: Final = "x-stream-offset"
-_REST: Final = 0.01  # seconds from one ack to the next that is sent since no handler runs: so few cost nothing
+_REST: Final = 0.01  # seconds between acks that are sent because no handler runs: so few that they cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
-_TAKEN_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are taken in, to be dead-lettered with a reason
+_READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are read, to be dead-lettered with a reason
 
 _REPUBLISH_TIMEOUT: Final = 60.0  # seconds for a dead letter to be confirmed; it is published again after
 
-CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's, unless it is told otherwise
+CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's default
 
 
 class ConsumerOptions:
@@ -243,7 +243,7 @@ class ConsumerOptions:
         if consumer_timeout is not None:
             self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
         self.dead_letter = self._dead_letter(queue, dead_letter)
-        self._drops = dead_letter is None  # the user said so, and need not be told
+        self._drops = dead_letter is None  # by the user's own choice, so without a warning
         self.topology = declarations([*topology, *([dead_letter] if isinstance(dead_letter, Queue) else [])])
         self._queue = queue
         self._pushed = handler is not None
@@ -261,7 +261,7 @@ class ConsumerOptions:
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
         self._broker_retries = self._retried_by_the_broker(queue)
-        self._ladder = self._new_ladder(queue)
+        self._delay_queues = self._new_delay_queues(queue)
         self._quarantine = self._new_quarantine(queue)
         self.is_stream = _OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
@@ -284,7 +284,7 @@ class ConsumerOptions:
                 {"ack_mode='automatic'": ack_mode == "automatic", "prefetch=0": prefetch == 0},
                 "a stream: RabbitMQ refuses it",
             )
-        self.new_session()  # for what does not fit the prefetch
+        self.new_session()  # refuses options that do not fit the prefetch
 
     @property
     def warnings(self) -> list[str]:
@@ -310,12 +310,12 @@ class ConsumerOptions:
         ours_alone = self.dead_letter is not None and not self._broker_dead_letters
         if most is None or ours_alone or self._ack_mode == "automatic":
             return LARGEST_BODY
-        return min(most + _TAKEN_ABOVE, LARGEST_BODY)
+        return min(most + _READ_ABOVE, LARGEST_BODY)
 
     @property
     def republishes(self) -> bool:
         """Whether anything is ever published: dead letters, or messages that wait in delay queues."""
-        return self.dead_letter is not None or self._ladder is not None or self._quarantine is not None
+        return self.dead_letter is not None or self._delay_queues is not None or self._quarantine is not None
 
     @property
     def single_active(self) -> bool:
@@ -350,7 +350,7 @@ class ConsumerOptions:
         """Make a session."""
         acks = None
         if self._ack_mode == "manual":
-            interval = self.ack_interval if self._pushed else 0.0  # get() needs the room
+            interval = self.ack_interval if self._pushed else 0.0  # the next get() waits for the room
             acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch, rest=_REST)
         dead_letters = None
         if self.dead_letter is not None:
@@ -374,12 +374,12 @@ class ConsumerOptions:
             max_body_bytes=max_body,
             max_header_bytes=max_header,
             stream_offset=StreamOffset() if self.is_stream else None,
-            delay_queues=self._ladder,
+            delay_queues=self._delay_queues,
             broker_retries=self._broker_retries,
             breaker=None if self._kill_switch is None else CircuitBreaker(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
             grouped=self.store is not None,
-            quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.isolated_tag),
+            quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.quarantine_tag),
             lifecycle=ConsumerLifecycle(
                 consumer_tag=self.name,
                 prefetch=self.prefetch,
@@ -440,12 +440,12 @@ class ConsumerOptions:
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
     @property
-    def isolates(self) -> bool:
+    def has_quarantine(self) -> bool:
         """Whether the queue has a quarantine."""
         return self._quarantine is not None
 
     @property
-    def isolated_tag(self) -> str:
+    def quarantine_tag(self) -> str:
         """The consumer tag of the subscription to quarantine."""
         return f"{self.name}#quarantine"
 
@@ -453,7 +453,7 @@ class ConsumerOptions:
         """Return the steps after which the broker delivers from the quarantine, too."""
         if self._quarantine is not None:
             yield SetPrefetch(1)
-            yield Consume(self._quarantine.name, self.isolated_tag)
+            yield Consume(self._quarantine.name, self.quarantine_tag)
 
     @property
     def _broker_dead_letters(self) -> bool:
@@ -463,16 +463,16 @@ class ConsumerOptions:
     def _declared(self) -> list[Declaration]:
         """The declarations of every connect, beside the queue."""
         beside: list[Declaration] = [] if self._quarantine is None else [self._quarantine]
-        if self._ladder is not None:
-            beside += [self._ladder.queue(step) for step in self._ladder.own]
+        if self._delay_queues is not None:
+            beside += [self._delay_queues.queue(step) for step in self._delay_queues.own]
         return [*self.topology, *beside]
 
     def _new_quarantine(self, queue: Queue | str) -> Queue | None:
-        """Return the quarantine of the queue, if the broker counts returns and a handler is there for what is in it."""
+        """Return the quarantine of the queue, if the broker counts returns, and a handler is there for it."""
         if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
             return None
         if self._broker_retries:
-            return None  # its count of returns is that of failures, too, and bounds both
+            return None  # the broker counts returns and failures as one, and bounds both
         return Quarantine.of(queue)
 
     def _retried_by_the_broker(self, queue: Queue | str) -> bool:
@@ -481,7 +481,7 @@ class ConsumerOptions:
             _refuse("retry has backend='broker', which needs a Queue(..., delayed_retry=(shortest, longest))")
         return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
-    def _new_ladder(self, queue: Queue | str) -> DelayQueues | None:
+    def _new_delay_queues(self, queue: Queue | str) -> DelayQueues | None:
         """Return the delay queues, if there may be some beside the queue and a message would ever wait in them."""
         if (
             self._retry.backend != "queues"

@@ -88,7 +88,7 @@ class BaseOutboxChannel(Generic[C]):
 
     Args:
         outbox: the outbox.
-        carrier: publishes the rows of the relay.
+        relay_publisher: publishes the rows of the relay.
         options: of the publisher. Its limits of outstanding messages hold for those that are not stored yet.
         measured: whether to count the rows of the outbox now and then, for metrics.
         guard: guards the window, failures, and the callbacks of all confirmations; they may be on other threads.
@@ -103,7 +103,7 @@ class BaseOutboxChannel(Generic[C]):
     def __init__(
         self,
         outbox: Outbox,
-        carrier: RowPublisher,
+        relay_publisher: RowPublisher,
         options: PublisherOptions,
         *,
         measured: bool,
@@ -131,7 +131,7 @@ class BaseOutboxChannel(Generic[C]):
         )
         self.relay = OutboxRelay(
             outbox,
-            carrier,
+            relay_publisher,
             settle=self._writer.settle,
             limit=options.max_outstanding,
             max_bytes=options.window.max_bytes,

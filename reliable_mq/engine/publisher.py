@@ -1,4 +1,4 @@
-"""What the publishers of both APIs share: their options, their states, what can be seen of them.
+"""The base of the publishers of both APIs: options, states, readings, and everything else that does not wait.
 
 An API adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the
 broker, and one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have
@@ -52,7 +52,7 @@ class PublisherState(enum.Enum):
 
     OPEN = "takes messages, and connects with the first one"
     STARTING = "a channel is being started by this thread, which a signal handler may have interrupted"
-    CLOSING = "takes no more messages; settles what is outstanding, or was interrupted in doing so"
+    CLOSING = "takes no more messages; settles outstanding messages, or was interrupted in doing so"
     CLOSED = "everything is settled, and what failed was raised"
 
 
@@ -241,7 +241,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
 
 class ReportBuilder(Generic[ConfirmationT]):
-    """Collects the outcomes of one ``publish_many``, whatever its length: it keeps what is outstanding, and failures.
+    """Collects the outcomes of one ``publish_many``, whatever its length: it keeps outstanding messages and failures.
 
     Args:
         max_outstanding: of the publisher.
@@ -264,7 +264,7 @@ class ReportBuilder(Generic[ConfirmationT]):
         outstanding.append(confirmation)
         while outstanding and outstanding[0].outcome is not None:
             self._collect(outstanding.popleft())
-        if len(outstanding) > self._sweep_at:  # a slow one is in front: keep what is not settled
+        if len(outstanding) > self._sweep_at:  # a slow one is in front: keep those that are not settled
             self.outstanding = deque()
             for one in outstanding:
                 if one.outcome is None:

@@ -230,7 +230,7 @@ class BaseSubscription:
         if (
             len(self._results) >= self._report_after
             or not isinstance(results[0], Delivery)
-            or results[0].consumer_tag == self._options.isolated_tag  # the next one in quarantine waits for its ack
+            or results[0].consumer_tag == self._options.quarantine_tag  # the next one in quarantine waits for its ack
             or self.session.lifecycle.state is not ConsumerState.SUBSCRIBED
             or (len(self._results) >= self.session.running and time.monotonic() >= self.session.rested_at)
         ):
@@ -322,7 +322,7 @@ class BaseSubscription:
 
     def cancelled(self, consumer_tag: str) -> None:
         """Subscribe again: the queue or its leader is gone, or a delivery timed out."""
-        if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.isolated_tag}:
+        if consumer_tag not in {self.session.lifecycle.consumer_tag, self._options.quarantine_tag}:
             return
         if not self.session.cancelled(time.monotonic()):
             return
@@ -476,7 +476,7 @@ class BaseSubscription:
     def _unsubscribe(self) -> StepGenerator:
         yield Cancel(self.session.lifecycle.consumer_tag)
         if self._in_quarantine:  # by now: that may have been under way when the stop began
-            yield Cancel(self._options.isolated_tag)
+            yield Cancel(self._options.quarantine_tag)
 
     def _unsubscribed(self, _outcome: object) -> None:
         self.session.lifecycle.unsubscribed(time.monotonic())

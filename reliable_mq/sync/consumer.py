@@ -1,4 +1,4 @@
-"""The idempotent consumer: what a user calls.
+"""The idempotent consumer of the sync API.
 
 It starts and ends the parts (a subscription, worker threads, a publisher for dead letters). Its promises about
 deliveries are kept by :mod:`reliable_mq.core.consumer.session`.
@@ -304,8 +304,8 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-# Consumers that run in the background are closed at the latest when the interpreter exits, so that what is done is
-# acked and the rest goes back. In a forked child they are the parent's.
+# Consumers that run in the background are closed at the latest when the interpreter exits, so that handled deliveries
+# are acked and the rest goes back. In a forked child they are the parent's.
 _open_consumers: set[Consumer] = set()
 at_fork(ForkStage.FORGET, _open_consumers.clear)
 

@@ -1,11 +1,11 @@
-"""The way into an outbox on the sync face: callers wait on their own threads.
+"""A publisher's channel to its outbox, for callers that wait on their own threads.
 
 Everything here may be interrupted as a `reliable_mq.sync.publisher_channel.PublisherChannel` may be: by a signal
 handler that calls it, or by an exception that one raises.
 
 Invariants: those of `reliable_mq.engine.outbox_channel`.
 
-How the rows of an outbox get onto the connection of a `Publisher`.
+`RelayPublisher` publishes the rows of the outbox on the connection of the `Publisher`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by its
 
 
 class StoredConfirmation(StoredPublication, Confirmation):
-    """What ``submit`` returns where there is an outbox: known once the message is durable there."""
+    """The outcome of storing a message, which ``submit`` of a publisher with an outbox returns."""
 
     __slots__ = ("error",)
 
@@ -71,12 +71,12 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
 
 class _Opening:
-    """An attempt to open the outbox; all of it is under the lane's lock.
+    """An attempt to open the outbox; everything in it is under the lock of the channel.
 
     Attributes:
-        waiting: threads that wait for it.
+        waiting: number of threads that wait for it.
         over: whether it has ended.
-        error: with which one, where it failed.
+        error: its error, if it failed.
     """
 
     def __init__(self) -> None:
@@ -86,15 +86,17 @@ class _Opening:
 
 
 class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
-    """See the module; the arguments are those of the base. Thread-safe.
+    """The channel of a `Publisher` to its outbox; the arguments are those of the base. Thread-safe.
 
     Attributes:
         lock: guards the window and the callbacks of all confirmations.
     """
 
-    def __init__(self, outbox: Outbox, carrier: RowPublisher, options: PublisherOptions, *, measured: bool) -> None:
+    def __init__(
+        self, outbox: Outbox, relay_publisher: RowPublisher, options: PublisherOptions, *, measured: bool
+    ) -> None:
         self.lock = threading.RLock()
-        super().__init__(outbox, carrier, options, measured=measured, guard=self.lock)
+        super().__init__(outbox, relay_publisher, options, measured=measured, guard=self.lock)
         self._changed = Condition(self.lock)
         self._waiters = WindowWaiters(self.lock, self._window, self._ask_for_check)
         self._asked = False  # the writer's thread will look for room
@@ -107,7 +109,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # For callers
 
     def start(self, timeout: float) -> None:
-        """Open the outbox, and start storing and relaying; by several threads, or again where it has failed.
+        """Open the outbox, and start storing and relaying; by several threads, or again after a failure.
 
         Raises:
             OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
@@ -153,12 +155,12 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
                 self._take(confirmation, row)
 
     def flush(self, timeout: float) -> int:
-        """Wait until every message in the outbox is published, or will not be by itself.
+        """Wait until every message in the outbox is published, or set aside.
 
         Returns how many are left after ``timeout`` seconds.
 
         Raises:
-            OutboxError: the outbox cannot say what is in it.
+            OutboxError: the outbox cannot be read.
             TimeoutError: it does not answer.
             UsageError: closed, by now; some are left.
         """
@@ -173,7 +175,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         return left
 
     def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store all that was submitted; relay for up to ``timeout`` seconds while it is ``worth_waiting``; end.
+        """Store every submitted message; relay for up to ``timeout`` seconds while it is ``worth_waiting``; end.
 
         May be called again, and by several threads.
         """
@@ -185,11 +187,11 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         left = 0
         try:
             if self._wait_stored(timeout):
-                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for what is outstanding then
+                enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows that are outstanding then
                 left = self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
             logger.error("closing the publisher of %r: %s", self.outbox, error)  # noqa: TRY400  # it says it all
-        # What is on its way to a broker that is not there stays where it is.
+        # Rows on their way to a broker that is not there stay in the outbox.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         self.relay.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._writer.stop()
@@ -204,7 +206,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._questions.close()
 
     def abort(self) -> None:
-        """End without waiting, however far it was opened. What is stored stays.
+        """End without waiting, however far it was opened. Stored messages stay.
 
         The outbox is closed when its threads have ended.
         """
@@ -219,12 +221,12 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # On a thread of its own
 
     def _open(self, opening: _Opening) -> None:
-        """Open the outbox, however long that takes; where nobody waits for it any more, let go of it again."""
+        """Open the outbox, however long that takes; close it again if nobody waits for it any more."""
         claims: RowLeases | None = None
         try:
             self.outbox.open()
             claims = self.outbox.claims()
-        except BaseException as error:  # noqa: BLE001  # it is theirs who wait
+        except BaseException as error:  # noqa: BLE001  # raised by the callers that wait
             opening.error = error
         with self.lock:
             if claims is not None and opening.waiting and not self._closed:
@@ -246,7 +248,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # For confirmations
 
     def expect_callbacks(self) -> None:
-        """See to it that ``call_back`` needs no new thread."""
+        """Start the thread for callbacks: a call of ``call_back`` may come where no thread can be started."""
         self._callbacks.start()
 
     def call_back(self, call: Callable[[], object]) -> None:
@@ -254,16 +256,16 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._callbacks.put(call)
 
     def check_waitable(self) -> None:
-        """Raise UsageError in a forked child, where nothing would ever be settled."""
+        """Raise UsageError in a forked child, where no message would ever be settled."""
         self._check_not_forked()
 
     def check_closable(self) -> None:
-        """Raise UsageError where closing would wait for the caller itself."""
+        """Raise UsageError if closing would wait for the caller itself."""
         if self._callbacks.is_current:
             raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
     def nudge(self) -> None:
-        """Nothing to do: what was left with the writer is never forgotten."""
+        """Do nothing: the writer knows of every message."""
 
     def forget(self) -> None:
         """This is a copy in a forked child."""
@@ -307,7 +309,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._window.take(confirmation.size)
 
     def _wait_for_window(self, confirmation: StoredConfirmation, row: NewRow) -> None:
-        """Store a message once there is room."""
+        """Store a message once the window has room."""
         if not self._waiters.wait(
             confirmation.size,
             confirmation.accepted_at + self.timeout_of(confirmation),
@@ -322,7 +324,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # Without it
 
     def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Ask the outbox, and wait for its answer until the deadline, with a moment for a deadline that has passed.
+        """Call the outbox, and wait for its answer until the deadline, or a moment if that has passed.
 
         Raises:
             TimeoutError: it does not answer.
@@ -348,7 +350,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         return True
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until nothing is left up to the row ``last``; return what is left at the end."""
+        """Wait until no row up to ``last`` is left; return the number of rows left at the end."""
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
@@ -362,16 +364,16 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
                 return left
 
 
-_PART_WAITED_FOR: Final = 4  # of what is outstanding: a quarter
+_PART_WAITED_FOR: Final = 4  # of the outstanding rows: a quarter
 _SWEEP_EVERY: Final = 0.05  # seconds: a row in front may take long, those behind it need not
 
 
 class RelayPublisher:
-    """Publishes rows and collects what became of them. For the relay's thread.
+    """Publishes rows, and collects their outcomes. For the relay's thread.
 
     Args:
         connect: begins to connect; may wait for the first verdict.
-        send: submits a row to the publisher's lane.
+        send: submits a row to the channel to the broker.
     """
 
     def __init__(self, connect: Callable[[], object], send: Callable[[OutboxRow], Confirmation]) -> None:
@@ -402,7 +404,7 @@ class RelayPublisher:
             self._failed.append((row, failure))
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
-        """Give the rows whose publish has ended."""
+        """Return the rows whose publish has ended, each with its error, if any."""
         settled, self._failed = self._failed, []
         outstanding = self._outstanding
         while outstanding and outstanding[0][1].outcome is not None:

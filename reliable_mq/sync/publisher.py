@@ -1,4 +1,4 @@
-"""The confirming publisher: what a user calls.
+"""The confirming publisher of the sync API.
 
 It checks arguments before anything is sent, passes each publish to its
 :class:`~reliable_mq.sync.publisher_channel.PublisherChannel`, and returns outcomes as receipts and errors. Its promises
@@ -343,7 +343,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         return channel
 
 
-# Open publishers are kept alive until they are closed: what is outstanding in one that was forgotten is still
+# Open publishers are kept alive until they are closed: the outstanding messages of one that was forgotten are still
 # published, at the latest when the interpreter exits. In a forked child they are the parent's.
 _open_publishers: set[Publisher] = set()
 at_fork(ForkStage.FORGET, _open_publishers.clear)

@@ -111,8 +111,8 @@ def test_a_kill_switch_is_one() -> None:
 def test_what_a_consumer_needs_beside_its_connection() -> None:
     """Something to publish with, where anything may ever be; and how to subscribe to quarantine, where there is one."""
     plain, named = options(Queue("orders")), options("orders")
-    assert (plain.republishes, plain.isolates) == (True, True)
-    assert (named.republishes, named.isolates) == (False, False)
+    assert (plain.republishes, plain.has_quarantine) == (True, True)
+    assert (named.republishes, named.has_quarantine) == (False, False)
     assert list(plain.subscribe_to_quarantine()) == [SetPrefetch(1), Consume("orders.quarantine", "c#quarantine")]
     assert list(named.subscribe_to_quarantine()) == []
 
