@@ -61,10 +61,9 @@ def run() -> int:
     except OSError as error:
         # The rest of its buffer must not cause an error at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return _READER_LEFT
-        _tell(f"standard output: {error.strerror}")
-        status = status or 1
+        if not isinstance(error, BrokenPipeError):  # the command has ended: a reader that left has had enough
+            _tell(f"standard output: {error.strerror}")
+            status = status or 1
     return status
 
 
