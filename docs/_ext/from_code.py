@@ -110,16 +110,15 @@ class Metrics(FromCode):
     def lines(self) -> Iterator[str]:
         every = [*FAMILIES.values(), *(value for value in vars(spark_metrics).values() if isinstance(value, Family))]
         found = {family.full_name: family for family in every if family.name.startswith(self.arguments[0])}
-        rows = [
-            (
-                f"`{name}{'_total' if family.kind == 'counter' else ''}`",
-                family.kind,
-                ", ".join(f"`{label}`" for label in family.labels) or "-",
-                cell(family.documentation),
-            )
-            for name, family in sorted(found.items())
-        ]
-        yield from table(("metric", "kind", "labels", "meaning"), rows)
+        common = set.intersection(*(set(family.labels) for family in found.values()))
+        if common:
+            yield from (f"Labels of each: {', '.join(f'`{label}`' for label in sorted(common))}.", "")
+        rows = []
+        for name, family in sorted(found.items()):
+            own = "".join(f" By `{label}`." for label in family.labels if label not in common)
+            suffix = "_total" if family.kind == "counter" else ""
+            rows.append((f"`{name}{suffix}`", family.kind, cell(family.documentation) + own))
+        yield from table(("metric", "kind", "meaning"), rows)
 
 
 class Headers(FromCode):
@@ -152,18 +151,23 @@ class Commands(FromCode):
             arguments = [each for each in child.params if each.param_type_name == "argument"]
             usage = " ".join([path, name, *map(metavar, arguments)])
             yield from (f"## {f'{path} {name}'.removeprefix('reliable-mq ')}", "", "```sh", usage, "```", "")
-            yield from ("\n".join(line.strip() for line in (child.help or "").splitlines()) + "\n").split("\n")
+            yield from (*(options_as_code(line.strip()) for line in (child.help or "").splitlines()), "")
             rows = [
                 (
                     ", ".join(f"`{name}`" for name in [*each.opts, *each.secondary_opts])
                     if each.param_type_name == "option"
                     else f"`{each.name.upper()}`",
-                    re.sub(r"(?<![`\w])(--[a-z-]+)", r"`\1`", cell(each.help or "")),
+                    options_as_code(cell(each.help or "")),
                 )
                 for each in child.params
                 if each.name != "help"
             ]
             yield from (*table(("argument or option", "meaning"), rows), "")
+
+
+def options_as_code(text: str) -> str:
+    """Mark options as code, outside of what is marked already."""
+    return re.sub(r"(`[^`]*`)|(?<!\w)(--[a-z-]+)", lambda found: found[1] or f"`{found[2]}`", text)
 
 
 def metavar(argument: Any) -> str:
