@@ -6,6 +6,7 @@ that are made up by chance, and no cost of operations, which tracing would slow 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ TRACED = [Path(__file__).parent / name for name in ("core", "codec")]
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
+    # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
