@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from math import isclose
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.core.statistics import LATENCY_BUCKETS, Histogram, PublisherStatistics
+from reliable_mq.core.statistics import (
+    LATENCY_BUCKETS,
+    ConsumerStatistics,
+    Histogram,
+    MetricOfField,
+    PublisherStatistics,
+)
 
 VALUES = st.one_of(st.floats(0, 200), st.sampled_from(LATENCY_BUCKETS))
 
@@ -67,3 +74,11 @@ def test_counts_begin_at_zero_and_are_not_shared() -> None:
     one.confirmed += 1
     assert other == PublisherStatistics(confirm_seconds=other.confirm_seconds)
     assert sum(other.confirm_seconds.counts) == 0
+
+
+def test_metrics_are_in_the_metadata_of_their_fields() -> None:
+    by_name = {field.name: MetricOfField.of(field.metadata) for field in fields(ConsumerStatistics)}
+    handled = by_name["handled"]
+    assert handled is not None
+    assert handled.kind == "counter"
+    assert MetricOfField.of({}) is None
