@@ -30,7 +30,7 @@ PUBLIC_NAMES: Final = frozenset({"hand_back", "handed_back"})
 BANNED_WORDS: Final = re.compile(
     r"\b(faces?|lanes?|roster|ladders?|pumps?|hand(?:s|ed|ing)?(?: \w+)? back|see the module)\b", re.IGNORECASE
 )
-BANNED_VERBS: Final = re.compile(r"(Answers?|Gives?|Says?|Have|Has|Tells?)\b")
+BANNED_VERBS: Final = re.compile(r"(Answers?|Gives?(?! up)|Says?|Have|Has|Tells?)\b")
 LONGEST_FIRST_LINE: Final = 80
 #: The two drivers implement the same protocols under the same names.
 DRIVERS: Final = ("connection/interfaces.py", "connection/pika_driver/", "connection/aiormq_driver/")
@@ -44,10 +44,10 @@ SMALL_MODULES: Final = frozenset(
 )  # fmt: skip
 
 BUDGET: Final = {
-    "names": 1,
-    "words": 9,
-    "docstring verbs": 12,
-    "docstring lengths": 301,
+    "names": 0,
+    "words": 0,
+    "docstring verbs": 0,
+    "docstring lengths": 294,
     "class names": 2,
     "module sizes": 7,
 }

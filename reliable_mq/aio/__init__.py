@@ -1,1 +1,4 @@
-"""The asyncio face: on aiormq, the protocol layer of aio-pika. Event loop only; no thread but for what may block."""
+"""The asyncio API, on aiormq, the protocol layer of aio-pika.
+
+It runs on the event loop alone; threads are for calls that may block.
+"""

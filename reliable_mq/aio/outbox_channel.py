@@ -369,7 +369,7 @@ class AsyncRelayPublisher:
         return settled
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Have the relay woken by the next outcome."""
+        """Wake the relay at the next outcome."""
         self._wake = wake
         if self._settled:  # it came before this, and may not have seen it
             wake()

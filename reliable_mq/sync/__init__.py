@@ -1,1 +1,1 @@
-"""The blocking face: everything here runs on pika, with one I/O thread per connection."""
+"""The sync API, on pika, with one I/O thread for each connection."""

@@ -58,7 +58,7 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
         """Raise UsageError where waiting can never end."""
 
     def nudge(self) -> None:
-        """Have the I/O thread look for publishes: the call that was to tell it may be interrupted."""
+        """Make the I/O thread look for publishes: the notifying call may be interrupted."""
 
 
 class Confirmation(BaseConfirmation):

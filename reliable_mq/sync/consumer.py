@@ -281,7 +281,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
     @contextmanager
     def _signals(self) -> Iterator[list[int]]:
-        """Have SIGTERM and SIGINT stop the consumer while `run` blocks the main thread; gives those that came."""
+        """Stop the consumer on SIGTERM and SIGINT while `run` blocks; return the signals."""
         received: list[int] = []
         if threading.current_thread() is not threading.main_thread():
             yield received

@@ -423,7 +423,7 @@ class RelayPublisher:
         return settled
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Have the relay woken by the outcome of a row near the front: every wake-up costs as much as some rows."""
+        """Wake the relay at the outcome of a row near the front: a wake-up costs some rows."""
         if self._failed:
             wake()
         elif self._outstanding:

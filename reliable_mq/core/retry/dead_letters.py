@@ -202,7 +202,7 @@ def _may_copy(properties: bytes) -> bool:
 
 
 def _text(value: str) -> str | bytes:
-    """Give what is no UTF-8, and was read with surrogate escapes, back as the bytes that it is."""
+    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
     try:
         value.encode()
     except UnicodeEncodeError:

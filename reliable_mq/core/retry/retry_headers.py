@@ -59,7 +59,7 @@ PLAIN: Final = RetryState()
 
 
 def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
-    """Give the properties of the message that waits; None where it would not come out as it is.
+    """Return the properties of the waiting message; None if they would not survive.
 
     Args:
         delivery: with its failures so far.
@@ -149,7 +149,7 @@ def _path(value: object) -> tuple[int, ...]:
 
 
 def _text(value: str) -> str | bytes:
-    """Give what is no UTF-8, and was read with surrogate escapes, as the bytes that it is."""
+    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -158,6 +158,6 @@ def _text(value: str) -> str | bytes:
 
 
 def _bytes(value: object) -> bytes | None:
-    """Give what `_text` made as the bytes of a short string; None where it is none."""
+    """Encode a result of `_text` as a short string; None if it is too long."""
     encoded = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     return encoded if isinstance(encoded, bytes) and len(encoded) <= 255 else None
