@@ -275,9 +275,9 @@ def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connecti
         recorded.client.wait_for("ready")
         if connection_face == "aio":
             link = recorded.io.connector._connector._link
-            link._told_at = 0.0
+            link._heartbeat_at = 0.0
             recorded.publish("q")
-            wait_until(lambda: link._told_at > 0, timeout=10, what="aiormq is told that the peer lives")
+            wait_until(lambda: link._heartbeat_at > 0, timeout=10, what="aiormq is told that the peer lives")
             return
         connection = recorded.io._connector._link._connection
         before = connection.bytes_received, connection.bytes_sent
