@@ -39,7 +39,7 @@ def load(config: pytest.Config) -> None:
     )
     settings.load_profile("any machine")
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(seeds()[0] if soaking() else 0)
+        config.option.hypothesis_seed = str(seeds()[0])
 
 
 def examples(count: int) -> settings:

@@ -79,7 +79,7 @@ def test_f03_connection_is_reset_after_frame_n(
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
         publisher.connect()
     handler = Handler(account=checker)
-    for frame in [*range(1, 14), *(rng.randrange(14, 700) for _ in range(6))]:
+    for frame in [*range(1, 14), *rng.sample(range(14, 700), 6)]:
         direction = rng.choice(["to_broker", "to_client"])
         bodies = numbered(200, first=frame * 1000)
         publish(vhost, "orders", bodies, checker)

@@ -1,8 +1,9 @@
 """Where the randomness of a fault test comes from, so that a failure can be repeated.
 
 A test that asks for the fixture `seed` gets one number, which stands in the test's name and so in every report of a
-failure. `RELIABLE_MQ_SEED` fixes it; `RELIABLE_MQ_SOAK_SEEDS` runs the test with that many different ones. A run that
-is given none draws one and leaves it in the environment, so that all of its processes name their tests alike.
+failure. A plain run takes 0: it is green or red, whoever runs it. A soak (`RELIABLE_MQ_SOAK_SEEDS`: how many seeds)
+explores: it draws its first seed and leaves it in the environment, so that all of its processes name their tests alike.
+`RELIABLE_MQ_SEED` sets the first seed of either.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def soak_seeds() -> int:
 
 def seeds() -> list[int]:
     """The seeds of this run; the first one is the one that a single run takes."""
-    first = int(os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32))))
+    drawn = random.SystemRandom().randrange(2**32) if soaking() else 0
+    first = int(os.environ.setdefault(SEED, str(drawn)))
     source = random.Random(first)
     return [first, *(source.randrange(2**32) for _ in range(soak_seeds() - 1))]
