@@ -16,17 +16,17 @@ fixture              scope      what it is
 `checker`            test       the account of the fault matrix; its counts are printed at the end of the run
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
-`publisher_face`     test       each face in turn: `Publisher` of the test's module is the sync or the asyncio one
-`consumer_face`      test       each face (see below): `Consumer` of the test's module is the sync or the asyncio one
-`connection_face`    test       each face in turn: a `Recorded` connection is the sync or the asyncio one
+`publisher_api`      test       each API in turn: `Publisher` of the test's module is the sync or the asyncio one
+`consumer_api`       test       each API (see below): `Consumer` of the test's module is the sync or the asyncio one
+`connection_api`     test       each API in turn: a `Recorded` connection is the sync or the asyncio one
 `run_async`          test       a function `(coroutine)`: runs it on a loop of asyncio, then uvloop; none of it may stay
 `baseline`           test       afterwards, threads and descriptors must be back to where they were
 ===================  =========  ========================================================================================
 
 `broker`, `private_broker` (and the virtual hosts on them) are the newest line; ``@pytest.mark.parametrize("broker",
 ["4.0"], indirect=True)`` chooses. `make soak` runs each such test on both lines and with many seeds, unless it chose.
-So it is with `consumer_face`: the sync one, or with ``@pytest.mark.both_faces`` or in `make soak` both. The other faces
-are both in every run, unless ``@pytest.mark.one_face("aio")`` says that one is enough outside of `make soak`. There,
+So it is with `consumer_api`: the sync one, or with ``@pytest.mark.both_apis`` or in `make soak` both. The other APIs
+are both in every run, unless ``@pytest.mark.one_api("aio")`` says that one is enough outside of `make soak`. There,
 publishers are on uvloop, too. `any_broker` is both lines, with ``@pytest.mark.one_line`` in `make soak` only.
 """
 
@@ -108,9 +108,9 @@ _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those
 @pytest.hookimpl(tryfirst=True)  # before the plug-in of hypothesis takes its seed
 def pytest_configure(config: pytest.Config) -> None:
     properties.load(config)
-    config.addinivalue_line("markers", "both_faces: a test of `consumer_face` that is for both in every run")
+    config.addinivalue_line("markers", "both_apis: a test of `consumer_api` that is for both in every run")
     config.addinivalue_line("markers", "one_line: a test of `any_broker` that is for both lines in `make soak` only")
-    config.addinivalue_line("markers", "one_face(face): a long one of `publisher_face`, for both in `make soak` only")
+    config.addinivalue_line("markers", "one_api(API): a long one of `publisher_api`, for both in `make soak` only")
     # A job that a shell runs in the background has SIGINT ignored, and so have its children; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seeds()  # before there are processes that take it over
@@ -119,15 +119,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", seeds(), ids=lambda seed: f"seed={seed}")
-    if "consumer_face" in metafunc.fixturenames and not _chosen(metafunc, "consumer_face"):
-        both = soaking() or metafunc.definition.get_closest_marker("both_faces") is not None
-        metafunc.parametrize("consumer_face", ["sync", "aio"] if both else ["sync"], indirect=True)
-    for name in ("publisher_face", "connection_face"):
+    if "consumer_api" in metafunc.fixturenames and not _chosen(metafunc, "consumer_api"):
+        both = soaking() or metafunc.definition.get_closest_marker("both_apis") is not None
+        metafunc.parametrize("consumer_api", ["sync", "aio"] if both else ["sync"], indirect=True)
+    for name in ("publisher_api", "connection_api"):
         if name in metafunc.fixturenames and not _chosen(metafunc, name):
-            alone = metafunc.definition.get_closest_marker("one_face")
-            faces = ["sync", "aio"] if soaking() or alone is None else alone.args
-            on_uvloop = ["uvloop"] if soaking() and name == "publisher_face" else []
-            metafunc.parametrize(name, [*faces, *on_uvloop], indirect=True)
+            alone = metafunc.definition.get_closest_marker("one_api")
+            apis = ["sync", "aio"] if soaking() or alone is None else alone.args
+            on_uvloop = ["uvloop"] if soaking() and name == "publisher_api" else []
+            metafunc.parametrize(name, [*apis, *on_uvloop], indirect=True)
     if "any_broker" in metafunc.fixturenames and not _chosen(metafunc, "any_broker"):
         one = not soaking() and metafunc.definition.get_closest_marker("one_line") is not None
         metafunc.parametrize("any_broker", ["newest"] if one else LINES, indirect=True, scope="session")
@@ -352,25 +352,25 @@ def rng(seed: int) -> random.Random:
 
 
 @pytest.fixture
-def publisher_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _uvloop: None) -> str:
-    """Run the test on either face: what holds for one holds for the other."""
-    faces = {"aio": BlockingPublisher, "uvloop": UvloopPublisher}
-    if request.param in faces:
-        monkeypatch.setattr(request.module, "Publisher", faces[request.param])
+def publisher_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _uvloop: None) -> str:
+    """Run the test on either API: what holds for one holds for the other."""
+    apis = {"aio": BlockingPublisher, "uvloop": UvloopPublisher}
+    if request.param in apis:
+        monkeypatch.setattr(request.module, "Publisher", apis[request.param])
     return str(request.param)
 
 
 @pytest.fixture
-def consumer_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on either face, the asyncio one with coroutine handlers: what holds for one holds for the other."""
+def consumer_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on either API, the asyncio one with coroutine handlers: what holds for one holds for the other."""
     if request.param == "aio":
         monkeypatch.setattr(request.module, "Consumer", BlockingConsumer)
     return str(request.param)
 
 
 @pytest.fixture
-def connection_face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on either face's connection, each with its own driver."""
+def connection_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on either API's connection, each with its own driver."""
     if request.param == "aio":
         monkeypatch.setattr(Recorded, "kind", AsyncioThread)
     return str(request.param)

@@ -1,4 +1,4 @@
-"""`AsyncConsumer`: what is its own, on the event loop. What both faces promise is tested with each in turn."""
+"""`AsyncConsumer`: what is its own, on the event loop. What both APIs promise is tested with each in turn."""
 
 from __future__ import annotations
 

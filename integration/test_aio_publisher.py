@@ -1,6 +1,6 @@
-"""What only the asyncio face has: tasks that are cancelled, many of them at once, loops that stand still or end.
+"""What only the asyncio API has: tasks that are cancelled, many of them at once, loops that stand still or end.
 
-What both faces have is in the other modules about publishing, each test of which runs on either. Here, a test runs on
+What both APIs have is in the other modules about publishing, each test of which runs on either. Here, a test runs on
 asyncio's loop and on uvloop, and fails where a task is left on the loop or asyncio has something to complain of.
 """
 
@@ -503,7 +503,7 @@ def test_one_that_is_forgotten_is_reported(vhost: VirtualHost) -> None:
     asyncio.run(main())
 
 
-def test_readings_are_those_of_the_sync_face(vhost: VirtualHost) -> None:
+def test_readings_are_those_of_the_sync_api(vhost: VirtualHost) -> None:
     """The same families with the same labels, and one for the loop, which there is the user's."""
     from prometheus_client import CollectorRegistry, generate_latest
 

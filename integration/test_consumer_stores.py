@@ -18,7 +18,7 @@ from sqlalchemy.pool import NullPool
 
 from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import Gate, Handler, numbered, publish, send
-from integration.support.databases import ASYNC_DRIVERS, FACES, with_driver
+from integration.support.databases import APIS, ASYNC_DRIVERS, with_driver
 from integration.support.lossy import LossyProxy
 from integration.support.processes import Process, run
 from integration.support.programs import ROOT, environment, faketime
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 ORDERS = Queue("orders")
 UNPREPARED = {"prepare_threshold": None}  # so that each question has its text, for a proxy to know it by
 servers = pytest.mark.parametrize("kind", ["redis", "postgresql"])
-# Each face and each server once, or everything.
-FACES_AND_SERVERS = (
-    [(face, kind) for face in ("sync", "aio") for kind in ("redis", "postgresql")]
+# Each API and each server once, or everything.
+APIS_AND_SERVERS = (
+    [(api, kind) for api in ("sync", "aio") for kind in ("redis", "postgresql")]
     if soaking()
     else [("sync", "redis"), ("aio", "postgresql")]
 )
@@ -56,8 +56,8 @@ def sha(script: str) -> str:
 
 
 @pytest.fixture
-def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A function that makes a store for the face: by the kind of its server, and the port of a proxy.
+def new_store(consumer_api: str, database: Callable[[str], Database], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that makes a store for the API: by the kind of its server, and the port of a proxy.
 
     That of asyncio is asked on the loop of the one consumer that it is for; one that several share has a loop of its
     own.
@@ -71,10 +71,10 @@ def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path:
             return store
         url = database(kind).fresh(port)
         if kind == "redis":
-            if consumer_face == "aio" and not shared:
+            if consumer_api == "aio" and not shared:
                 own = AsyncRedisStore(url, **options)
                 return ends_with_its_consumer(own, own.close)
-            if consumer_face == "aio":
+            if consumer_api == "aio":
                 bridged = Bridged(lambda: AsyncRedisStore(url, **options))
                 closers.append(lambda: bridged.blocking.end(bridged.blocking.store.close()))
                 return bridged
@@ -83,10 +83,10 @@ def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path:
             return store
         direct = create_engine(url.replace(f":{port}/", f":{database(kind).port}/"), poolclass=NullPool)
         SQLAlchemyStore(direct).create_table()
-        if consumer_face == "aio" and kind == "postgresql" and not shared:
+        if consumer_api == "aio" and kind == "postgresql" and not shared:
             loops = create_async_engine(url, connect_args=UNPREPARED)
             return ends_with_its_consumer(AsyncSQLAlchemyStore(loops, **options), loops.dispose)
-        if consumer_face == "aio" and kind == "postgresql":
+        if consumer_api == "aio" and kind == "postgresql":
             bridged = Bridged(lambda: AsyncSQLAlchemyStore(create_async_engine(url), **options))
             closers.append(lambda: bridged.blocking.end(bridged.blocking.store._engine.dispose()))
             return bridged
@@ -100,7 +100,7 @@ def new_store(consumer_face: str, database: Callable[[str], Database], tmp_path:
         close()
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 @pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "mysql", "sqlite"])
 def test_f36_copies_that_arrive_together_take_effect_once(
     vhost: VirtualHost, checker: Checker, new_store: Callable[..., Any], kind: str
@@ -120,7 +120,7 @@ def test_f36_copies_that_arrive_together_take_effect_once(
     assert checker.close(effects_once=True).effects == 30
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 @servers
 def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
     vhost: VirtualHost, checker: Checker, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
@@ -161,7 +161,7 @@ def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
     assert checker.close(effects_once=True).effects == 101
 
 
-@pytest.mark.parametrize(("consumer_face", "kind"), FACES_AND_SERVERS, indirect=["consumer_face"])
+@pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
     vhost: VirtualHost,
     checker: Checker,
@@ -191,7 +191,7 @@ def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
     assert checker.close(effects_once=True).effects == 40
 
 
-@pytest.mark.parametrize(("consumer_face", "kind"), FACES_AND_SERVERS, indirect=["consumer_face"])
+@pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f42_a_consumer_cut_off_from_store_and_broker_after_an_effect_does_not_repeat_it(
     vhost: VirtualHost,
     checker: Checker,
@@ -227,7 +227,7 @@ MARKS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("consumer_face", "kind"), FACES_AND_SERVERS, indirect=["consumer_face"])
+@pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f43_answers_that_are_lost_double_no_effect(
     vhost: VirtualHost,
     checker: Checker,
@@ -268,15 +268,15 @@ def test_f43_answers_that_are_lost_double_no_effect(
 
 @pytest.mark.parametrize("kind", ["redis", "postgresql"])
 def test_f44_a_duplicate_after_the_retention_takes_effect_again(
-    vhost: VirtualHost, database: Callable[[str], Database], consumer_face: str, kind: str
+    vhost: VirtualHost, database: Callable[[str], Database], consumer_api: str, kind: str
 ) -> None:
     """That is what the retention is documented to mean; nothing else happens, and before it is over it does not."""
     handler = Handler()
     with ExitStack() as stack:
         subject = stack.enter_context(
-            make(kind if consumer_face == "sync" else f"{kind}+{ASYNC_DRIVERS[kind][0]}", database)
+            make(kind if consumer_api == "sync" else f"{kind}+{ASYNC_DRIVERS[kind][0]}", database)
         )
-        store = subject.store if consumer_face == "sync" else Bridged(subject.store)
+        store = subject.store if consumer_api == "sync" else Bridged(subject.store)
         consumer = stack.enter_context(Consumer(vhost.url, ORDERS, handler, idempotency=store, idempotency_lease=LEASE))
         for copy, (age, effects) in enumerate([(0.0, 1), (RETENTION / 2, 1), (RETENTION / 2 + LEASE, 2), (0.0, 2)], 1):
             subject.age(age)
@@ -287,9 +287,9 @@ def test_f44_a_duplicate_after_the_retention_takes_effect_again(
     assert handler.attempts == [1, 1]
 
 
-@pytest.mark.parametrize("face", ["sync", "aio"] if soaking() else ["sync"])
+@pytest.mark.parametrize("api", ["sync", "aio"] if soaking() else ["sync"])
 def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
-    database: Callable[[str], Database], tmp_path: Path, face: str
+    database: Callable[[str], Database], tmp_path: Path, api: str
 ) -> None:
     """Those of servers are by their clock; those of a file by the time since the boot of the machine."""
     offset_file = tmp_path / "offset"
@@ -298,12 +298,12 @@ def test_f45_leases_and_retention_do_not_look_at_the_wall_clock_of_a_consumer(
     for url in (postgresql, f"sqlite:///{file}"):
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
     urls = [f"sqlite:///{file}", database("redis").fresh(), postgresql]
-    if face == "aio":
+    if api == "aio":
         urls[0] = urls[0].replace("sqlite:", "sqlite+aiosqlite:")
     else:
         urls.append(f"file://{tmp_path / 'store.db'}")
     done = subprocess.run(
-        [sys.executable, "-m", "integration.programs.jumping_store", str(offset_file), face, *urls],
+        [sys.executable, "-m", "integration.programs.jumping_store", str(offset_file), api, *urls],
         env=environment() | faketime(offset_file),
         cwd=ROOT,
         capture_output=True,
@@ -379,29 +379,29 @@ def all_acked(vhost: VirtualHost, file: Path, ids: list[str]) -> bool:
     return effected and vhost.live_counts().get("orders", 0) == 0
 
 
-@pytest.mark.parametrize(("kind", "face", "driver"), [*FACES, ("sqlite", "sync", "")])
+@pytest.mark.parametrize(("kind", "api", "driver"), [*APIS, ("sqlite", "sync", "")])
 def test_f35_with_an_inbox_a_process_killed_at_any_step_leaves_one_effect(
-    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str, driver: str
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str, driver: str
 ) -> None:
     """Row 34 as well. One process after another dies, each at another step; the last finds what is left to do."""
     url = new_inbox(database, tmp_path, kind)
     ids = publish_orders(vhost, 60)
-    steps = STEPS if soaking() or (kind, face) == ("postgresql", "sync") else ("effect", "completed")
-    program = (vhost.url, with_driver(url, driver), face, "inbox")
+    steps = STEPS if soaking() or (kind, api) == ("postgresql", "sync") else ("effect", "completed")
+    program = (vhost.url, with_driver(url, driver), api, "inbox")
     let_die(*program, steps=steps if soaking() or kind == "postgresql" else steps[:1])
     let_finish(vhost, *program, finished=lambda: len(effects_in(url)) >= len(ids))
     assert effects_in(url) == Counter(ids)
 
 
-@pytest.mark.parametrize(("kind", "face"), [("redis", "sync"), ("redis", "aio"), ("sqlite", "sync")])
+@pytest.mark.parametrize(("kind", "api"), [("redis", "sync"), ("redis", "aio"), ("sqlite", "sync")])
 def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
-    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
     """Row 34 as well. Where the effect is elsewhere, the kill must not fall between it and its completion."""
     url = database("redis").fresh() if kind == "redis" else f"file://{tmp_path / 'store.db'}"
     effects = tmp_path / "effects"
     ids = publish_orders(vhost, 60)
-    program = (vhost.url, url, face, str(effects))
+    program = (vhost.url, url, api, str(effects))
     let_die(*program, steps=("claimed", "completed"))
     let_finish(vhost, *program, finished=lambda: all_acked(vhost, effects, ids))
     # Two handlers run at a time: what one has done when the other's completion ends the process is done again.
@@ -409,19 +409,19 @@ def test_f35_a_process_killed_between_completion_and_ack_leaves_one_effect(
 
 
 @pytest.mark.parametrize(
-    ("kind", "face"),
-    [(kind, face) for face in ("sync", "aio") for kind in ("redis", "postgresql")]
+    ("kind", "api"),
+    [(kind, api) for api in ("sync", "aio") for kind in ("redis", "postgresql")]
     if soaking()
     else [("postgresql", "sync"), ("redis", "aio")],
 )
 def test_f34_f35_a_process_killed_in_the_middle_of_a_batch_leaves_one_effect_of_what_is_done(
-    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, face: str
+    vhost: VirtualHost, database: Callable[[str], Database], tmp_path: Path, kind: str, api: str
 ) -> None:
     """With an inbox, of everything. Without one, what was effected of the batch comes back, and nothing else."""
     file = tmp_path / "effects"
     url = new_inbox(database, tmp_path, kind) if kind == "postgresql" else database(kind).fresh()
     ids = publish_orders(vhost, 60)
-    program = (vhost.url, url, face, "inbox" if kind == "postgresql" else str(file))
+    program = (vhost.url, url, api, "inbox" if kind == "postgresql" else str(file))
     let_die(*program, steps=("effect", "completed"), batch=["5"])
 
     def finished() -> bool:
@@ -442,22 +442,22 @@ def publish_orders(vhost: VirtualHost, count: int) -> list[str]:
     return [message.message_id for message in messages]
 
 
-@pytest.mark.parametrize("face", ["sync", "aio"])
+@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f36_eight_processes_of_eight_threads_or_tasks_effect_each_id_once(
-    database: Callable[[str], Database], tmp_path: Path, face: str
+    database: Callable[[str], Database], tmp_path: Path, api: str
 ) -> None:
     """Each id is delivered ten times, to any of them; one attempt in ten fails and is made again."""
     ids, processes = (1000 if soaking() else 60), 8
     urls = [database("redis").fresh()]
-    if face == "sync":
+    if api == "sync":
         urls.append(f"file://{tmp_path / 'store.db'}")
     for kind, driver in (("postgresql", "asyncpg"), ("mariadb", "asyncmy"), ("mysql", "asyncmy")):
         url = database(kind).fresh()
         SQLAlchemyStore(create_engine(url, poolclass=NullPool)).create_table()
-        urls.append(with_driver(url, "" if face == "sync" else driver))
+        urls.append(with_driver(url, "" if api == "sync" else driver))
     arguments = [str(processes), str(ids), str(tmp_path / "effects"), *urls]
     name = "integration.programs.contending"
-    programs = [Process(name, face, str(number), *arguments) for number in range(processes)]
+    programs = [Process(name, api, str(number), *arguments) for number in range(processes)]
     errors = [program.communicate(timeout=110)[1] for program in programs]
     assert [program.returncode for program in programs] == [0] * processes, errors
     for position, url in enumerate(urls):

@@ -53,12 +53,12 @@ def effects(url: str) -> Counter[str]:
 
 
 @pytest.fixture
-def new_store(consumer_face: str) -> Iterator[Callable[..., Any]]:
-    """A function that makes the store of the face at a URL."""
+def new_store(consumer_api: str) -> Iterator[Callable[..., Any]]:
+    """A function that makes the store of the API at a URL."""
     closers: list[Callable[[], object]] = []
 
     def new(url: str, **options: Any) -> Any:
-        if consumer_face == "aio":
+        if consumer_api == "aio":
             loops = create_async_engine(with_driver(url, "asyncmy") if url.startswith("mysql") else url)
             return ends_with_its_consumer(AsyncSQLAlchemyStore(loops, **options), loops.dispose)
         plain = {"ssl_disabled": True} if url.startswith("mysql") else {}  # or no proxy could read it
@@ -72,8 +72,8 @@ def new_store(consumer_face: str) -> Iterator[Callable[..., Any]]:
         close()
 
 
-def writing(face: str, then: Callable[[Delivery], object]) -> Callable[[Delivery], object]:
-    """A handler of the face that writes an effect, and does something else before the end of its transaction."""
+def writing(api: str, then: Callable[[Delivery], object]) -> Callable[[Delivery], object]:
+    """A handler of the API that writes an effect, and does something else before the end of its transaction."""
 
     def handle(one: Delivery) -> None:
         with one.transaction() as session:
@@ -85,15 +85,15 @@ def writing(face: str, then: Callable[[Delivery], object]) -> Callable[[Delivery
             await session.execute(INSERT, {"id": one.message_id})
             await asyncio.to_thread(then, one)
 
-    return handle if face == "sync" else handle_async
+    return handle if api == "sync" else handle_async
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_it(
     vhost: VirtualHost,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
-    consumer_face: str,
+    consumer_api: str,
     fault_proxy: Any,
 ) -> None:
     """It ends within the timeout, while the server hangs; heartbeats go on; then every effect is there once."""
@@ -110,7 +110,7 @@ def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_
     with Consumer(
         proxy.url,
         ORDERS,
-        writing(consumer_face, wait),
+        writing(consumer_api, wait),
         heartbeat=2,
         idempotency=new_store(url, timeout=TIMEOUT),
         idempotency_lease=2.0,
@@ -132,13 +132,13 @@ def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_
     assert effects(url) == Counter(ids)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
 def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     vhost: VirtualHost,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
-    consumer_face: str,
+    consumer_api: str,
     kind: str,
 ) -> None:
     """With one attempt for each message, none is dead-lettered whose effect is committed."""
@@ -159,7 +159,7 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
     with LossyProxy(server.port, loses) as proxy:
         store = new_store(direct.replace(f":{server.port}/", f":{proxy.port}/"))
         with Consumer(
-            vhost.url, ORDERS, writing(consumer_face, arm), idempotency=store, retry=RetryPolicy(1)
+            vhost.url, ORDERS, writing(consumer_api, arm), idempotency=store, retry=RetryPolicy(1)
         ) as consumer:
             ids = publish(vhost, "orders", numbered(9))
             wait_until(lambda: consumer.statistics.acked == 9, timeout=30, what="all acked")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api", "consumer_api")
 
 SECONDS = float(os.environ.get("RELIABLE_MQ_SOAK_SECONDS", "3600" if soaking() else "15"))
 ROUND = 2000  # messages between two looks at a failure and a reconnect
@@ -36,7 +36,7 @@ def rss() -> int:
 
 
 @pytest.mark.parametrize(
-    ("publisher_face", "consumer_face"), [("sync", "sync"), *([("aio", "aio")] if soaking() else [])], indirect=True
+    ("publisher_api", "consumer_api"), [("sync", "sync"), *([("aio", "aio")] if soaking() else [])], indirect=True
 )
 @pytest.mark.timeout(SECONDS * 1.5 + 120)
 def test_f55_memory_is_flat_while_messages_flow_fail_and_connections_are_cut(

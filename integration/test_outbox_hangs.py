@@ -41,7 +41,7 @@ def in_time() -> Iterator[None]:
 def new_publisher(
     request: pytest.FixtureRequest, database: Callable[[str], Database]
 ) -> Iterator[Callable[[str], Any]]:
-    """Makes a publisher with an outbox in a database, of either face, with an engine of its kind."""
+    """Makes a publisher with an outbox in a database, of either API, with an engine of its kind."""
     if request.param != "sync":
         engine = create_async_engine(with_driver(database("postgresql").fresh(), request.param))
         yield lambda url: BlockingPublisher(url, outbox=SQLAlchemyOutbox(engine, create=True), topology=[ORDERS])

@@ -1,4 +1,4 @@
-"""What a scrape shows of an outbox, on either face and of the command line's relay."""
+"""What a scrape shows of an outbox, on either API and of the command line's relay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scraped(registry: CollectorRegistry) -> Callable[..., float | None]:
     return value
 
 
-@pytest.mark.usefixtures("baseline", "publisher_face")
+@pytest.mark.usefixtures("baseline", "publisher_api")
 def test_a_scrape_shows_what_waits_and_what_became_of_the_rest(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:

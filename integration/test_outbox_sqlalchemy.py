@@ -14,7 +14,7 @@ from sqlalchemy import Engine, create_engine, inspect, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from integration.support.databases import FACES, with_driver
+from integration.support.databases import APIS, with_driver
 from integration.support.processes import run
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
@@ -240,18 +240,18 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
     checker.close()
 
 
-@pytest.mark.parametrize(("database_url", "face", "driver"), FACES, indirect=["database_url"])
+@pytest.mark.parametrize(("database_url", "api", "driver"), APIS, indirect=["database_url"])
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
     vhost: VirtualHost,
     database_url: str,
-    face: str,
+    api: str,
     driver: str,
     outbox: SQLAlchemyOutbox,
     checker: Checker,
     rng: random.Random,
 ) -> None:
     """On asyncio with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
-    killed = Killed(vhost, with_driver(database_url, driver), face, checker)
+    killed = Killed(vhost, with_driver(database_url, driver), api, checker)
     killed.run_and_be_killed(8, 25 if soaking() else 3, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)

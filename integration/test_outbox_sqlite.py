@@ -45,8 +45,8 @@ def assert_in_order(found: list[bytes]) -> None:
 class Killed:
     """Runs the program again and again on one outbox, and keeps the account of what it said."""
 
-    def __init__(self, vhost: VirtualHost, outbox: Path | str, face: str, checker: Checker) -> None:
-        self._arguments = [vhost.url, str(outbox), face]
+    def __init__(self, vhost: VirtualHost, outbox: Path | str, api: str, checker: Checker) -> None:
+        self._arguments = [vhost.url, str(outbox), api]
         self._checker = checker
         self.accepted = 0
 
@@ -93,12 +93,12 @@ class Killed:
         assert died > 0
 
 
-@pytest.mark.parametrize("face", ["sync", "aio"])
+@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_its_next_start(
-    face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    api: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
-    killed = Killed(vhost, tmp_path / "outbox", face, checker)
+    killed = Killed(vhost, tmp_path / "outbox", api, checker)
     killed.run_and_be_killed(15, 25 if soaking() else 6, rng)
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
         publisher.flush(30)
@@ -109,9 +109,9 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
     assert balance.drained >= balance.confirmed
 
 
-@pytest.mark.parametrize("face", ["sync", "aio"])
+@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
-    face: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    api: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
     path = tmp_path / "outbox"
@@ -119,7 +119,7 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
     numbers = iter(range(100_000))
     outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(300)], [])
     for _ in range(4):
-        killed = Killed(vhost, path, face, checker)
+        killed = Killed(vhost, path, api, checker)
         assert killed.run(0, rng.randrange(500, 12_000)) is None
         outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
@@ -129,10 +129,10 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
     assert_in_order(found)
 
 
-# -- the behaviour, on either face -------------------------------------------------------------------------------------
+# -- the behaviour, on either API --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_there(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_t
     assert found[0][0] == "mine"
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_next(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -175,7 +175,7 @@ def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_n
     assert [body for _, body in bodies(vhost, "orders")] == [b"1"]
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_a_publisher_that_was_closed_is_left_at_once(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_publisher_that_was_closed_is_left_at_once(
     assert SQLiteOutbox(tmp_path / "outbox").status().rows == 1
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_removed(
     vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -215,7 +215,7 @@ def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_rem
     assert outbox.status().rows == 3000 - found
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_back(
     vhost: VirtualHost, tmp_path: Path
 ) -> None:
@@ -241,7 +241,7 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_ba
     assert outbox.status().set_aside == 0
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualHost, tmp_path: Path) -> None:
     """Whoever has written into the file: one row cannot be read, and it is said which and why."""
     outbox = SQLiteOutbox(tmp_path / "outbox")
@@ -257,7 +257,7 @@ def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualH
     assert "damaged" in aside.reason
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_set_aside(
     vhost: VirtualHost, tmp_path: Path
 ) -> None:
@@ -281,7 +281,7 @@ def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_se
         assert [int(body) for _, body in bodies(vhost, "orders")] == list(range(1, 251))
 
 
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost, tmp_path: Path) -> None:
     """A full queue delays its own messages, and those of other queues go on."""
     full = Queue(
@@ -336,7 +336,7 @@ def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parent
 def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Checker) -> None:
     """All that any of them stored is published once, and the one that relays hands over when it leaves."""
     path = tmp_path / "outbox"
-    programs = [Killed(vhost, path, face, checker) for face in ("sync", "aio") * 2]
+    programs = [Killed(vhost, path, api, checker) for api in ("sync", "aio") * 2]
     with ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(program.run, 60, 0) for program in programs]
         assert all(run.result() for run in runs)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxy, FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 CONNECT_TIMEOUT = 1.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from integration.support.checker import Checker
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 QUICK = tenacity.wait_fixed(0.1)

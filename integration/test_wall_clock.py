@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from reliable_mq.testing import FaultProxyFactory
 
 
-@pytest.mark.parametrize("face", ["sync", "aio"])
+@pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f45_wall_clock_jumps_by_an_hour(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path, face: str
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, tmp_path: Path, api: str
 ) -> None:
     """No deadline, wait or heartbeat looks at the wall clock: a jump of an hour either way changes nothing."""
     proxy = fault_proxy(vhost.url)
@@ -27,7 +27,7 @@ def test_f45_wall_clock_jumps_by_an_hour(
     offset_file.write_text("+0")
     controls = {"hold": proxy.hold_confirms, "release": proxy.release_confirms, "cut": proxy.cut}
     with subprocess.Popen(
-        [sys.executable, "-m", "integration.programs.jumping_clock", face, proxy.url, str(offset_file)],
+        [sys.executable, "-m", "integration.programs.jumping_clock", api, proxy.url, str(offset_file)],
         env=environment() | faketime(offset_file),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Whoever knows one face knows the other: the same names, arguments and defaults."""
+"""Whoever knows one API knows the other: the same names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reliable_mq.sync.confirmation import Confirmation
 COROUTINES = ("publish", "submit", "publish_many", "flush", "connect", "close")
 
 
-def test_the_asyncio_face_is_there_when_it_is_asked_for() -> None:
+def test_the_asyncio_api_is_there_when_it_is_asked_for() -> None:
     assert reliable_mq.AsyncPublisher is AsyncPublisher
     assert reliable_mq.AsyncConfirmation is AsyncConfirmation
     assert {"AsyncPublisher", "AsyncConfirmation"} <= set(reliable_mq.__all__)

@@ -45,7 +45,7 @@ def test_every_module_can_be_imported() -> None:
             importlib.import_module(module.name)
 
 
-def test_importing_the_package_needs_no_extra_and_no_other_face() -> None:
+def test_importing_the_package_needs_no_extra_and_no_other_api() -> None:
     """What a user did not ask for is neither needed nor loaded, and importing starts no thread."""
     code = "import reliable_mq, sys, threading; print(*sys.modules); assert threading.active_count() == 1"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The connection of either face against real brokers: what it reports, in which order, and that it always ends."""
+"""The connection of either API against real brokers: what it reports, in which order, and that it always ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reliable_mq.testing import FaultProxy, FaultProxyFactory
     from reliable_mq.topology.queue import QueueType
 
-pytestmark = pytest.mark.usefixtures("baseline", "connection_face")
+pytestmark = pytest.mark.usefixtures("baseline", "connection_api")
 
 QUICK = tenacity.wait_fixed(0.1)
 
@@ -267,13 +267,13 @@ def test_a_vanished_peer_is_noticed_by_heartbeats(vhost: VirtualHost, fault_prox
         recorded.client.wait_for("ready", 2)
 
 
-def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connection_face: str) -> None:
+def test_heartbeats_count_what_goes_past_the_driver(vhost: VirtualHost, connection_api: str) -> None:
     """A connection on which only content flows is alive: its bytes count as signs of life."""
     with Recorded(
         vhost.url, lambda server: publisher_setup([Queue("q")], server.version_tuple), heartbeat=60
     ) as recorded:
         recorded.client.wait_for("ready")
-        if connection_face == "aio":
+        if connection_api == "aio":
             link = recorded.io.connector._connector._link
             link._heartbeat_at = 0.0
             recorded.publish("q")
@@ -920,10 +920,10 @@ def test_it_starts_once(vhost: VirtualHost) -> None:
 
 
 def test_no_log_of_ours_or_of_the_driver_holds_a_password(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, connection_face: str
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture, connection_api: str
 ) -> None:
     """With every logger at DEBUG, through connect, refusal, reset, reconnect and close."""
-    driver = "aiormq" if connection_face == "aio" else "pika"
+    driver = "aiormq" if connection_api == "aio" else "pika"
     canary = "canary-0f7c9e"
     broker = vhost.broker
     broker.rabbitmqctl("add_user", "canary-user", canary)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("baseline", "connection_face")
+pytestmark = pytest.mark.usefixtures("baseline", "connection_api")
 
 CONF = """
 listeners.ssl.default = 5671
@@ -61,9 +61,9 @@ def options(authority: Authority, client: Certificate) -> TLSOptions:
 
 
 def test_more_than_any_buffer_holds_goes_both_ways(
-    tls_broker: Broker, authority: Authority, client: Certificate, connection_face: str
+    tls_broker: Broker, authority: Authority, client: Certificate, connection_api: str
 ) -> None:
-    queue = f"q-{connection_face}"
+    queue = f"q-{connection_api}"
     url = f"amqps://guest:guest@localhost:{tls_broker.tls_port}/"
     large = [bytes(range(256)) * 4096 * 8] * 2  # MiB, each more than a kernel takes at once
     tls = options(authority, client)

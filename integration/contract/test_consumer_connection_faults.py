@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 GRACE = 2.0  # a broker is killed
 ORDERS = Queue("orders")
@@ -36,7 +36,7 @@ SOON = tenacity.wait_fixed(0.1)
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f01_f02_broker_dies_while_messages_are_handled(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
 ) -> None:
@@ -70,7 +70,7 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
     assert balance.left == 0
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f03_connection_is_reset_after_frame_n(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -91,7 +91,7 @@ def test_f03_connection_is_reset_after_frame_n(
     assert checker.close().left == 0
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -141,7 +141,7 @@ def test_f04_connection_is_reset_between_publish_and_ack(
     assert balance.effects == 100
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f04_connection_is_reset_between_effect_and_ack(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -159,7 +159,7 @@ def test_f04_connection_is_reset_between_effect_and_ack(
     assert checker.close(effects_once=True).effects == 150
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -180,11 +180,11 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
 
 # pika takes twice as long as aiormq to notice, so outside of `make soak` it has fewer turns.
 @pytest.mark.parametrize(
-    ("consumer_face", "direction"),
+    ("consumer_api", "direction"),
     list(product(["sync", "aio"], ["both", "to_broker", "to_client"]))
     if soaking()
     else [("sync", "both"), ("sync", "to_broker"), ("aio", "to_broker"), ("aio", "to_client")],
-    indirect=["consumer_face"],
+    indirect=["consumer_api"],
 )
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost,
@@ -192,11 +192,11 @@ def test_f06_f07_connection_is_a_black_hole(
     fault_proxy: FaultProxyFactory,
     rng: Random,
     direction: str,
-    consumer_face: str,
+    consumer_api: str,
 ) -> None:
     """Heartbeats notice it, whichever way nothing arrives, and the connection is replaced."""
     # pika grants five seconds on top; then a question that is not answered in ten tells as much.
-    patience = 15 if consumer_face == "aio" else 30
+    patience = 15 if consumer_api == "aio" else 30
     proxy = fault_proxy(vhost.url)
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler, heartbeat=1, reconnect_wait=SOON) as consumer:
@@ -224,7 +224,7 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
@@ -275,7 +275,7 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: F
     assert checker.close().left == 0
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -306,7 +306,7 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
         assert (consumer.reconnects, consumer.statistics.delivered) == (0, 200)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -363,7 +363,7 @@ def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost
     checker.close()
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -384,7 +384,7 @@ def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resum
     checker.close()
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_gone(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,7 +404,7 @@ def test_f14_an_exclusive_queue_is_backed_off_from_until_its_dead_connection_is_
         handler.wait_done(2)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f14_an_exclusive_consumer_waits_for_the_one_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -428,7 +428,7 @@ def test_f14_an_exclusive_consumer_waits_for_the_one_before(
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["reset", "closed_by_the_broker"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, graceful: bool
 ) -> None:
@@ -461,7 +461,7 @@ def test_f37_f38_exactly_the_unfinished_come_back_and_late_results_are_dropped(
 
 
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f51_a_handler_that_blocks_for_three_heartbeats_keeps_the_connection(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, batch: bool
 ) -> None:

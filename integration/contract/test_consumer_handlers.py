@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq import Delivery
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 QUICK = RetryPolicy(3, delays=(0.05, 0.1))
@@ -82,7 +82,7 @@ def test_what_a_plain_handler_returns_is_ignored_unless_it_is_a_verdict(vhost: V
         assert (consumer.statistics.failed, consumer.statistics.handled) == (0, 2)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_handlers_run_side_by_side_as_many_as_told(vhost: VirtualHost) -> None:
     """Each waits until all four are at it; a fifth does not begin."""
     together = threading.Barrier(5)
@@ -111,7 +111,7 @@ def test_one_handler_at_a_time_keeps_the_order(vhost: VirtualHost) -> None:
 # Trying again
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_handler_that_raises_is_tried_again_after_each_delay_then_dead_lettered(any_vhost: VirtualHost) -> None:
     """Attempts are counted and shown, on every broker; the original is acked when its dead letter is confirmed."""
     times: list[float] = []
@@ -152,7 +152,7 @@ def test_retry_later_chooses_the_delay_but_counts(vhost: VirtualHost) -> None:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualHost, store: bool) -> None:
     """The policy's delay is an hour; the handler's own is not waited an hour for."""
     verdicts = {b"0": DeadLetter("bad"), b"1": RetryLater(0.05), b"2": None}
@@ -173,7 +173,7 @@ def test_a_verdict_that_is_returned_counts_as_one_that_is_raised(vhost: VirtualH
     assert dead["properties"]["headers"][PREFIX + "dead-letter-reason"] == "bad"
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_verdicts_and_exceptions_in_a_group_are_seen(vhost: VirtualHost) -> None:
     """As a task group in a handler raises them: a dead letter wins, then what the policy gives up on, then delays."""
     raised = {
@@ -212,7 +212,7 @@ def changed() -> RetryLater:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_an_exception_whose_description_fails_costs_its_delivery_an_attempt_and_nothing_else(
     vhost: VirtualHost, store: bool
 ) -> None:
@@ -268,14 +268,14 @@ def test_dead_letter_ends_it_at_once_with_its_reason(vhost: VirtualHost) -> None
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_handler_that_would_end_its_thread_has_failed(vhost: VirtualHost, error: BaseException, store: bool) -> None:
     """sys.exit() in a handler ends neither the worker nor the program."""
     check_that_only_the_attempt_ends(vhost, error, store)
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_that_raises_keyboardinterrupt_has_failed(vhost: VirtualHost, store: bool) -> None:
     """In a thread it is the handler's own: a user's goes to the main thread. On an event loop it ends the program."""
     check_that_only_the_attempt_ends(vhost, KeyboardInterrupt(), store)
@@ -343,7 +343,7 @@ def test_f27_a_requeue_loop_ends_at_our_cap_on_every_broker(any_vhost: VirtualHo
 # Dead letters
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_handler_cannot_change_what_is_tried_again_and_dead_lettered(vhost: VirtualHost) -> None:
     """A handler that unpacks the body in place, and then fails: the message stays as it came."""
     bodies: list[bytes] = []
@@ -543,7 +543,7 @@ TOUCHES: dict[str, Callable[[list[Delivery]], object]] = {
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_batch_handler_may_do_as_it_likes_with_its_list(
     vhost: VirtualHost, store: bool, touch: Callable[[list[Delivery]], object]
 ) -> None:

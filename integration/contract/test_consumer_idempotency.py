@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq.stores import Claim
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 
@@ -33,7 +33,7 @@ def copies(count: int, of: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f36_each_message_is_delivered_ten_times_concurrently(
     vhost: VirtualHost, checker: Checker, together: bool
 ) -> None:
@@ -105,7 +105,7 @@ class Noting(MemoryStore):
         return super().claim_many(keys, lease)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
     vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
 ) -> None:
@@ -124,7 +124,7 @@ def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
     assert set(store.keys) == {f"{cluster}/{place.name}|orders|m0" for place in vhosts}
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_namespace_of_ones_own_is_one_for_several_places(
     vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
 ) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 
@@ -55,7 +55,7 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
     assert handler.bodies == numbered(100)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_the_prefetch_is_kept_over_a_reconnect_and_may_be_set_before(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -195,7 +195,7 @@ def test_automatic_acks_are_at_most_once(vhost: VirtualHost, fault_proxy: FaultP
 
 
 @pytest.mark.parametrize("end", ["stop", "loss"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_what_was_acked_automatically_is_handled_though_its_channel_ends(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, end: str
 ) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 
@@ -42,9 +42,9 @@ class Program:
     """``integration.programs.consuming`` as a process, and what it has said."""
 
     def __init__(
-        self, url: str, face: str = "sync", *, stop_timeout: float = 30, passes: int = 0, queue: str = "shared"
+        self, url: str, api: str = "sync", *, stop_timeout: float = 30, passes: int = 0, queue: str = "shared"
     ) -> None:
-        arguments = [url, str(stop_timeout), str(passes), face, queue]
+        arguments = [url, str(stop_timeout), str(passes), api, queue]
         self._process = Process("integration.programs.consuming", *arguments, stderr=2)
         self.said: list[str] = []
 
@@ -90,14 +90,14 @@ def left(vhost: VirtualHost) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f47_a_signal_in_a_handler_lets_it_finish_and_hands_back_the_rest(
-    any_vhost: VirtualHost, number: signal.Signals, consumer_face: str
+    any_vhost: VirtualHost, number: signal.Signals, consumer_api: str
 ) -> None:
     """Finished or requeued, never dropped: the process ends by itself, with what it has done acked."""
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(10))
-    with Program(any_vhost.url, consumer_face) as program:
+    with Program(any_vhost.url, consumer_api) as program:
         program.wait_for("begun 0")
         program.signal(number)
         program.wait_for("stops; 1 deliveries are being handled")
@@ -112,12 +112,12 @@ def test_f47_a_signal_in_a_handler_lets_it_finish_and_hands_back_the_rest(
     assert left(any_vhost) == 9
 
 
-@pytest.mark.both_faces
-def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, consumer_face: str) -> None:
+@pytest.mark.both_apis
+def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, consumer_api: str) -> None:
     """What it was at comes again."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
-    with Program(vhost.url, consumer_face) as program:
+    with Program(vhost.url, consumer_api) as program:
         program.wait_for("begun 0")
         program.signal(signal.SIGTERM)
         program.wait_for("stops; 1 deliveries are being handled")
@@ -128,11 +128,11 @@ def test_f47_a_second_signal_does_not_wait_for_the_handler(vhost: VirtualHost, c
     assert left(vhost) == 10
 
 
-def test_f47_a_handler_that_does_not_end_is_given_the_stop_timeout(vhost: VirtualHost, consumer_face: str) -> None:
+def test_f47_a_handler_that_does_not_end_is_given_the_stop_timeout(vhost: VirtualHost, consumer_api: str) -> None:
     """Then the process ends without it, and its delivery comes again."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
-    with Program(vhost.url, consumer_face, stop_timeout=0.5) as program:
+    with Program(vhost.url, consumer_api, stop_timeout=0.5) as program:
         program.wait_for("begun 0")
         program.signal(signal.SIGTERM)
         assert program.end() == 0
@@ -141,23 +141,23 @@ def test_f47_a_handler_that_does_not_end_is_given_the_stop_timeout(vhost: Virtua
 
 
 def test_f47_a_signal_while_the_broker_is_away_ends_it_too(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, consumer_face: str
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, consumer_api: str
 ) -> None:
     """There is nothing to wait for."""
     proxy = fault_proxy(vhost.url)
     proxy.refuse_connections()
-    with Program(proxy.url, consumer_face) as program:
+    with Program(proxy.url, consumer_api) as program:
         program.wait_for("next attempt in")
         program.signal(signal.SIGTERM)
         assert program.end() == 0
 
 
-@pytest.mark.both_faces
-def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: VirtualHost, consumer_face: str) -> None:
+@pytest.mark.both_apis
+def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: VirtualHost, consumer_api: str) -> None:
     """Three were handled and acked; the fourth was in work, the others waited."""
     declare(any_vhost)
     publish(any_vhost, "orders", numbered(10))
-    with Program(any_vhost.url, consumer_face, passes=3) as program:
+    with Program(any_vhost.url, consumer_api, passes=3) as program:
         program.wait_for("begun 3")
         wait_until(lambda: left(any_vhost) == 7, timeout=10, what="three acked")
         program.signal(signal.SIGKILL)
@@ -170,13 +170,13 @@ def test_f34_after_a_sigkill_only_what_was_not_acked_comes_back(any_vhost: Virtu
     assert handler.attempts == [1] * 7
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f34_after_a_sigkill_of_the_single_active_consumer_the_next_goes_on_in_order(
-    any_vhost: VirtualHost, consumer_face: str
+    any_vhost: VirtualHost, consumer_api: str
 ) -> None:
     """Nothing is skipped, and nothing but what was not acked is handled twice."""
     orders = Queue("orders", single_active_consumer=True)
-    with Program(any_vhost.url, consumer_face, passes=3, queue="single") as program:
+    with Program(any_vhost.url, consumer_api, passes=3, queue="single") as program:
         program.wait_for("consuming from queue")
         handler = Handler()
         with Consumer(any_vhost.url, orders, handler, name="next") as waiting:
@@ -239,7 +239,7 @@ def test_a_stop_ends_the_subscription_before_it_hands_back(
     assert order == ["basic.cancel", "basic.cancel-ok", "basic.nack", "basic.ack", "channel.close", "connection.close"]
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
     """Its own delivery is acked, the rest goes back; closing would wait for itself, and says so."""
     errors: list[Exception] = []
@@ -268,7 +268,7 @@ def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
     assert left(vhost) == 6
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_handler_that_never_returns_does_not_keep_run_from_returning(
     assert left(vhost) == 3
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -312,7 +312,7 @@ def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
     assert left(vhost) == 5
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_run_off_the_main_thread_leaves_signals_alone(vhost: VirtualHost) -> None:
     """And on it, gives them back."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -329,7 +329,7 @@ def test_run_off_the_main_thread_leaves_signals_alone(vhost: VirtualHost) -> Non
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_run_on_the_main_thread_is_stopped_by_a_signal(vhost: VirtualHost) -> None:
     """Here, with a handler at work that sends it."""
     handler = Handler(then=lambda _: os.kill(os.getpid(), signal.SIGTERM))
@@ -340,7 +340,7 @@ def test_run_on_the_main_thread_is_stopped_by_a_signal(vhost: VirtualHost) -> No
     assert left(vhost) == 0
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp_path: Path) -> None:
     """A script that ends after get(), or with a consumer connected: what is done is acked, the rest goes back."""
     declare(vhost)
@@ -358,7 +358,7 @@ def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork()")
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_consumer_in_a_forked_child_refuses_and_the_parents_works_on(vhost: VirtualHost) -> None:
     """The child's copy raises at once, closing it does nothing, and a new one in the child works."""
     publish_to: list[bytes] = []

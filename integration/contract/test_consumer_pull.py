@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 HELD = RetryPolicy(3, delays=(3600,), backend="memory")
@@ -45,7 +45,7 @@ def count(vhost: VirtualHost, queue: str = "orders") -> int:
     return vhost.live_counts([queue])[queue]
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_it_gives_what_is_there_and_acks_at_the_end_of_the_block(any_vhost: VirtualHost) -> None:
     """In order, up to as many as asked for; the rest stays."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -92,7 +92,7 @@ def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHo
         pass
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_after_an_exception_all_that_was_not_settled_goes_back(any_vhost: VirtualHost) -> None:
     """Redelivered, in its place, and no attempt is counted."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
@@ -161,7 +161,7 @@ def test_a_delay_may_be_chosen(vhost: VirtualHost) -> None:
             assert delivery.attempt == 2
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_no_more_are_unsettled_than_the_prefetch(vhost: VirtualHost) -> None:
     """The broker does not hold back basic.get; we do, what is held for a retry included."""
     with Consumer(vhost.url, ORDERS, prefetch=5, retry=HELD) as consumer:
@@ -210,7 +210,7 @@ def test_a_lost_channel_makes_deliveries_stale(vhost: VirtualHost, fault_proxy: 
     assert count(vhost) == 0
 
 
-@pytest.mark.parametrize("consumer_face", ["sync"], indirect=True)
+@pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_consumer_that_is_closed_inside_the_block_takes_its_deliveries_along(vhost: VirtualHost) -> None:
     """They are waited for as a handler would be; then they go back, and the end of the block says so."""
     consumer = Consumer(vhost.url, ORDERS, stop_timeout=0.3)
@@ -246,7 +246,7 @@ def test_a_request_survives_the_loss_of_its_channel(vhost: VirtualHost, fault_pr
         assert got == numbered(1)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_answers_that_were_lost_with_their_channel_are_asked_for_again(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -341,7 +341,7 @@ def test_a_deleted_queue_is_declared_again(vhost: VirtualHost) -> None:
             assert bodies(deliveries) == numbered(1)
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f24_a_foreign_queue_that_was_deleted_is_reported_until_it_is_back(vhost: VirtualHost) -> None:
     """At once where there is no time to wait, else when the time is over: the queue may come back meanwhile."""
 

@@ -34,7 +34,7 @@ def declare(vhost: VirtualHost) -> None:
 
 
 def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neighbours_handled(
-    any_vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_face: str
+    any_vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_api: str
 ) -> None:
     """Each killer is handed out twice, and ``max_attempts`` times from quarantine; no neighbour is given up."""
     bodies = [f"good-{number}" for number in range(100)]
@@ -42,7 +42,7 @@ def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neigh
     messages = [Message(body.encode(), message_id=body) for body in bodies]
     declare(any_vhost)
     send(any_vhost, "orders", messages, checker)
-    with Killed(any_vhost.url, tmp_path / "calls", Settings(attempts=2, face=consumer_face)) as program:
+    with Killed(any_vhost.url, tmp_path / "calls", Settings(attempts=2, api=consumer_api)) as program:
         program.run_until_settled(any_vhost, dead=1, timeout=90)
         calls = program.counts()
     assert program.deaths == calls["kill-1"] == 2 + 2
@@ -57,8 +57,8 @@ def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neigh
     checker.close()
 
 
-@pytest.mark.both_faces
-def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_face: str) -> None:
+@pytest.mark.both_apis
+def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_api: str) -> None:
     """What is handed back as a consumer stops is suspect of nothing; all is handled, and no attempt is counted.
 
     Up to 4.2 the broker counts it as it does crashes: there the third consumer moves it to quarantine.
@@ -192,17 +192,17 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
 @pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
 def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_alone(
-    vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_face: str, load: Load, store: str
+    vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_api: str, load: Load, store: str
 ) -> None:
     """At a steady rate, all at once: nothing is lost, what must is dead-lettered, within bounds, and good ones flow.
 
     Their 99th percentile is within twice that of a run without any of it, by the whole load: a few seconds have no such
     percentile. With a store, what a killed consumer had claimed waits for the end of its lease, and then some: so much
-    more. Broker lines, faces, with a store and without are in the names of the whole ones: ``make soak JOBS=1
+    more. Broker lines, APIs, with a store and without are in the names of the whole ones: ``make soak JOBS=1
     ARGS="-k 'poison_killers and whole and 4.0 and aio and idempotent'"``.
     """
     shared = str(tmp_path / store) if store else ""
-    load = load._replace(settings=replace(load.settings, face=consumer_face, store=shared))
+    load = load._replace(settings=replace(load.settings, api=consumer_api, store=shared))
     if store and load.killers > 1:
         load = load._replace(rate=SLOWER)
     clean = 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = [pytest.mark.usefixtures("baseline", "consumer_face"), pytest.mark.both_faces]
+pytestmark = [pytest.mark.usefixtures("baseline", "consumer_api"), pytest.mark.both_apis]
 
 
 @pytest.fixture(params=["quorum", "classic"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 EVENTS = Queue("events", type="stream")
 SOON = tenacity.wait_fixed(0.1)
@@ -96,7 +96,7 @@ def test_from_a_time(any_vhost: VirtualHost) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_after_a_loss_it_goes_on_where_it_was(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random, concurrency: int
 ) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from integration.support.checker import Checker
     from integration.support.management import VirtualHost
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 TIMEOUT = 1.5  # seconds
@@ -41,7 +41,7 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
     broker.evaluate(f"application:set_env(rabbit, channel_tick_interval, {usual})")
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_neighbours_flow(
     impatient: VirtualHost, checker: Checker, caplog: pytest.LogCaptureFixture
 ) -> None:

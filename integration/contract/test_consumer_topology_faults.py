@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "consumer_face")
+pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
 ORDERS = Queue("orders")
 SOON = tenacity.wait_fixed(0.1)
@@ -50,7 +50,7 @@ def fail(_delivery: Delivery) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f24_a_declared_queue_that_is_deleted_is_declared_again(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_f24_a_queue_that_is_deleted_again_and_again(vhost: VirtualHost) -> None
         wait_until(lambda: subscriptions(vhost) == [108], timeout=10, what="one, with the last prefetch")
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_loudly(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
@@ -155,7 +155,7 @@ def test_f25_a_queue_that_was_made_again_with_other_arguments_ends_the_consumer_
 
 
 @pytest.mark.parametrize("start", ["run", "with", "get", "connect"])
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHost, start: str) -> None:
     """However the consumer is started."""
     declare(vhost, Queue("orders", type="classic", max_length=3))
@@ -242,7 +242,7 @@ def test_connect_begins_what_run_goes_on_with(vhost: VirtualHost) -> None:
 # Row 57
 
 
-@pytest.mark.both_faces
+@pytest.mark.both_apis
 def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
     vhost: VirtualHost, caplog: pytest.LogCaptureFixture
 ) -> None:

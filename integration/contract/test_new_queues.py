@@ -70,7 +70,7 @@ def test_the_broker_loses_what_it_confirmed_in_a_queue_that_it_made_just_before(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("private_broker", ["4.0"], indirect=True)
 def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
-    private_vhost: VirtualHost, publisher_face: str, caplog: pytest.LogCaptureFixture
+    private_vhost: VirtualHost, publisher_api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is confirmed before an operator helps, and nothing confirmed is lost. Where this fails, 4.0 is mended."""
     broker = private_vhost.broker
@@ -102,7 +102,7 @@ def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
 
 @pytest.mark.timeout(300)
 def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
-    private_vhost: VirtualHost, publisher_face: str, rng: Random, checker: Checker
+    private_vhost: VirtualHost, publisher_api: str, rng: Random, checker: Checker
 ) -> None:
     """And once more when it is back: a queue that it has lost is made again as it starts, and is new again."""
     broker = private_vhost.broker
@@ -155,7 +155,7 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["delay queue", "dead-letter queue", "quarantine"])
 def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
-    private_vhost: VirtualHost, consumer_face: str, kind: str, rng: Random, checker: Checker
+    private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Checker
 ) -> None:
     """The work queue is old. The consumer acks originals when their copies are safe, and not before.
 
@@ -199,7 +199,7 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
 
 
 @pytest.mark.parametrize("kind", ["classic", "stream"])
-def test_classic_queues_and_streams_have_no_grace(vhost: VirtualHost, publisher_face: str, kind: str) -> None:
+def test_classic_queues_and_streams_have_no_grace(vhost: VirtualHost, publisher_api: str, kind: str) -> None:
     queue = Queue("q", type="stream") if kind == "stream" else Queue("q", type="classic", dead_letter=None)
     with Publisher(vhost.url, topology=[queue], new_queue_grace=60) as publisher:
         began = time.monotonic()
@@ -207,7 +207,7 @@ def test_classic_queues_and_streams_have_no_grace(vhost: VirtualHost, publisher_
         assert time.monotonic() - began < 30
 
 
-def test_a_publish_into_a_queue_that_was_made_waits(vhost: VirtualHost, publisher_face: str) -> None:
+def test_a_publish_into_a_queue_that_was_made_waits(vhost: VirtualHost, publisher_api: str) -> None:
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=GRACE) as publisher:
         publisher.connect()
         began = time.monotonic()
@@ -215,14 +215,14 @@ def test_a_publish_into_a_queue_that_was_made_waits(vhost: VirtualHost, publishe
         assert time.monotonic() - began > GRACE / 2
 
 
-def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost, publisher_face: str) -> None:
+def test_a_publish_into_a_queue_that_was_found_does_not_wait(vhost: VirtualHost, publisher_api: str) -> None:
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=0) as publisher:  # tells nobody of what it makes
         publisher.connect()
     with Publisher(vhost.url, topology=[ORDERS], new_queue_grace=60) as publisher:
         publisher.publish(Message(b"x"), routing_key="orders", timeout=30)
 
 
-def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost, publisher_face: str) -> None:
+def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost, publisher_api: str) -> None:
     """Whoever made it: a publisher without a topology, say, publishes into what a consumer declares."""
     with (
         Consumer(vhost.url, ORDERS, lambda _delivery: None, new_queue_grace=60) as consumer,
@@ -235,7 +235,7 @@ def test_all_connections_of_a_process_know_of_its_new_queues(vhost: VirtualHost,
 
 
 def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_lost(
-    vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Nobody knows whether the broker lives."""
     proxy = fault_proxy(vhost.url)
@@ -252,7 +252,7 @@ def test_a_message_in_a_new_queue_is_published_again_where_the_connection_is_los
 
 @pytest.mark.timeout(300)
 def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
-    private_vhost: VirtualHost, publisher_face: str
+    private_vhost: VirtualHost, publisher_api: str
 ) -> None:
     """Time passes for the publisher alone: a broker that does not answer has not saved its queue."""
     broker = private_vhost.broker
@@ -272,7 +272,7 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
 
 @pytest.mark.timeout(300)
 def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_grace(
-    private_vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
+    private_vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Its host sends no reset, so the connection stands."""
     broker = private_vhost.broker
@@ -294,7 +294,7 @@ def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_
 
 
 def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
-    vhost: VirtualHost, publisher_face: str, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, publisher_api: str, fault_proxy: FaultProxyFactory
 ) -> None:
     """Where nothing was published, too: it is not new again when the connection is lost later."""
     proxy = fault_proxy(vhost.url)

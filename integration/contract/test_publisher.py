@@ -1,4 +1,4 @@
-"""A publisher of either face: what its calls return and raise, how it is left, among threads and over time."""
+"""A publisher of either API: what its calls return and raise, how it is left, among threads and over time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from integration.support.management import VirtualHost
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 
@@ -66,13 +66,13 @@ def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Checker) 
     assert not balance.duplicated
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 @pytest.mark.timeout(1200)
 def test_f55_many_reconnects_and_publishes_leave_memory_and_descriptors_flat(
-    vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_face: str
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, publisher_api: str
 ) -> None:
     """Neither memory nor descriptors grow with the number of reconnects and publishes."""
-    limit = 100_000 if publisher_face == "sync" else 250_000  # caches of asyncio and aiormq fill up, once
+    limit = 100_000 if publisher_api == "sync" else 250_000  # caches of asyncio and aiormq fill up, once
     proxy = fault_proxy(vhost.url)
     messages = 10
     cycles, warm_up = (1000, 100) if soaking() else (50, 10)
@@ -177,7 +177,7 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
         unused.publish(Message(b"x"), routing_key="orders")
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broker, private_vhost: VirtualHost) -> None:
     """close() while the broker is away gives up after its timeout, and the messages are reported as unconfirmed."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
@@ -192,7 +192,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broke
     private_broker.start()
 
 
-@pytest.mark.one_face("sync")
+@pytest.mark.one_api("sync")
 def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
     private_broker: Broker, private_vhost: VirtualHost
 ) -> None:

@@ -94,7 +94,7 @@ def faults(proxy: FaultProxy, rng: Random) -> list[Callable[[], object]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("publisher_face")
+@pytest.mark.usefixtures("publisher_api")
 def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:

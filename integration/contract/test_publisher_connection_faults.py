@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reliable_mq import Confirmation
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 QUICK = {"confirm_timeout": 1.5, "connect_timeout": 3.0, "heartbeat": 5}
@@ -39,7 +39,7 @@ def wait_for_confirms(load: Load, count: int) -> None:
     wait_until(lambda: load.confirmed >= count, timeout=60, what=f"{count} confirms")
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_f01_broker_is_killed_while_messages_are_outstanding(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
@@ -59,7 +59,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
     checker.close()
 
 
-@pytest.mark.one_face("sync")
+@pytest.mark.one_api("sync")
 def test_f02_broker_is_restarted_gracefully(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
@@ -161,7 +161,7 @@ def test_f06_f07_connection_is_a_black_hole(
     checker.close()
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_f06_every_connection_is_a_black_hole(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
@@ -181,7 +181,7 @@ def test_f06_every_connection_is_a_black_hole(
     checker.close()
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_f08_slow_and_jittery_network(
     vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
@@ -197,7 +197,7 @@ def test_f08_slow_and_jittery_network(
     checker.close()
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_f08_network_that_loses_packets(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
@@ -213,7 +213,7 @@ def test_f08_network_that_loses_packets(
     checker.close()
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
     proxy = fault_proxy(vhost.url)
@@ -261,7 +261,7 @@ def test_f10_peer_stops_reading_then_resets(
     checker.close()
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, seconds: int

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq import Confirmation
     from reliable_mq.testing import FaultProxyFactory
 
-pytestmark = pytest.mark.usefixtures("baseline", "publisher_face")
+pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 
@@ -116,7 +116,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.one_face("sync")
+@pytest.mark.one_api("sync")
 @pytest.mark.parametrize("flaw", TEXTS)
 def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: str) -> None:
     """One further channel is enough, and what came after the culprit is published once; on each line of the broker."""
@@ -242,7 +242,7 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
         assert confirmation.result(20).possible_duplicate
 
 
-@pytest.mark.one_face("aio")
+@pytest.mark.one_api("aio")
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_alarm_blocks_publishing(
     private_broker: Broker, private_vhost: VirtualHost, checker: Checker, alarm: str

@@ -1,7 +1,7 @@
 """Consumes until it is told to stop; each handler waits for a byte on the standard input before it ends.
 
-Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES FACE QUEUE``: the handlers of the first PASSES
-deliveries do not wait; FACE is ``sync`` or ``aio``; QUEUE is ``shared`` or ``single``, for one active consumer. Says on
+Usage: ``python -m integration.programs.consuming URL STOP_TIMEOUT PASSES API QUEUE``: the handlers of the first PASSES
+deliveries do not wait; API is ``sync`` or ``aio``; QUEUE is ``shared`` or ``single``, for one active consumer. Says on
 the standard output what it does; ends with ``returned`` when ``run()`` has.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
 
 
-def main(url: str, stop_timeout: float, passes: int, face: str, queue: str) -> None:
+def main(url: str, stop_timeout: float, passes: int, api: str, queue: str) -> None:
     orders = Queue("orders", single_active_consumer=queue == "single")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
@@ -30,7 +30,7 @@ def main(url: str, stop_timeout: float, passes: int, face: str, queue: str) -> N
             os.read(0, 1)  # not sys.stdin: its lock would abort an interpreter that exits meanwhile
         say(f"done {delivery.body.decode()}")
 
-    if face == "sync":
+    if api == "sync":
         Consumer(url, orders, handle, stop_timeout=stop_timeout, ack_every=1).run()
     else:
         consumer = AsyncConsumer(url, orders, in_a_coroutine(handle), stop_timeout=stop_timeout, ack_every=1)

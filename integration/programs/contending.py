@@ -1,7 +1,7 @@
 """Eight threads, or tasks, that are each delivered some messages of many, and effect what a store lets them.
 
-Usage: ``python -m integration.programs.contending FACE NUMBER OF IDS EFFECTS STORE_URL...``: it is process NUMBER of
-OF, with eight threads where FACE is ``sync``, with an event loop and eight tasks where it is ``aio``. Each of IDS ids
+Usage: ``python -m integration.programs.contending API NUMBER OF IDS EFFECTS STORE_URL...``: it is process NUMBER of
+OF, with eight threads where API is ``sync``, with an event loop and eight tasks where it is ``aio``. Each of IDS ids
 is delivered ten times, to threads or tasks of all processes. For each store an effect is a line in the file EFFECTS.
 Every delivery is seen through until its id is done.
 """
@@ -78,11 +78,11 @@ async def in_tasks(url: str, shares: list[list[str]], effect: int) -> None:
             tasks.create_task(see_through(store, share, effect))
 
 
-def main(face: str, number: int, of: int, ids: int, effects: str, urls: list[str]) -> None:
+def main(api: str, number: int, of: int, ids: int, effects: str, urls: list[str]) -> None:
     shares = [deliveries(number * CALLERS + caller, of * CALLERS, ids) for caller in range(CALLERS)]
     for position, url in enumerate(urls):
         effect = os.open(f"{effects}.{position}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        if face == "sync":
+        if api == "sync":
             in_threads(url, shares, effect)
         else:
             asyncio.run(in_tasks(url, shares, effect))

@@ -1,6 +1,6 @@
 """Fills a small file system with a SQLite outbox while there is no broker; then there is one.
 
-Usage: ``unshare --mount python -m integration.programs.full_disk URL DIRECTORY FACE``. Mounts a tmpfs of 24 MB on
+Usage: ``unshare --mount python -m integration.programs.full_disk URL DIRECTORY API``. Mounts a tmpfs of 24 MB on
 DIRECTORY. Writes ``attempt ID``, ``accepted ID`` and ``refused ID`` for each message to stdout.
 """
 
@@ -37,8 +37,8 @@ def fill(publisher: Publisher | BlockingPublisher, size: int) -> int:
     return accepted
 
 
-def main(url: str, directory: str, face: str) -> None:
-    kind = BlockingPublisher if face == "aio" else Publisher
+def main(url: str, directory: str, api: str) -> None:
+    kind = BlockingPublisher if api == "aio" else Publisher
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", directory], check=True)
     outbox = SQLiteOutbox(Path(directory) / "outbox")
     with kind(NOBODY, outbox=outbox) as publisher:

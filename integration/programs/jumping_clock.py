@@ -46,9 +46,9 @@ def messages(count: int) -> list[Message]:
     return [Message(b"x") for _ in range(count)]
 
 
-def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> None:
+def publish(publisher_of_api: type[Publisher], url: str, clock: WallClock) -> None:
     ids = set()
-    with publisher_of_face(
+    with publisher_of_api(
         url,
         topology=[ORDERS, FULL],
         confirm_timeout=30,
@@ -103,7 +103,7 @@ def publish(publisher_of_face: type[Publisher], url: str, clock: WallClock) -> N
         clock.jump(0)
 
 
-def consume(consumer_of_face: type[Consumer], url: str, clock: WallClock) -> None:
+def consume(consumer_of_api: type[Consumer], url: str, clock: WallClock) -> None:
     """Go through what was published; then messages that fail once, while the clock jumps."""
     handled: Queued[tuple[float, Delivery]] = Queued()
 
@@ -114,7 +114,7 @@ def consume(consumer_of_face: type[Consumer], url: str, clock: WallClock) -> Non
 
     retry = RetryPolicy(2, delays=(1.0,), backend="memory")
     with (
-        consumer_of_face(url, ORDERS, handle, retry=retry, heartbeat=5) as consumer,
+        consumer_of_api(url, ORDERS, handle, retry=retry, heartbeat=5) as consumer,
         Publisher(url) as publisher,
     ):
         for offset in (HOUR, -HOUR):
@@ -134,10 +134,10 @@ def failed(handled: Queued[tuple[float, Delivery]]) -> float:
             return when
 
 
-def main(face: str, url: str, offset_file: str) -> None:
+def main(api: str, url: str, offset_file: str) -> None:
     clock = WallClock(offset_file)
-    publish(BlockingPublisher if face == "aio" else Publisher, url, clock)
-    consume(BlockingConsumer if face == "aio" else Consumer, url, clock)
+    publish(BlockingPublisher if api == "aio" else Publisher, url, clock)
+    consume(BlockingConsumer if api == "aio" else Consumer, url, clock)
     print("end", flush=True)
 
 

@@ -1,6 +1,6 @@
 """A store whose process has a wall clock that jumps by hours: leases and retention go on as if nothing had happened.
 
-Usage: ``python -m integration.programs.jumping_store OFFSET_FILE FACE STORE_URL...``, under libfaketime.
+Usage: ``python -m integration.programs.jumping_store OFFSET_FILE API STORE_URL...``, under libfaketime.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from reliable_mq.stores import ClaimStatus
 from reliable_mq.testing.store_contract import StoreOnThread
 
 
-def new(url: str, face: str) -> Any:
-    """A store that is asked as a sync one, whichever face it is of."""
-    return new_store(url) if face == "sync" else StoreOnThread(lambda: new_store(url, face))
+def new(url: str, api: str) -> Any:
+    """A store that is asked as a sync one, whichever API it is of."""
+    return new_store(url) if api == "sync" else StoreOnThread(lambda: new_store(url, api))
 
 
-def main(offset_file: str, face: str, urls: list[str]) -> None:
+def main(offset_file: str, api: str, urls: list[str]) -> None:
     clock = WallClock(offset_file)
     for url in urls:
-        store = new(url, face)
+        store = new(url, api)
         held, done = store.claim_many(["held", "done"], 60.0)
         assert store.complete_many([done]) == [True], url
         for offset in (HOUR, -HOUR, 48 * HOUR, -48 * HOUR, 0):
             clock.jump(offset)
-            other = new(url, face)  # a process that starts now has no other time
+            other = new(url, api)  # a process that starts now has no other time
             for one in (store, other):
                 made = [claim.status for claim in one.claim_many(["held", "done"], 60.0)]
                 assert made == [ClaimStatus.IN_PROGRESS, ClaimStatus.DONE], (url, offset, made)

@@ -36,7 +36,7 @@ class Settings:
         attempts: in all.
         delay: seconds between them.
         prefetch: of each consumer.
-        face: ``sync`` or ``aio``.
+        api: ``sync`` or ``aio``.
         work: seconds that a handler takes.
         workers: how many consumers; 0 for one, in this process.
         store: the file of an idempotency store that they share; empty for none.
@@ -45,7 +45,7 @@ class Settings:
     attempts: int = 3
     delay: float = 0.2
     prefetch: int = 50
-    face: str = "sync"
+    api: str = "sync"
     work: float = 0.0
     workers: int = 0
     store: str = ""
@@ -72,7 +72,7 @@ def consume(url: str, log: Path, settings: Settings) -> None:
             "idempotency": SQLiteStore(settings.store) if settings.store else None,
             "idempotency_lease": LEASE,
         }
-        if settings.face == "sync":
+        if settings.api == "sync":
             Consumer(url, ORDERS, handle, **given).run()
         else:
             asyncio.run(AsyncConsumer(url, ORDERS, in_a_coroutine(handle), **given).run())

@@ -1,7 +1,7 @@
 """Publishes through an outbox and is killed at a line of the outbox's own code, in whichever thread comes to it.
 
-Arguments: URL OUTBOX FACE COUNT KILL_AT. OUTBOX is the path of a SQLite
-file, or a database URL; on the face ``aio`` that is used with an ``AsyncEngine``. Writes ``attempt ID`` before and
+Arguments: URL OUTBOX API COUNT KILL_AT. OUTBOX is the path of a SQLite
+file, or a database URL; on the API ``aio`` that is used with an ``AsyncEngine``. Writes ``attempt ID`` before and
 ``accepted ID`` after each publish to stdout, unbuffered, and at the end ``lines N``: how many lines of the modules
 below ran. At the line of that number that KILL_AT says, the process sends itself SIGKILL; 0 is never.
 """
@@ -135,18 +135,18 @@ def ordering_key(message: Message, _exchange: str, _routing_key: str) -> str | N
     return message.correlation_id
 
 
-def new_outbox(where: str, face: str) -> Outbox:
+def new_outbox(where: str, api: str) -> Outbox:
     if "://" not in where:
         return SQLiteOutbox(where, ordering_key=ordering_key)
-    engine = create_async_engine(where) if face == "aio" else create_engine(where)
+    engine = create_async_engine(where) if api == "aio" else create_engine(where)
     return SQLAlchemyOutbox(engine, ordering_key=ordering_key, lease=LEASE)
 
 
-def main(url: str, where: str, face: str, count: str, kill_at: str) -> None:
-    outbox = new_outbox(where, face)
+def main(url: str, where: str, api: str, count: str, kill_at: str) -> None:
+    outbox = new_outbox(where, api)
     killer = Killer(int(kill_at))
     killer.install()
-    if face == "aio":
+    if api == "aio":
         asyncio.run(run_async(url, outbox, int(count)))
     else:
         run(url, outbox, int(count))

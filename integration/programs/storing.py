@@ -1,6 +1,6 @@
 """Consumes with an idempotency store, and dies by SIGKILL where it is told to.
 
-Arguments: AMQP_URL STORE_URL FACE EFFECTS STEP [BATCH]. An effect is a row
+Arguments: AMQP_URL STORE_URL API EFFECTS STEP [BATCH]. An effect is a row
 in the table ``effects`` of the store's own database, in one transaction with the claim, where EFFECTS is ``inbox``;
 else a line ``effect ID`` in the file EFFECTS, and ``done ID`` there says that the store has taken its completion. With
 BATCH, handlers are given that many at a time. STEP is one of ``claim``, ``claimed``, ``effect``, ``completed``,
@@ -32,13 +32,13 @@ LEASE = 2.0
 ORDERS = Queue("orders")
 
 
-def new_store(url: str, face: str = "sync") -> Any:
+def new_store(url: str, api: str = "sync") -> Any:
     """A store by its URL: ``redis://``, ``file://`` for SQLite, or one of SQLAlchemy's."""
     if url.startswith("redis://"):
-        return RedisStore(url) if face == "sync" else AsyncRedisStore(url)
+        return RedisStore(url) if api == "sync" else AsyncRedisStore(url)
     if url.startswith("file://"):
         return SQLiteStore(url.removeprefix("file://"), timeout=30)
-    if face == "sync":
+    if api == "sync":
         return SQLAlchemyStore(create_engine(url, pool_size=8), timeout=30)
     return AsyncSQLAlchemyStore(create_async_engine(url), timeout=30)
 
@@ -155,17 +155,17 @@ class Effects:
             self._store.reach("effect")
 
 
-def main(url: str, store_url: str, face: str, where: str, step: str, batch: str = "") -> None:
+def main(url: str, store_url: str, api: str, where: str, step: str, batch: str = "") -> None:
     options: dict[str, Any] = {"idempotency_lease": LEASE, "prefetch": 20, "concurrency": 2}
     if batch:
         options |= {"batch_size": int(batch), "batch_wait": 0.2}
-    if face == "sync":
+    if api == "sync":
         store = DyingStore(new_store(store_url), step, where)
         Consumer(url, ORDERS, Effects(store).handle, idempotency=store, **options).run()
         return
 
     async def consume() -> None:
-        store = AsyncDyingStore(new_store(store_url, face), step, where)
+        store = AsyncDyingStore(new_store(store_url, api), step, where)
         await AsyncConsumer(url, ORDERS, Effects(store).handle_async, idempotency=store, **options).run()
         await (store.store.close() if isinstance(store.store, AsyncRedisStore) else store.store._engine.dispose())
 

@@ -1,6 +1,6 @@
 """Stores in a SQLite outbox, one by one and many at once, and says on its standard output what it is about to do.
 
-Usage: ``python -m integration.programs.syncing PATH FACE``; FACE is ``sync`` or ``aio``. Each line is one call of
+Usage: ``python -m integration.programs.syncing PATH API``; API is ``sync`` or ``aio``. Each line is one call of
 ``write``: ``publish``, ``published``, ``submit``, ``stored``, ``write``, ``written``. No broker is there.
 """
 
@@ -24,9 +24,9 @@ def say(what: str) -> None:
     os.write(1, f"{what}\n".encode())
 
 
-def main(path: str, face: str) -> None:
+def main(path: str, api: str) -> None:
     outbox = SQLiteOutbox(path)
-    with (BlockingPublisher if face == "aio" else Publisher)(NOWHERE, outbox=outbox) as publisher:
+    with (BlockingPublisher if api == "aio" else Publisher)(NOWHERE, outbox=outbox) as publisher:
         for _ in range(3):
             say("publish")
             publisher.publish(Message(b"x"), routing_key="orders")

@@ -37,8 +37,8 @@ ASYNC_DRIVERS = {
     "mariadb": ("asyncmy",),
     "mysql": ("asyncmy",),
 }
-#: A database, a face and a driver, which is the usual one where none is named; for tests that take long.
-FACES = [
+#: A database, an API and a driver, which is the usual one where none is named; for tests that take long.
+APIS = [
     ("postgresql", "sync", ""),
     ("postgresql", "aio", "psycopg_async"),
     ("mariadb", "sync", ""),

@@ -111,7 +111,7 @@ class Recorded:
     """An I/O thread and its recorder; a context manager that starts it and, at the end, closes it within 10 s.
 
     Attributes:
-        kind: `IOThread`, or `AsyncioThread` for the asyncio face.
+        kind: `IOThread`, or `AsyncioThread` for the asyncio API.
     """
 
     kind: type[IOThread | AsyncioThread] = IOThread

@@ -1,4 +1,4 @@
-"""Waiting for room on the way into an outbox that is slow, on the asyncio face. No broker is needed."""
+"""Waiting for room on the way into an outbox that is slow, on the asyncio API. No broker is needed."""
 
 from __future__ import annotations
 

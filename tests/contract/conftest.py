@@ -1,4 +1,4 @@
-"""A scripted broker for each test, and each face in turn: what holds for one holds for the others."""
+"""A scripted broker for each test, and each API in turn: what holds for one holds for the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def broker() -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(params=PUBLISHERS)
 def new_publisher(request: pytest.FixtureRequest, broker: ScriptedBroker) -> Callable[..., Any]:
-    """A function that makes a publisher of one face, to the scripted broker, that reconnects at once."""
+    """A function that makes a publisher of one API, to the scripted broker, that reconnects at once."""
 
     def make(url: str = broker.url, **options: Any) -> Any:
         return PUBLISHERS[request.param](

@@ -1,4 +1,4 @@
-"""What a consumer makes of whatever a broker does, on either face: acks, retries, dead letters, cancels, closes."""
+"""What a consumer makes of whatever a broker does, on either API: acks, retries, dead letters, cancels, closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the asyncio face has to bear: a loop that stands still, and thousands of tasks at once."""
+"""What only the asyncio API has to bear: a loop that stands still, and thousands of tasks at once."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_the_time_to_connect_counts_against_the_wait_for_room(broker: ScriptedBr
     run(main())
 
 
-def test_readings_of_a_consumer_are_those_of_the_sync_face(broker: ScriptedBroker, run: Any) -> None:
+def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker, run: Any) -> None:
     """The same families with the same labels, and one for the loop, which there is the user's."""
 
     def names(registry: CollectorRegistry) -> set[str]:

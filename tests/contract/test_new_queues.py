@@ -1,4 +1,4 @@
-"""What a publisher makes of queues that it makes and of those that it finds, on either face."""
+"""What a publisher makes of queues that it makes and of those that it finds, on either API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a publisher makes of whatever a broker says, on either face: confirms, returns, closes, silence, alarms."""
+"""What a publisher makes of whatever a broker says, on either API: confirms, returns, closes, silence, alarms."""
 
 from __future__ import annotations
 

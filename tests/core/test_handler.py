@@ -578,5 +578,5 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
     assert len(effects) <= 1
 
 
-def test_it_is_a_generator_so_that_both_faces_carry_it_out() -> None:
+def test_it_is_a_generator_so_that_both_apis_carry_it_out() -> None:
     assert inspect.isgeneratorfunction(handling)

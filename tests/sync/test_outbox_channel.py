@@ -1,4 +1,4 @@
-"""Waiting on the way into an outbox, on the sync face. No broker is needed."""
+"""Waiting on the way into an outbox, on the sync API. No broker is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker makes of the public names, on both faces. Checked by mypy in `make check`; nothing here runs."""
+"""What a type checker makes of the public names, on both APIs. Checked by mypy in `make check`; nothing here runs."""
 
 from __future__ import annotations
 
