@@ -29,6 +29,7 @@ from reliable_mq.core import headers
 from reliable_mq.metrics import families
 from reliable_mq.metrics.registry import Family
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.spark import metrics as spark_metrics
 from reliable_mq.stores import SQLAlchemyStore, SQLiteStore
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +49,7 @@ PUBLIC = [
 
 
 def api() -> Iterator[str]:
-    """Every public name with its signature; of a class its public attributes, too."""
+    """Every public name: its signature, the first line of its docstring, and the public attributes of a class."""
     for module in PUBLIC:
         yield f"# {module}"
         namespace = importlib.import_module(module)
@@ -60,9 +61,12 @@ def api() -> Iterator[str]:
 def of_name(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield name + (signature(value) if callable(value) else f": {type(value).__name__}")
+        if inspect.isfunction(value):
+            yield from summary(value)
         return
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
     yield f"class {name}" + (f"({bases})" if bases else "")
+    yield from summary(value)
     if issubclass(value, enum.Enum):
         yield from (f"    {member.name} = {member.value!r}" for member in value)
         return
@@ -82,11 +86,23 @@ def is_inner(kind: type, attribute: str) -> bool:
 def of_attribute(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, classmethod | staticmethod):
         yield f"    {type(value).__name__} {name}{signature(value.__func__)}"
+        yield from summary(value.__func__, "        ")
     elif inspect.isfunction(value):
         asynchronous = "async " if inspect.iscoroutinefunction(value) else ""
         yield f"    {asynchronous}{name}{signature(value)}"
+        yield from summary(value, "        ")
     else:
         yield f"    {name}"
+        if isinstance(value, property):
+            yield from summary(value.fget, "        ")
+
+
+def summary(value: Any, indent: str = "    ") -> Iterator[str]:
+    """The first line of a docstring that somebody wrote here: neither Python's, nor a dataclass's own."""
+    text = (value.__doc__ or "").partition("\n")[0]
+    ours = str(getattr(value, "__module__", "")).startswith("reliable_mq")
+    if ours and text and not text.startswith(f"{value.__name__}("):
+        yield f'{indent}"{text}"'
 
 
 def signature(value: Callable[..., object]) -> str:
@@ -99,8 +115,10 @@ def signature(value: Callable[..., object]) -> str:
 
 
 def metric_names() -> Iterator[str]:
-    listed = [value.values() if isinstance(value, dict) else [value] for value in vars(families).values()]
-    found = {value for values in listed for value in values if isinstance(value, Family)}
+    found = {
+        *families.FAMILIES.values(),
+        *(value for value in vars(spark_metrics).values() if isinstance(value, Family)),
+    }
     for family in sorted(found, key=lambda family: family.full_name):
         yield f"{family.kind} {family.full_name}({', '.join(family.labels)})"
 
