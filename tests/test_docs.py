@@ -126,7 +126,7 @@ def test_every_file_that_the_pages_for_contributors_name_exists(page: Path) -> N
 
 
 def test_every_table_of_transitions_is_drawn() -> None:
-    """The manual reads each table, whatever its shape: a diagram has every state, a change ends in one of them."""
+    """A diagram has every state of its table, and a change ends in one of them."""
     spec = importlib.util.spec_from_file_location("state_machines", DOCS / "_ext" / "state_machines.py")
     assert spec is not None
     assert spec.loader is not None

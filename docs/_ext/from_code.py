@@ -190,9 +190,7 @@ class StateMachines(FromCode):
             for edge in machine.edges:
                 before = "-" if edge.before is None else f"`{edge.before.name}`"
                 changes.setdefault(edge.event, {}).setdefault(f"`{edge.after.name}`", []).append(before)
-            if numbers:
-                yield from ("", *table(("", "event", "changes"), [*self.rows(numbers, changes)]), "")
-            yield ""
+            yield from ("", *table(("", "event", "changes"), [*self.rows(numbers, changes)]), "")
 
     def rows(self, numbers: dict[str, int], changes: dict[str, dict[str, list[str]]]) -> Iterator[tuple[str, ...]]:
         for event, afters in changes.items():

@@ -1,7 +1,4 @@
-"""The state machines of the package, drawn from their ``TRANSITIONS`` tables.
-
-A table may be ``{event: {before: after}}``, ``{event: (befores, afters)}`` or ``{before: afters}``; `edges` reads each.
-"""
+"""The state machines of the package, drawn from their tables ``TRANSITIONS``: ``{event: {before: {after}}}``."""
 
 from __future__ import annotations
 
@@ -54,22 +51,15 @@ def machines() -> Iterator[Machine]:
             yield Machine(name, type(found[0].after), found)
 
 
-def edges(table: Mapping[Any, Any]) -> Iterator[Edge]:
-    for key, value in table.items():
-        if isinstance(key, enum.Enum):
-            yield from (Edge("", key, after) for after in _several(value))
-        elif isinstance(value, Mapping):
-            yield from (Edge(key, before, after) for before, afters in value.items() for after in _several(afters))
-        else:
-            befores, afters = value
-            yield from (Edge(key, before, after) for before in _several(befores) for after in _several(afters))
+def edges(table: Mapping[str, Mapping[Any, set[Any]]]) -> Iterator[Edge]:
+    """Yield the changes of a table, those of one event in the order in which the states are defined."""
+    for event, changes in table.items():
+        for before in sorted(changes, key=_position):
+            yield from (Edge(event, before, after) for after in sorted(changes[before], key=_position))
 
 
-def _several(value: Any) -> list[Any]:
-    """Return states in the order of their definition; a single one, or None, as a list of one."""
-    if value is None or isinstance(value, enum.Enum):
-        return [value]
-    return sorted(value, key=lambda state: -1 if state is None else [*type(state)].index(state))
+def _position(state: enum.Enum | None) -> int:
+    return -1 if state is None else [*type(state)].index(state)
 
 
 def drawn(machine: Machine) -> str:
@@ -84,8 +74,8 @@ def drawn(machine: Machine) -> str:
     for edge in machine.edges:
         if edge.before is not None and edge.event not in anywhere:
             pair = states.index(edge.before), states.index(edge.after)
-            if numbers.get(edge.event, 0) not in arcs.setdefault(pair, []):
-                arcs[pair].append(numbers.get(edge.event, 0))
+            if numbers[edge.event] not in arcs.setdefault(pair, []):
+                arcs[pair].append(numbers[edge.event])
     sides = {
         1: _lanes([pair for pair in arcs if pair[0] < pair[1]]),
         -1: _lanes([pair for pair in arcs if pair[0] > pair[1]]),
@@ -114,9 +104,8 @@ def drawn(machine: Machine) -> str:
                 'fill="none" stroke="currentColor" stroke-opacity=".55" marker-end="url(#arrow)"/>'
             )
             label = ",".join(map(str, arcs[before, after]))
-            if label != "0":
-                middle = (upper + lower) / 2 + 4
-                out.append(f'<text x="{far}" y="{middle:.1f}" class="event" text-anchor="middle">{label}</text>')
+            middle = (upper + lower) / 2 + 4
+            out.append(f'<text x="{far}" y="{middle:.1f}" class="event" text-anchor="middle">{label}</text>')
     for index, state in enumerate(states):
         first = any(edge.before is None and edge.after is state for edge in machine.edges)
         loops = arcs.get((index, index))
@@ -159,7 +148,7 @@ def from_anywhere(machine: Machine) -> dict[str, enum.Enum]:
 
 def numbered(machine: Machine) -> dict[str, int]:
     """Return the number of each event, in the order of the table."""
-    events = dict.fromkeys(edge.event for edge in machine.edges if edge.event)
+    events = dict.fromkeys(edge.event for edge in machine.edges)
     return {event: number for number, event in enumerate(events, 1)}
 
 

@@ -3,15 +3,7 @@
 `core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` maps a refused step to an
 error. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
 
-States (`ConnectionState`) and their transitions (`TRANSITIONS` lists every one)::
-
-        WAITING --no connection--> PREPARING --credentials--> CONNECTING --handshake--> SETTING_UP --last step--> READY
-       |   `--the connection lives---------------------------------------------------^
-       ^---- an attempt failed or took longer than the time to connect; a channel or a connection was lost
-    READY --reopen_channel--> REOPENING --close-ok--> WAITING
-    an attempt, READY, REOPENING --discard--> DISCARDED --next turn of the loop--> WAITING
-    an attempt failed and the reconnect policy gives up --> GIVEN_UP
-    any --close--> CLOSING --every socket is closed--> ENDED
+`TRANSITIONS` lists the changes of its `ConnectionState`.
 
 Invariants:
 
@@ -41,7 +33,7 @@ from reliable_mq.core.reconnect import Asking, ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from reliable_mq.connection.channel import Channel
     from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, TimerHandle
@@ -70,29 +62,25 @@ class ConnectionState(enum.Enum):
     ENDED = "every socket is closed"
 
 
-_ATTEMPT: Final = frozenset({ConnectionState.PREPARING, ConnectionState.CONNECTING, ConnectionState.SETTING_UP})
-_ESTABLISHED: Final = frozenset({ConnectionState.READY, ConnectionState.REOPENING})
-_ANY: Final = frozenset(ConnectionState) - {ConnectionState.ENDED}
-
-TRANSITIONS: Final = {  # event: (from, to)
-    "connect": ({ConnectionState.WAITING}, {ConnectionState.PREPARING}),
-    "credentials": ({ConnectionState.PREPARING}, {ConnectionState.CONNECTING}),
-    "open channel": (
-        {ConnectionState.CONNECTING, ConnectionState.WAITING, ConnectionState.SETTING_UP},
-        {ConnectionState.SETTING_UP},
-    ),
-    "set up": ({ConnectionState.SETTING_UP}, {ConnectionState.READY}),
-    "reopen channel": ({ConnectionState.READY}, {ConnectionState.REOPENING}),
-    "discard": (_ATTEMPT | _ESTABLISHED, {ConnectionState.DISCARDED}),
-    "attempt failed": (
-        _ATTEMPT | {ConnectionState.DISCARDED},
-        {ConnectionState.WAITING, ConnectionState.GIVEN_UP},
-    ),
-    "lost": (_ESTABLISHED | {ConnectionState.DISCARDED}, {ConnectionState.WAITING}),
-    "close": (_ANY, {ConnectionState.CLOSING}),
-    "all closed": ({ConnectionState.CLOSING}, {ConnectionState.ENDED}),
-    "event loop failed": (_ANY, {ConnectionState.GIVEN_UP}),
+_S = ConnectionState
+_ATTEMPT: Final = (_S.PREPARING, _S.CONNECTING, _S.SETTING_UP)
+_ESTABLISHED: Final = (_S.READY, _S.REOPENING)
+_ANY: Final = [state for state in _S if state is not _S.ENDED]
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[ConnectionState, set[ConnectionState]]]] = {
+    "connect": {_S.WAITING: {_S.PREPARING}},
+    "credentials": {_S.PREPARING: {_S.CONNECTING}},
+    "open channel": {state: {_S.SETTING_UP} for state in (_S.WAITING, _S.CONNECTING, _S.SETTING_UP)},
+    "set up": {_S.SETTING_UP: {_S.READY}},
+    "reopen channel": {_S.READY: {_S.REOPENING}},
+    "discard": {state: {_S.DISCARDED} for state in (*_ATTEMPT, *_ESTABLISHED)},
+    "attempt failed": {state: {_S.WAITING, _S.GIVEN_UP} for state in (*_ATTEMPT, _S.DISCARDED)},
+    "lost": {state: {_S.WAITING} for state in (*_ESTABLISHED, _S.DISCARDED)},
+    "close": {state: {_S.CLOSING} for state in _ANY},
+    "all closed": {_S.CLOSING: {_S.ENDED}},
+    "event loop failed": {state: {_S.GIVEN_UP} for state in _ANY},
 }
+del _S
 
 
 class Connector:

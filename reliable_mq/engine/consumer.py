@@ -26,7 +26,7 @@ from reliable_mq.metrics.families import consumer_readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reliable_mq.metrics.registry import Reading
 
@@ -48,13 +48,16 @@ class RunState(enum.Enum):
     FINISHED = "nothing is left"
 
 
-TRANSITIONS: Final = {
-    RunState.IDLE: {RunState.STARTED, RunState.ENTERED, RunState.STOPPED},
-    RunState.STARTED: {RunState.IDLE, RunState.ENTERED, RunState.STOPPED},
-    RunState.ENTERED: {RunState.STOPPED},
-    RunState.STOPPED: {RunState.FINISHED},
-    RunState.FINISHED: set[RunState](),
+_S = RunState
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[RunState, set[RunState]]]] = {
+    "connect, or get": {_S.IDLE: {_S.STARTED}},
+    "run, or with": {_S.IDLE: {_S.ENTERED}, _S.STARTED: {_S.ENTERED}},
+    "the start fails": {_S.STARTED: {_S.IDLE}},
+    "stop, or an error for good": {_S.IDLE: {_S.STOPPED}, _S.STARTED: {_S.STOPPED}, _S.ENTERED: {_S.STOPPED}},
+    "the handlers have ended": {_S.STOPPED: {_S.FINISHED}},
 }
+del _S
 
 SubscriptionT = TypeVar("SubscriptionT", bound=BaseSubscription)
 PoolT = TypeVar("PoolT", bound=HandlerPool)

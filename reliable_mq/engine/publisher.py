@@ -32,7 +32,7 @@ from reliable_mq.metrics.families import outbox_readings, publisher_readings
 from reliable_mq.metrics.registry import register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.outbox import OutboxRow
@@ -56,12 +56,15 @@ class PublisherState(enum.Enum):
     CLOSED = "everything is settled, and what failed was raised"
 
 
-TRANSITIONS: Final = {
-    PublisherState.OPEN: {PublisherState.STARTING, PublisherState.CLOSING},
-    PublisherState.STARTING: {PublisherState.OPEN, PublisherState.CLOSING},
-    PublisherState.CLOSING: {PublisherState.CLOSED},
-    PublisherState.CLOSED: set[PublisherState](),
+_S = PublisherState
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[PublisherState, set[PublisherState]]]] = {
+    "a channel is needed": {_S.OPEN: {_S.STARTING}},
+    "the channel is started, or cannot be": {_S.STARTING: {_S.OPEN}},
+    "close": {_S.OPEN: {_S.CLOSING}, _S.STARTING: {_S.CLOSING}},
+    "everything is settled, or the time to close is over": {_S.CLOSING: {_S.CLOSED}},
 }
+del _S
 
 ConfirmationT = TypeVar("ConfirmationT", bound=BaseConfirmation)
 StoredT = TypeVar("StoredT", bound=StoredPublication)

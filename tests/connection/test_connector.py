@@ -24,6 +24,7 @@ from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from tests.properties import machine
+from tests.transitions import changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -32,7 +33,7 @@ CONNECT_TIMEOUT = 10.0
 WAIT = 3.0
 CHANNEL_OPEN_OK, CHANNEL_CLOSE, CHANNEL_CLOSE_OK = (20, 11), (20, 40), (20, 41)
 SELECT_OK, ACK = (85, 11), (60, 80)
-LEGAL = {(old, new) for olds, news in TRANSITIONS.values() for old in olds for new in news}
+LEGAL = changes(TRANSITIONS)
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
 

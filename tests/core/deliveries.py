@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from reliable_mq.codec import encode_table, join_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import AttemptHistory, Failure
-from reliable_mq.core.consumer.delivery import TRANSITIONS, ChannelGeneration, Delivery, DeliveryState
+from reliable_mq.core.consumer.delivery import TRANSITIONS, ChannelGeneration, Delivery
+from tests.transitions import follows
 
 #: The length of a header table that ends before its entries do: the properties hold, the headers do not.
 BROKEN_TABLE = b"\x00\x00\x00\x05\x03foo?"
@@ -18,26 +18,10 @@ SOURCE = ChannelGeneration(0, 0, "orders")
 OURS = {headers.FORMAT: headers.FORMAT_VERSION}
 
 
-#: What may follow each state, whatever the event.
-FOLLOWING = {
-    state: frozenset().union(*(table.get(state, frozenset()) for table in TRANSITIONS.values()))
-    for state in (None, *DeliveryState)
-}
-
-
-class CheckedDelivery(Delivery):
+class CheckedDelivery(follows(TRANSITIONS), Delivery):  # type: ignore[misc]
     """A delivery that allows no change of its state but those of the table."""
 
     __slots__ = ()
-    seen: ClassVar[set[tuple[DeliveryState | None, object]]] = set()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "state":
-            before = getattr(self, "state", None)
-            assert value is before or value in FOLLOWING[before], f"from {before} to {value}"
-            if value is not before:
-                self.seen.add((before, value))
-        super().__setattr__(name, value)
 
 
 def short(text: str) -> bytes:

@@ -7,6 +7,8 @@ from random import Random
 from typing import Any
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
+from reliable_mq.core.consumer import circuit_breaker
+from reliable_mq.core.consumer import quarantine as quarantines
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
@@ -19,10 +21,19 @@ from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import delivery, failure
+from tests.transitions import follows
 
 CHANNEL = 3
 ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
+
+
+class CheckedBreaker(follows(circuit_breaker.TRANSITIONS, "_state"), CircuitBreaker):  # type: ignore[misc]
+    pass
+
+
+class CheckedQuarantine(follows(quarantines.TRANSITIONS), Quarantine):  # type: ignore[misc]
+    pass
 
 
 class SteppedSession(ConsumerSession):
@@ -119,9 +130,9 @@ def make(
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
         delay_queues=DelayQueues("orders", policy) if queues else None,
-        quarantine=Quarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
+        quarantine=CheckedQuarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
-        breaker=None if kill_switch is None else CircuitBreaker(kill_switch),
+        breaker=None if kill_switch is None else CheckedBreaker(kill_switch),
         consumer_timeout=consumer_timeout,
         grouped=grouped,
         lifecycle=ConsumerLifecycle(single_active=single_active),

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, KillSwitch
-from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker, Transition
+from reliable_mq.core.consumer.circuit_breaker import TRANSITIONS, CircuitBreaker, Transition
+from tests.core.sessions import CheckedBreaker
+from tests.transitions import changes
 
 SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
 
@@ -20,9 +22,19 @@ def allowed(breaker: CircuitBreaker, now: float) -> int | None:
 
 
 def tripped() -> CircuitBreaker:
-    breaker = CircuitBreaker(SWITCH)
+    breaker = CheckedBreaker(SWITCH)
     assert breaker.settled(0, 4, 0.0) is Transition.PAUSED
     return breaker
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    CheckedBreaker.seen.clear()
+    breaker = tripped()
+    for handled, now in ((0, 2.0), (1, 6.0)):
+        assert allowed(breaker, now) == 1
+        breaker.handed_out()
+        breaker.settled(handled, 1 - handled, now)
+    assert CheckedBreaker.seen == changes(TRANSITIONS)
 
 
 def test_it_trips_on_a_share_of_enough_handlings() -> None:
@@ -114,7 +126,7 @@ def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, chang
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
 def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tuple[int, int, float]]) -> None:
-    breaker, now = CircuitBreaker(SWITCH), 0.0
+    breaker, now = CheckedBreaker(SWITCH), 0.0
     for handled, failed, wait in results:
         now += wait
         if allowed(breaker, now) == 1:

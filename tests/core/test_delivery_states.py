@@ -8,6 +8,7 @@ from reliable_mq.core.consumer.delivery import TRANSITIONS, DeliveryState
 from reliable_mq.core.consumer.handler import Failed
 from tests.core.deliveries import CheckedDelivery, delivery, failure
 from tests.core.sessions import RETURNED, deliver, fail, items, make, only_republish
+from tests.transitions import changes
 
 
 def test_every_transition_of_the_table_happens() -> None:
@@ -17,10 +18,7 @@ def test_every_transition_of_the_table_happens() -> None:
     held()
     recalled()
     timed_out()
-    expected = {
-        (before, after) for table in TRANSITIONS.values() for before, states in table.items() for after in states
-    }
-    assert CheckedDelivery.seen == expected
+    assert CheckedDelivery.seen == changes(TRANSITIONS)
 
 
 def refused() -> None:

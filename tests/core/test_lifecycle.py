@@ -17,21 +17,16 @@ from reliable_mq.core.consumer.lifecycle import (
     SubscriptionChange,
 )
 from tests.properties import machine
+from tests.transitions import changes, follows
 
 STOP_TIMEOUT = 10.0
 PREFETCH = 20
 MANY_ACKS = 21 * 17
 RARELY = st.sampled_from([False] * 4 + [True])
-NEXT = {(before, after) for table in TRANSITIONS.values() for before, after in table.items()}
 
 
-class CheckedLifecycle(ConsumerLifecycle):
+class CheckedLifecycle(follows(TRANSITIONS), ConsumerLifecycle):  # type: ignore[misc]
     """Allows no change of the state but those of the table."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "state" and hasattr(self, "state"):
-            assert (self.state, value) in NEXT or value is ConsumerState.ENDED, f"from {self.state} to {value}"
-        super().__setattr__(name, value)
 
 
 def make(*, subscribes: bool = True, single_active: bool = False) -> CheckedLifecycle:
@@ -324,5 +319,5 @@ TestLiving.settings = machine(75, steps=50)
 
 def test_every_state_is_reached_and_left_by_the_table() -> None:
     """A state that nothing leads to, or but the end has no way out of, is a mistake in the table."""
-    assert {after for _, after in NEXT} | {ConsumerState.SUBSCRIBED} == set(ConsumerState)
-    assert {before for before, _ in NEXT} == set(ConsumerState) - {ConsumerState.ENDED}
+    assert {after for _, after in changes(TRANSITIONS)} | {ConsumerState.SUBSCRIBED} == set(ConsumerState)
+    assert {before for before, _ in changes(TRANSITIONS)} == set(ConsumerState) - {ConsumerState.ENDED}

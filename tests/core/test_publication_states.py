@@ -13,6 +13,7 @@ from tests.core.published import (
     Transition,
     Unencodable,
 )
+from tests.transitions import changes
 
 GRACE = 2.0
 LATE = DELIVERY_TIMEOUT + 10.0
@@ -106,9 +107,8 @@ def channel_errors() -> None:
 def test_what_is_settled_stays_so_and_nothing_else_is_an_end() -> None:
     """From every state there is a way to the end, and none from there."""
     moves: dict[PublicationState, set[PublicationState]] = {state: set() for state in PublicationState}
-    for lines in TRANSITIONS.values():
-        for before, after in lines.items():
-            moves[before] |= after
+    for before, after in changes(TRANSITIONS):
+        moves[before].add(after)
     assert moves.pop(PublicationState.SETTLED) == set()
     for state in moves:
         reached = {state}

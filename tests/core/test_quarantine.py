@@ -18,12 +18,23 @@ from reliable_mq import (
 from reliable_mq.codec import encode_ack
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.quarantine import AFTER, Quarantine, returns
+from reliable_mq.core.consumer.quarantine import AFTER, TRANSITIONS, Quarantine, returns
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from tests.core.deliveries import BROKEN_TABLE, OURS, delivery
-from tests.core.sessions import CHANNEL, ISOLATED, SteppedSession, deliver, fail, kinds, make, only_republish
+from tests.core.sessions import (
+    CHANNEL,
+    ISOLATED,
+    CheckedQuarantine,
+    SteppedSession,
+    deliver,
+    fail,
+    kinds,
+    make,
+    only_republish,
+)
 from tests.core.test_retry_headers import waited
+from tests.transitions import changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,6 +212,18 @@ def test_channels_that_this_process_has_lost_and_survived_are_no_reason() -> Non
     session.opened(2, CHANNEL)
     assert deliver(session, [back(2)])
     assert deliver(session, [back(3, tag=2)]) == []
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    CheckedQuarantine.seen.clear()
+    session = subscribed()
+    session.lost(1)
+    session.opened(2, CHANNEL)
+    session.lost(2)
+    session.opened(3, CHANNEL)
+    session.stop()
+    session.lost(3)
+    assert CheckedQuarantine.seen == changes(TRANSITIONS)
 
 
 def test_it_is_subscribed_to_a_moment_after_the_queue_once_per_channel() -> None:

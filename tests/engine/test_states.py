@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Message, Publisher, Queue, ReliableMQError
 from reliable_mq.engine import consumer, publisher
 from reliable_mq.outbox import SQLiteOutbox
+from tests.transitions import changes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
-def follows(transitions: Mapping[Any, set[Any]]) -> type:
+def follows(transitions: Mapping[str, Mapping[Any, set[Any]]]) -> type:
+    allowed = changes(transitions)
+
     class Follows:
         """Refuses a change of state that is not in the table."""
 
         def __setattr__(self, name: str, value: object) -> None:
             if name == "_state" and "_state" in vars(self):
                 before = vars(self)["_state"]
-                assert value is before or value in transitions[before], f"from {before} to {value}"
+                assert value is before or (before, value) in allowed, f"from {before} to {value}"
             super().__setattr__(name, value)
 
     return Follows

@@ -1,12 +1,7 @@
 """The circuit breaker of a consumer, which users call its `KillSwitch`.
 
-It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes.
-
-::
-
-    RUNNING --too large a share of enough results within the window are failures--> PAUSED
-    PAUSED --the pause is over--> PROBING --the probe succeeded--> RUNNING
-                                          --the probe failed--> PAUSED, for twice as long
+It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes. After a probe that
+fails the next pause is twice as long.
 
 Invariants: while it is PAUSED nothing is dispatched, while PROBING one delivery at a time, and one beside it that may
 hang; results of deliveries dispatched before the pause change nothing; a pause is at least ``pause`` and at most
@@ -21,17 +16,32 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reliable_mq.retry import KillSwitch
 
-__all__ = ["CircuitBreaker", "Transition"]
+__all__ = ["TRANSITIONS", "BreakerState", "CircuitBreaker", "Transition"]
 
 _PARTS: Final = 10  # of the window, that leave it one by one
 
 
-class _BreakerState(enum.Enum):
-    RUNNING = enum.auto()
-    PAUSED = enum.auto()
-    PROBING = enum.auto()
+class BreakerState(enum.Enum):
+    """Whether a circuit breaker lets deliveries be dispatched."""
+
+    RUNNING = "any number is dispatched"
+    PAUSED = "none is dispatched"
+    PROBING = "one is dispatched at a time, to see whether handlers succeed again"
+
+
+_S = BreakerState
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[BreakerState, set[BreakerState]]]] = {
+    "too large a share of enough results within the window are failures": {_S.RUNNING: {_S.PAUSED}},
+    "the pause is over": {_S.PAUSED: {_S.PROBING}},
+    "the probe succeeded": {_S.PROBING: {_S.RUNNING}},
+    "the probe failed": {_S.PROBING: {_S.PAUSED}},
+}
+del _S
 
 
 class Transition(enum.Enum):
@@ -52,7 +62,7 @@ class CircuitBreaker:
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
-        self._state = _BreakerState.RUNNING
+        self._state = BreakerState.RUNNING
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
         self._pause = switch.pause
         self._until = 0.0
@@ -62,25 +72,25 @@ class CircuitBreaker:
     @property
     def paused(self) -> bool:
         """Whether deliveries are held back."""
-        return self._state is not _BreakerState.RUNNING
+        return self._state is not BreakerState.RUNNING
 
     @property
     def deadline(self) -> float | None:
         """When a pause ends; None where nothing but a result changes the state."""
-        return self._until if self._state is _BreakerState.PAUSED else None
+        return self._until if self._state is BreakerState.PAUSED else None
 
     def due(self, now: float) -> None:
         """End the pause if it is over."""
-        if self._state is _BreakerState.PAUSED and now >= self._until:
-            self._state, self._probe, self._beside = _BreakerState.PROBING, False, False
+        if self._state is BreakerState.PAUSED and now >= self._until:
+            self._state, self._probe, self._beside = BreakerState.PROBING, False, False
 
     @property
     def allows(self) -> int | None:
         """How many deliveries may be dispatched; None for any number."""
         return (
             None
-            if self._state is _BreakerState.RUNNING
-            else int(self._state is _BreakerState.PROBING and not self._probe)
+            if self._state is BreakerState.RUNNING
+            else int(self._state is BreakerState.PROBING and not self._probe)
         )
 
     def handed_out(self, *, beside: bool = False) -> None:
@@ -94,15 +104,15 @@ class CircuitBreaker:
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
         """Count results. Return the transition that they lead to, if any."""
-        if self._state is _BreakerState.PAUSED:
+        if self._state is BreakerState.PAUSED:
             return None
-        if self._state is _BreakerState.PROBING:
+        if self._state is BreakerState.PROBING:
             if not (self._probe or self._beside):
                 return None
             if failed:
                 self._pause = min(self._pause * 2, self._switch.longest_pause)
                 return self._paused(now)
-            self._state, self._pause = _BreakerState.RUNNING, self._switch.pause
+            self._state, self._pause = BreakerState.RUNNING, self._switch.pause
             return Transition.RESUMED
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
@@ -117,7 +127,7 @@ class CircuitBreaker:
         return self._pause
 
     def _paused(self, now: float) -> Transition:
-        self._state, self._until = _BreakerState.PAUSED, now + self._pause
+        self._state, self._until = BreakerState.PAUSED, now + self._pause
         self._parts.clear()
         return Transition.PAUSED
 

@@ -39,31 +39,24 @@ class DeliveryState(enum.Enum):
 
 _S = DeliveryState
 #: Event -> state before (None: not delivered yet) -> states after. For tests and documentation, not read at run time.
-TRANSITIONS: Final[dict[str, dict[DeliveryState | None, frozenset[DeliveryState]]]] = {
-    "delivered": {None: frozenset({_S.QUEUED})},
-    "refused (too large, undecodable, newer format, attempts used up)": {
-        _S.QUEUED: frozenset({_S.REPUBLISHING, _S.SETTLED}),
-    },
-    "next attempt not due": {_S.QUEUED: frozenset({_S.REPUBLISHING, _S.HELD})},
-    "suspect of killing its consumer": {_S.QUEUED: frozenset({_S.REPUBLISHING})},
-    "dispatched": {_S.QUEUED: frozenset({_S.RUNNING})},
-    "handled, or a duplicate": {_S.RUNNING: frozenset({_S.FINISHED})},
-    "failed": {_S.RUNNING: frozenset({_S.REPUBLISHING, _S.HELD, _S.SETTLED})},
-    "claimed elsewhere, store failed": {_S.RUNNING: frozenset({_S.HELD})},
-    "handler cancelled": {_S.RUNNING: frozenset({_S.HELD, _S.SETTLED})},
-    "recalled, no handler has begun": {_S.RUNNING: frozenset({_S.QUEUED, _S.SETTLED})},
-    "consumer timeout": {_S.RUNNING: frozenset({_S.TIMED_OUT})},
-    "delay over": {_S.HELD: frozenset({_S.QUEUED, _S.REPUBLISHING, _S.SETTLED})},
-    "confirmed": {_S.REPUBLISHING: frozenset({_S.FINISHED})},
-    "not confirmed": {_S.REPUBLISHING: frozenset({_S.HELD, _S.SETTLED})},
-    "subscription ended": {_S.QUEUED: frozenset({_S.SETTLED}), _S.HELD: frozenset({_S.SETTLED})},
-    "channel lost": {
-        _S.QUEUED: frozenset({_S.SETTLED}),
-        _S.HELD: frozenset({_S.SETTLED}),
-        _S.RUNNING: frozenset({_S.SETTLED}),
-        _S.REPUBLISHING: frozenset({_S.SETTLED}),
-    },
-    "late result": {_S.TIMED_OUT: frozenset({_S.SETTLED})},
+TRANSITIONS: Final[Mapping[str, Mapping[DeliveryState | None, set[DeliveryState]]]] = {
+    "delivered": {None: {_S.QUEUED}},
+    "refused (too large, undecodable, newer format, attempts used up)": {_S.QUEUED: {_S.REPUBLISHING, _S.SETTLED}},
+    "next attempt not due": {_S.QUEUED: {_S.REPUBLISHING, _S.HELD}},
+    "suspect of killing its consumer": {_S.QUEUED: {_S.REPUBLISHING}},
+    "dispatched": {_S.QUEUED: {_S.RUNNING}},
+    "handled, or a duplicate": {_S.RUNNING: {_S.FINISHED}},
+    "failed": {_S.RUNNING: {_S.REPUBLISHING, _S.HELD, _S.SETTLED}},
+    "claimed elsewhere, store failed": {_S.RUNNING: {_S.HELD}},
+    "handler cancelled": {_S.RUNNING: {_S.HELD, _S.SETTLED}},
+    "recalled, no handler has begun": {_S.RUNNING: {_S.QUEUED, _S.SETTLED}},
+    "consumer timeout": {_S.RUNNING: {_S.TIMED_OUT}},
+    "delay over": {_S.HELD: {_S.QUEUED, _S.REPUBLISHING, _S.SETTLED}},
+    "confirmed": {_S.REPUBLISHING: {_S.FINISHED}},
+    "not confirmed": {_S.REPUBLISHING: {_S.HELD, _S.SETTLED}},
+    "subscription ended": {_S.QUEUED: {_S.SETTLED}, _S.HELD: {_S.SETTLED}},
+    "channel lost": {state: {_S.SETTLED} for state in (_S.QUEUED, _S.RUNNING, _S.HELD, _S.REPUBLISHING)},
+    "late result": {_S.TIMED_OUT: {_S.SETTLED}},
 }
 del _S
 

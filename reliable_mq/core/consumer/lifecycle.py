@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "LINGER",
@@ -54,27 +54,22 @@ class ConsumerState(enum.Enum):
 
 
 _S = ConsumerState
-#: Event -> state before -> state after. For tests and documentation, not read at run time.
-TRANSITIONS: Final[dict[str, dict[ConsumerState, ConsumerState]]] = {
-    "the broker cancels": {_S.SUBSCRIBED: _S.RESUBSCRIBING},
-    "a channel is set up": {_S.RESUBSCRIBING: _S.SUBSCRIBED},
-    "stop": {_S.SUBSCRIBED: _S.CANCELLING},
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[ConsumerState, set[ConsumerState]]]] = {
+    "the broker cancels": {_S.SUBSCRIBED: {_S.RESUBSCRIBING}},
+    "a channel is set up": {_S.RESUBSCRIBING: {_S.SUBSCRIBED}},
+    "stop": {_S.SUBSCRIBED: {_S.CANCELLING}},
     "stop without a subscription, or as the single active consumer": {
-        _S.SUBSCRIBED: _S.STOPPING,
-        _S.RESUBSCRIBING: _S.STOPPING,
+        _S.SUBSCRIBED: {_S.STOPPING},
+        _S.RESUBSCRIBING: {_S.STOPPING},
     },
-    "cancel-ok, or the channel is lost": {_S.CANCELLING: _S.SETTLING},
-    "nothing runs, or the pause is over": {_S.SETTLING: _S.STOPPING},
-    "nothing runs": {_S.STOPPING: _S.ENDED},
-    "nothing runs, and many acks were sent": {_S.STOPPING: _S.LINGERING},
-    "stop_timeout is over": {
-        _S.CANCELLING: _S.ENDED,
-        _S.SETTLING: _S.ENDED,
-        _S.STOPPING: _S.ENDED,
-        _S.LINGERING: _S.ENDED,
-    },
-    "the wait is over": {_S.LINGERING: _S.ENDED},
-    "an error for good, or a second signal": {state: _S.ENDED for state in _S if state is not _S.ENDED},
+    "cancel-ok, or the channel is lost": {_S.CANCELLING: {_S.SETTLING}},
+    "nothing runs, or the pause is over": {_S.SETTLING: {_S.STOPPING}},
+    "nothing runs": {_S.STOPPING: {_S.ENDED}},
+    "nothing runs, and many acks were sent": {_S.STOPPING: {_S.LINGERING}},
+    "stop_timeout is over": {state: {_S.ENDED} for state in (_S.CANCELLING, _S.SETTLING, _S.STOPPING, _S.LINGERING)},
+    "the wait is over": {_S.LINGERING: {_S.ENDED}},
+    "an error for good, or a second signal": {state: {_S.ENDED} for state in _S if state is not _S.ENDED},
 }
 _STOPPING: Final = frozenset({_S.CANCELLING, _S.SETTLING, _S.STOPPING, _S.LINGERING, _S.ENDED})
 _SILENT: Final = frozenset({_S.CANCELLING, _S.SETTLING})

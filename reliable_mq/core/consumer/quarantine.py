@@ -31,11 +31,11 @@ from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["QUARANTINE_SUFFIX", "Quarantine", "QuarantineState", "failures_by_broker", "returns"]
+__all__ = ["QUARANTINE_SUFFIX", "TRANSITIONS", "Quarantine", "QuarantineState", "failures_by_broker", "returns"]
 
 #: Returns without a verdict from which on a message is suspect; the first may be a neighbour's doing.
 SUSPECT_FROM: Final = 2
@@ -50,9 +50,20 @@ class QuarantineState(enum.Enum):
     """Whether a consumer is subscribed to quarantine."""
 
     NO_CHANNEL = "there is no channel"
-    WAITING = "it will be in a moment"
-    SUBSCRIBED = "it is"
-    LEFT_OUT = "it will not be on this channel"
+    WAITING = "subscribes in a moment"
+    SUBSCRIBED = "is subscribed"
+    LEFT_OUT = "does not subscribe on this channel any more"
+
+
+_S = QuarantineState
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[QuarantineState, set[QuarantineState]]]] = {
+    "a channel is set up": {_S.NO_CHANNEL: {_S.WAITING}},
+    "the moment is over": {_S.WAITING: {_S.SUBSCRIBED}},
+    "the consumer stops": {_S.WAITING: {_S.LEFT_OUT}},
+    "the channel is lost": {state: {_S.NO_CHANNEL} for state in (_S.WAITING, _S.SUBSCRIBED, _S.LEFT_OUT)},
+}
+del _S
 
 
 class Quarantine:

@@ -59,29 +59,26 @@ class PublicationState(enum.Enum):
     SETTLED = "its outcome is known, and the broker owes nothing"
 
 
-_WAITING, _READY, _SUSPECT, _ON_WIRE, _PROVISIONAL, _DELAYED, _ABANDONED, _SETTLED = PublicationState
-
+_S = PublicationState
+#: Event -> state before -> states after. For tests and documentation, not read at run time. The culprit of a channel
+#: error is settled as a suspect, a return by its confirm.
 TRANSITIONS: Final[Mapping[str, Mapping[PublicationState, set[PublicationState]]]] = {
-    "message_id taken": {_READY: {_WAITING}},
-    "message_id free": {_WAITING: {_READY}},
-    "written": {_READY: {_ON_WIRE}, _SUSPECT: {_ON_WIRE}},
-    "cannot be encoded": {_READY: {_SETTLED}, _SUSPECT: {_SETTLED}},
-    "acked": {_ON_WIRE: {_SETTLED, _PROVISIONAL}, _ABANDONED: {_SETTLED}},
-    "nacked": {_ON_WIRE: {_DELAYED, _SETTLED}, _ABANDONED: {_SETTLED}},
-    "delay over": {_DELAYED: {_READY}},
-    "queue old enough": {_PROVISIONAL: {_SETTLED}},
-    "channel lost": {_ON_WIRE: {_READY, _SUSPECT}, _SUSPECT: {_SETTLED}, _ABANDONED: {_SETTLED}},
-    "connection lost": {_PROVISIONAL: {_READY, _SUSPECT}},
+    "message_id taken": {_S.READY: {_S.WAITING}},
+    "message_id free": {_S.WAITING: {_S.READY}},
+    "written": {_S.READY: {_S.ON_WIRE}, _S.SUSPECT: {_S.ON_WIRE}},
+    "cannot be encoded": {_S.READY: {_S.SETTLED}, _S.SUSPECT: {_S.SETTLED}},
+    "acked": {_S.ON_WIRE: {_S.SETTLED, _S.PROVISIONAL}, _S.ABANDONED: {_S.SETTLED}},
+    "nacked": {_S.ON_WIRE: {_S.DELAYED, _S.SETTLED}, _S.ABANDONED: {_S.SETTLED}},
+    "delay over": {_S.DELAYED: {_S.READY}},
+    "queue old enough": {_S.PROVISIONAL: {_S.SETTLED}},
+    "channel lost": {_S.ON_WIRE: {_S.READY, _S.SUSPECT}, _S.SUSPECT: {_S.SETTLED}, _S.ABANDONED: {_S.SETTLED}},
+    "connection lost": {_S.PROVISIONAL: {_S.READY, _S.SUSPECT}},
     "given up": {
-        _WAITING: {_SETTLED},
-        _READY: {_SETTLED},
-        _SUSPECT: {_SETTLED},
-        _ON_WIRE: {_ABANDONED},
-        _PROVISIONAL: {_SETTLED},
-        _DELAYED: {_SETTLED},
+        _S.ON_WIRE: {_S.ABANDONED},
+        **{state: {_S.SETTLED} for state in (_S.WAITING, _S.READY, _S.SUSPECT, _S.PROVISIONAL, _S.DELAYED)},
     },
 }
-"""Event -> state -> next states. The culprit of a channel error is settled as a suspect, a return by its confirm."""
+del _S
 
 
 class Outcome(enum.Enum):
@@ -182,7 +179,7 @@ class Publication:
         self.size = size
         self.accepted_at = accepted_at
         self.timeout = timeout
-        self.state = _READY
+        self.state = PublicationState.READY
         self.sends = 0
         self.nacks = 0
         self.in_doubt = False
