@@ -31,7 +31,7 @@ with Consumer(URL, ORDERS) as consumer:
     try:
         with consumer.get(4, timeout=5) as deliveries:
             print(f"took {len(deliveries)} of 4")
-            deliveries[0].ack()  # or .retry(delay), .dead_letter(reason), .hand_back()
+            deliveries[0].ack()  # or .retry(delay), .dead_letter(reason), .requeue()
             work(deliveries[1])
     except RuntimeError:
         pass  # three were not settled, and went back

@@ -164,7 +164,7 @@ def test_an_export_whose_reader_leaves_ends_quietly_and_leaves_the_queue_as_it_w
         process.stdout.close()
         assert process.wait(30) == 141
         assert process.stderr.read() == b""
-    wait_until(lambda: ready(vhost, DEAD) == 2000, timeout=30, what="everything handed back")
+    wait_until(lambda: ready(vhost, DEAD) == 2000, timeout=30, what="everything requeued")
 
 
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
@@ -218,7 +218,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, c
             replaying.send_signal(signal.SIGKILL)
             replaying.communicate()
     published = ready(any_vhost, "orders")
-    wait_until(lambda: ready(any_vhost, DEAD) >= count - published, timeout=30, what="the rest handed back")
+    wait_until(lambda: ready(any_vhost, DEAD) >= count - published, timeout=30, what="the rest requeued")
     _, told = dlq("replay", any_vhost, DEAD)
     assert "replayed" in told
     assert any_vhost.live_counts()[DEAD] == 0

@@ -116,7 +116,7 @@ def test_looking_leaves_the_queue_as_it_was(any_vhost: VirtualHost) -> None:
 def test_a_look_at_some_keeps_every_message_though_a_quorum_queue_gives_them_other_places(
     any_vhost: VirtualHost,
 ) -> None:
-    """What is handed back goes behind what was never taken (4.0) or was handed back before (4.3)."""
+    """What is requeued goes behind what was never taken (4.0) or was requeued before (4.3)."""
     dead_letters(any_vhost, numbered(30))
     with DeadLetterQueue(any_vhost.url, ORDERS) as dead:
         assert [message.body for message in dead.browse(limit=5)] == [b"0", b"1", b"2", b"3", b"4"]
@@ -242,7 +242,7 @@ def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualH
         assert (report.replayed, report.handed_out_before, report.possible_duplicates) == (30, 30, 7)
 
 
-def test_a_browse_that_is_left_early_hands_back_what_it_took(vhost: VirtualHost) -> None:
+def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -> None:
     dead_letters(vhost, numbered(3))
     with DeadLetterQueue(vhost.url, ORDERS) as dead:
         browsing = dead.browse()
@@ -484,7 +484,7 @@ def test_a_wrong_argument_is_refused_by_its_name(vhost: VirtualHost) -> None:
 
 
 def test_on_40_looking_stops_before_the_delivery_limit_takes_messages(vhost_40: VirtualHost) -> None:
-    """RabbitMQ 4.0 counts what is handed back, and drops at 20; 4.3 does not, nor a queue without a limit."""
+    """RabbitMQ 4.0 counts what is requeued, and drops at 20; 4.3 does not, nor a queue without a limit."""
     with vhost_40.connect() as connection:
         connection.channel().queue_declare("limited", durable=True, arguments={"x-queue-type": "quorum"})
     for name in ("limited", "orders.dead"):

@@ -68,13 +68,13 @@ def test_a_scrape_shows_what_waits_and_what_became_of_the_rest(
         wait_until(lambda: (value("oldest_age_seconds") or 0) > age, timeout=20, what="an older one")
         assert value("stored_total") == 3
         assert value("failures_total", what="store") == 1
-        assert value("relayed_total", fate="confirmed") == 0
+        assert value("relayed_total", outcome="confirmed") == 0
         proxy.accept_connections()
         publisher.flush(30)
         wait_until(lambda: value("set_aside") == 1, timeout=20, what="a row set aside")
         wait_until(lambda: (value("waiting"), value("held")) == (1, 1), timeout=20, what="one that is held")
-        assert value("relayed_total", fate="confirmed") == 1
-        assert value("relayed_total", fate="set_aside") == 1
+        assert value("relayed_total", outcome="confirmed") == 1
+        assert value("relayed_total", outcome="set_aside") == 1
         assert value("unreadable") == 0
     assert value("waiting") is None, "the gauges of a closed publisher go"
     assert value("stored_total") == 3, "its counters stay"
@@ -92,7 +92,7 @@ def test_the_command_line_serves_the_metrics_of_its_relay(vhost: VirtualHost, tm
         assert relay.stderr is not None
         said = re.search(rb"http://\S+/metrics", relay.stderr.readline())
         assert said is not None
-        wanted = 'reliable_mq_outbox_relayed_total{fate="confirmed",publisher="reliable-mq outbox relay"} 3.0'
+        wanted = 'reliable_mq_outbox_relayed_total{outcome="confirmed",publisher="reliable-mq outbox relay"} 3.0'
 
         def shown() -> bool:
             with urlopen(said[0].decode(), timeout=10) as response:

@@ -25,8 +25,6 @@ BANNED_NAMES: Final = re.compile(
     r"(?:^|_)(lanes?|carriers?|rooms?|ways|roster|owed|ladders?|strikes?|fates?|appetite|pump|faces?|shell|hand_?back"
     r"|handed_back|give_back|taken|taken_back|looks|doubts)(?:_|$)"
 )
-#: Public since before there was a glossary.
-PUBLIC_NAMES: Final = frozenset({"hand_back", "handed_back"})
 BANNED_WORDS: Final = re.compile(
     r"\b(faces?|lanes?|roster|ladders?|pumps?|hand(?:s|ed|ing)?(?: \w+)? back|see the module)\b", re.IGNORECASE
 )
@@ -98,7 +96,7 @@ def banned_names() -> Iterator[Place]:
                 yield Place(source.file, 1, f"module {part}")
         for node in definitions(source):
             name = snake_case(node.name)
-            if BANNED_NAMES.search(name) and name not in PUBLIC_NAMES:
+            if BANNED_NAMES.search(name):
                 yield Place(source.file, node.lineno, node.name)
 
 

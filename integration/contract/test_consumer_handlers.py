@@ -320,7 +320,7 @@ def test_redelivered_and_attempt_are_told_apart(any_vhost: VirtualHost) -> None:
             first.wait_begun(1)
             wait_until(lambda: consumer.statistics.delivered == 3, timeout=10, what="delivered")
             consumer.stop()
-            wait_until(lambda: consumer.statistics.handed_back == 2, timeout=10, what="handed back")
+            wait_until(lambda: consumer.statistics.requeued == 2, timeout=10, what="requeued")
             gate.open()
     second = Handler()
     with Consumer(any_vhost.url, ORDERS, second):

@@ -91,7 +91,7 @@ def left(vhost: VirtualHost) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.both_apis
-def test_f47_a_signal_in_a_handler_lets_it_finish_and_hands_back_the_rest(
+def test_f47_a_signal_in_a_handler_lets_it_finish_and_requeues_the_rest(
     any_vhost: VirtualHost, number: signal.Signals, consumer_api: str
 ) -> None:
     """Finished or requeued, never dropped: the process ends by itself, with what it has done acked."""
@@ -205,17 +205,17 @@ def test_a_stop_in_the_middle_of_the_work_loses_and_repeats_nothing(any_vhost: V
             handler.wait_done(min(300, 3000 - len(handled)))
             consumer.stop()
         handled += handler.bodies
-        assert consumer.statistics.delivered == consumer.statistics.acked + consumer.statistics.handed_back
+        assert consumer.statistics.delivered == consumer.statistics.acked + consumer.statistics.requeued
         moved = consumer.statistics.quarantined + consumer.statistics.delayed
         assert len(handler.done) == consumer.statistics.acked - moved
     assert sorted(handled, key=int) == numbered(3000)
     assert left(any_vhost) == 0
 
 
-def test_a_stop_ends_the_subscription_before_it_hands_back(
+def test_a_stop_ends_the_subscription_before_it_requeues(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
-    """The other way round, the broker would deliver here again what it was handed back."""
+    """The other way round, the broker would deliver here again what was requeued."""
     proxy = fault_proxy(any_vhost.url)
     frames: list[str] = []
 
@@ -234,7 +234,7 @@ def test_a_stop_ends_the_subscription_before_it_hands_back(
             any_vhost.wait_for_messages("orders", 49)
             gate.open()
         assert consumer.statistics.delivered == 20
-        assert consumer.statistics.handed_back == 19
+        assert consumer.statistics.requeued == 19
     order = [name for name in dict.fromkeys(frames) if name.startswith("basic.") or name.endswith(".close")]
     assert order == ["basic.cancel", "basic.cancel-ok", "basic.nack", "basic.ack", "channel.close", "connection.close"]
 
@@ -302,7 +302,7 @@ def test_a_stop_during_a_loss_waits_for_the_handler_and_subscribes_no_more(
             handler.wait_begun(1)
             wait_until(lambda: consumer.statistics.delivered == 5, timeout=10, what="delivered")
             consumer.stop()
-            wait_until(lambda: consumer.statistics.handed_back == 4, timeout=10, what="the rest handed back")
+            wait_until(lambda: consumer.statistics.requeued == 4, timeout=10, what="the rest requeued")
             proxy.cut()
             wait_until(lambda: consumer.reconnects == 1, timeout=10, what="connected again")
             gate.open()

@@ -93,7 +93,7 @@ def test_without_with_the_first_call_connects_and_close_ends_it(vhost: VirtualHo
 
 
 @pytest.mark.both_apis
-def test_after_an_exception_all_that_was_not_settled_goes_back(any_vhost: VirtualHost) -> None:
+def test_after_an_exception_all_that_was_not_settled_is_requeued(any_vhost: VirtualHost) -> None:
     """Redelivered, in its place, and no attempt is counted."""
     with Consumer(any_vhost.url, ORDERS) as consumer:
         publish(any_vhost, "orders", numbered(4))
@@ -112,14 +112,14 @@ def test_after_an_exception_all_that_was_not_settled_goes_back(any_vhost: Virtua
 
 
 def test_each_delivery_may_be_settled_by_itself(vhost: VirtualHost) -> None:
-    """Acked, tried again later, dead-lettered with a reason, handed back; the rest is acked at the end."""
+    """Acked, tried again later, dead-lettered with a reason, requeued; the rest is acked at the end."""
     with Consumer(vhost.url, ORDERS, retry=RetryPolicy(3, delays=(0.1,))) as consumer:
         publish(vhost, "orders", numbered(5))
         with consumer.get(5) as deliveries:
             deliveries[0].ack()
             deliveries[1].retry()
             deliveries[2].dead_letter("it is odd")
-            deliveries[3].hand_back()
+            deliveries[3].requeue()
             assert [delivery.settled for delivery in deliveries] == [True] * 4 + [False]
             with pytest.raises(UsageError, match="settled already"):
                 deliveries[0].ack()
@@ -393,7 +393,7 @@ def test_what_does_not_go_together(vhost: VirtualHost) -> None:
         pass
 
 
-def test_handed_back_when_the_consumer_is_left(vhost: VirtualHost) -> None:
+def test_what_was_got_is_requeued_when_the_consumer_is_left(vhost: VirtualHost) -> None:
     """What was got and held for a retry goes back to the queue at the end."""
     with Consumer(vhost.url, ORDERS, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(3))

@@ -1,4 +1,4 @@
-"""Everything at once: messages of every fate from several threads, while the network does what it likes, by a seed."""
+"""Everything at once: messages with every outcome, from several threads, over a network that fails by a seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DEADLINE = 8.0
 LATE = 6.0  # seconds, by which a busy machine may be late
 
 # Exchange and routing key → how it may end, None for confirmed; that it is too late is always possible.
-FATES: dict[tuple[str, str], set[type[PublishError] | None]] = {
+OUTCOMES: dict[tuple[str, str], set[type[PublishError] | None]] = {
     ("", "orders"): {None},
     ("", "nowhere"): {PublishReturned},
     ("", "full"): {None, PublishNacked},
@@ -128,7 +128,7 @@ def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
             submitted = []
             for _ in range(MESSAGES):
                 message = Message(rng.randbytes(rng.choice([0, 10, 1000, 50_000])))
-                ((exchange, routing_key),) = rng.choices(list(FATES), WEIGHTS)
+                ((exchange, routing_key),) = rng.choices(list(OUTCOMES), WEIGHTS)
                 timeout = rng.choice([None, None, None, rng.uniform(0, 1)])
                 checker.attempted(message.message_id)
                 began = time.monotonic()
@@ -142,7 +142,7 @@ def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
                     checker.failed(message.message_id)
                     assert time.monotonic() < deadline + LATE
                 else:
-                    submitted.append((confirmation, deadline, FATES[exchange, routing_key]))
+                    submitted.append((confirmation, deadline, OUTCOMES[exchange, routing_key]))
             return submitted
 
         disturbing = threading.Thread(target=disturb)
@@ -157,10 +157,10 @@ def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
         assert not any(getattr(error, "sent", False) for error in refused), "refused, and yet sent"
         ends: dict[str, int] = {}
         for future in working:
-            for confirmation, _, fate in future.result():
+            for confirmation, _, allowed in future.result():
                 error = book(checker, confirmation, timeout=0)
                 end = None if error is None else type(error)
-                assert end in fate or end in TOO_LATE, f"{confirmation}: {error}"
+                assert end in allowed or end in TOO_LATE, f"{confirmation}: {error}"
                 ends[end.__name__ if end else "confirmed"] = ends.get(end.__name__ if end else "confirmed", 0) + 1
         assert publisher.outstanding == 0
         # However it ended, it works on.

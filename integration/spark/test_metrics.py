@@ -80,7 +80,7 @@ def test_readers_and_workers_leave_their_metrics_in_files(
     query.stop()
     wait_until(lambda: "spark_queue_connected" not in totals(metrics), timeout=20, what="gauges gone with their query")
     found = totals(metrics)
-    acked, back = found["spark_queue_acked_total/orders"], found["spark_queue_handed_back_total/orders"]
+    acked, back = found["spark_queue_acked_total/orders"], found["spark_queue_requeued_total/orders"]
     assert acked + back == found["spark_queue_deliveries_total/orders"] == 300
     assert back <= 100
     assert 3 <= found["spark_queue_batches_total"] <= 30

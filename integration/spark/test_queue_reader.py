@@ -25,7 +25,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 from integration.programs.spark_reader import PHASES
 from integration.support.programs import ROOT, environment
 from integration.support.seeds import seeds
-from integration.support.spark import handed_back_counts
+from integration.support.spark import requeued_counts
 from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.spark.options import QueueOptions, read_options
@@ -198,7 +198,7 @@ def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Pat
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_hands_back_what_was_read_and_counts_no_delivery(
+def test_sigterm_requeues_what_was_read_and_counts_no_delivery(
     vhost: VirtualHost, tmp_path: Path, signals: int
 ) -> None:
     """As Spark ends a query: once or twice, in the middle of a batch, without a word before."""
@@ -212,10 +212,10 @@ def test_sigterm_hands_back_what_was_read_and_counts_no_delivery(
         assert process.wait(30) == 0
     vhost.wait_for_messages("orders", 100)
     counts = {message["properties"].get("headers", {}).get("x-delivery-count") for message in vhost.peek("orders")}
-    assert counts <= handed_back_counts(vhost)
+    assert counts <= requeued_counts(vhost)
 
 
-def test_the_reader_s_stop_hands_back_the_last_batch_as_well(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+def test_the_reader_s_stop_requeues_the_last_batch_as_well(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Spark calls it where the driver is gone. That a batch is committed is said when the next one is asked for."""
     publish(vhost, 100)
     reading = query(vhost.url)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.errors import PySparkException
 
-from integration.support.spark import failing_once, handed_back_counts
+from integration.support.spark import failing_once, requeued_counts
 from integration.support.spark_application import batches_in
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
@@ -147,7 +147,7 @@ def test_available_now_leaves_what_comes_later_to_others(
     vhost.wait_for_messages("orders", 200)
     again = available_now(read(spark, vhost.url), checkpoint)
     assert again.numbers == list(range(60, 260))
-    assert {row.delivery_count for row in again.rows} <= handed_back_counts(vhost)
+    assert {row.delivery_count for row in again.rows} <= requeued_counts(vhost)
 
 
 def test_several_queues_are_read_as_one(spark: SparkSession, vhost: VirtualHost, checkpoint: str) -> None:
@@ -183,12 +183,10 @@ def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back
         assert 200 <= ready() <= 236
         stopping = True
         query.stop()
-        wait_until(
-            lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=30, what=f"{ready()} handed back"
-        )
+        wait_until(lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=30, what=f"{ready()} requeued")
     rest = available_now(read(spark, vhost.url), checkpoint)
     assert sorted({*seen.numbers, *rest.numbers}) == list(range(300))
-    assert {row.delivery_count for row in rest.rows} <= handed_back_counts(vhost)
+    assert {row.delivery_count for row in rest.rows} <= requeued_counts(vhost)
 
 
 def batches_committed(checkpoint: str) -> int:

@@ -49,8 +49,8 @@ def session(directory: Path, master: str = "local[2,3]", **settings: str) -> Spa
         return builder.getOrCreate()
 
 
-def handed_back_counts(vhost: VirtualHost) -> set[int | None]:
-    """What ``x-delivery-count`` may be of a message that was read and handed back: before 4.3 that counts, too."""
+def requeued_counts(vhost: VirtualHost) -> set[int | None]:
+    """What ``x-delivery-count`` may be of a message that was read and requeued: before 4.3 that counts, too."""
     return {None, 0, 1} if vhost.broker.line == "4.0" else {None, 0}
 
 

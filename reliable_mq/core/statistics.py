@@ -175,7 +175,7 @@ class ConsumerStatistics:
     duplicates: int = _count("Deliveries acked because the idempotency store has them as done.")
     claims_in_progress: int = _count("Deliveries that waited because another holder has claimed them.")
     store_failures: int = _count("Failures of the idempotency store, or tokens that it refused, for a delivery.")
-    handed_back: int = _count("Deliveries requeued by basic.nack, not handled.")
+    requeued: int = _count("Deliveries requeued by basic.nack, not handled.")
     acked: int = _count("Deliveries acked.")
     acks_sent: int = _count("basic.ack frames sent.")
     acks_saved: int = _count("Deliveries acked without a frame of their own.")
@@ -210,9 +210,9 @@ class OutboxStatistics:
 
     stored: int = _count("Messages that this publisher made durable.")
     not_stored: int = _count(_FAILURES, "failures", ("what", "store"))
-    confirmed: int = _count(_ATTEMPTS, "relayed", ("fate", "confirmed"))
-    delayed: int = _count(_ATTEMPTS, "relayed", ("fate", "delayed"))
-    set_aside: int = _count(_ATTEMPTS, "relayed", ("fate", "set_aside"))
+    confirmed: int = _count(_ATTEMPTS, "relayed", ("outcome", "confirmed"))
+    delayed: int = _count(_ATTEMPTS, "relayed", ("outcome", "delayed"))
+    set_aside: int = _count(_ATTEMPTS, "relayed", ("outcome", "set_aside"))
     interruptions: int = _count(_FAILURES, "failures", ("what", "relay"))
 
 

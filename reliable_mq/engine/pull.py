@@ -97,7 +97,7 @@ class PulledDelivery(Delivery):
         """Dead-letter it, as `DeadLetter` raised by a handler. Errors as for `ack`."""
         self._settle(Failed(self, describe(DeadLetter(reason), time.time())))
 
-    def hand_back(self) -> None:
+    def requeue(self) -> None:
         """Requeue it, without an attempt. Errors as for `ack`."""
         self._settle(None)
 
@@ -230,7 +230,7 @@ class BasePullSubscription(BaseSubscription):
                     if ack:
                         delivery.ack()
                     else:
-                        delivery.hand_back()
+                        delivery.requeue()
                 except StaleDelivery as error:
                     stale = error
         if stale is not None and ack:

@@ -141,7 +141,7 @@ class SQLAlchemyRowLeases:
     def close(self) -> None:
         """Release the rows that are left. They may have been published."""
         if self._taken:
-            self._run(self._release, "handing rows back")
+            self._run(self._release, "releasing rows")
             self._taken.clear()
 
     # In a transaction

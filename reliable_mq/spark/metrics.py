@@ -49,7 +49,7 @@ _STREAM: Final = ("stream",)
 
 DELIVERIES = Family("spark_queue_deliveries", "counter", "Deliveries that the driver's reader was given.", _QUEUE)
 ACKED = Family("spark_queue_acked", "counter", "Deliveries acked, since their batch was committed.", _QUEUE)
-HANDED_BACK = Family("spark_queue_handed_back", "counter", "Deliveries returned to the broker unread.", _QUEUE)
+REQUEUED = Family("spark_queue_requeued", "counter", "Deliveries requeued unread.", _QUEUE)
 READY = Family("spark_queue_ready", "gauge", "Messages that waited in the queue when last asked for.", _QUEUE)
 BATCHES = Family("spark_queue_batches", "counter", "Batches planned in queue mode.", ())
 HELD_BYTES = Family("spark_queue_held_bytes", "gauge", "Bytes of the deliveries that the driver's reader holds.", ())
@@ -70,7 +70,7 @@ class QueueStatistics:
 
     delivered: Counter[str] = field(default_factory=Counter)
     acked: Counter[str] = field(default_factory=Counter)
-    handed_back: Counter[str] = field(default_factory=Counter)
+    requeued: Counter[str] = field(default_factory=Counter)
     batches: int = 0
     stale_acks: int = 0
     reconnects: int = 0
@@ -110,7 +110,7 @@ def queue_readings(
     for queue in queues:
         yield Reading(DELIVERIES, (queue,), statistics.delivered[queue])
         yield Reading(ACKED, (queue,), statistics.acked[queue])
-        yield Reading(HANDED_BACK, (queue,), statistics.handed_back[queue])
+        yield Reading(REQUEUED, (queue,), statistics.requeued[queue])
         yield Reading(READY, (queue,), ready.get(queue, 0))
     yield Reading(BATCHES, (), statistics.batches)
     yield Reading(HELD_BYTES, (), held_bytes)

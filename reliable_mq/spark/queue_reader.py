@@ -448,7 +448,7 @@ class QueueReader(NullListener):
         own, tags = self._of_this_channel(deliveries)
         if not own:
             return
-        self.statistics.handed_back.update(delivery.queue for delivery in own)
+        self.statistics.requeued.update(delivery.queue for delivery in own)
         logger.info("returning %d deliveries that are in no committed batch", len(own))
         acks, nacks = self._acks.requeue(self._acks.generation, tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]

@@ -27,7 +27,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.results: list[Result] = []
-        self.handed_back: list[Delivery] = []
+        self.requeued: list[Delivery] = []
         self._changed = asyncio.Event()
 
     def report(self, results: Sequence[Result]) -> None:
@@ -35,7 +35,7 @@ class Sink:
         self._changed.set()
 
     def requeue(self, deliveries: Sequence[Delivery]) -> None:
-        self.handed_back += deliveries
+        self.requeued += deliveries
         self._changed.set()
 
     async def wait_for(self, count: int, what: Callable[[Sink], Sequence[object]] = lambda sink: sink.results) -> None:
@@ -348,7 +348,7 @@ def test_a_batch_that_raises_or_answers_nonsense_has_failed_as_a_whole(store: An
     asyncio.run(main())
 
 
-def test_what_has_not_begun_can_be_withdrawn(store: Any) -> None:
+def test_what_has_not_begun_can_be_recalled(store: Any) -> None:
     work = items(5)
 
     async def main() -> None:
@@ -386,7 +386,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
             tasks.put(work[10:])
             assert await tasks.stop(DEADLINE)
             assert seen == work[:2]
-            assert sink.handed_back + tasks.withdraw() == work[2:]
+            assert sink.requeued + tasks.withdraw() == work[2:]
 
     asyncio.run(main())
 

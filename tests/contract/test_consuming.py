@@ -155,10 +155,10 @@ def test_an_ack_never_covers_what_is_not_done(broker: ScriptedBroker, new_consum
             wait_acked(broker, 1, 2, 3, 4)
 
 
-def test_an_unfinished_delivery_goes_back_when_the_consumer_stops(
+def test_an_unfinished_delivery_is_requeued_when_the_consumer_stops(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
-    """What runs is finished and acked; what has not begun is handed back, with requeue."""
+    """What runs is finished and acked; what has not begun is requeued."""
     with Gate() as gate:
         handler = Handler(then=gate)
         consumer = new_consumer(handler)
@@ -448,7 +448,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
         broker.consuming.deliver(b"bad", message_id="m2")
         wait_until(lambda: store.asked >= 2, timeout=10, what="the store was told of both, and did not answer")
         consumer.stop()
-        broker.wait_settled(1)  # it hands back what it holds
+        broker.wait_settled(1)  # it requeues what it holds
         store.answers = True
     assert statuses(store, "m1", "m2") == [(ClaimStatus.DONE, 0), (ClaimStatus.NEW, 1)]
 
@@ -596,7 +596,7 @@ def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroke
 # -- on request --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_pulled_is_acked_at_a_clean_end_and_goes_back_after_an_error(
+def test_what_is_pulled_is_acked_at_a_clean_end_and_requeued_after_an_error(
     broker: ScriptedBroker, new_consumer: NewConsumer
 ) -> None:
     broker.ready.extend([b"a", b"b", b"c"])

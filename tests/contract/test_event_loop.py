@@ -377,7 +377,7 @@ def test_readings_of_a_consumer_are_those_of_the_sync_api(broker: ScriptedBroker
     assert 'reliable_mq_consumer_acked_total{consumer="consumer",queue="q"}' in names(theirs)
 
 
-def test_deliveries_of_a_block_in_which_the_consumer_is_closed_go_back(broker: ScriptedBroker, run: Any) -> None:
+def test_deliveries_of_a_block_in_which_the_consumer_is_closed_are_requeued(broker: ScriptedBroker, run: Any) -> None:
     """They are waited for as a handler would be; then they are the broker's, and the end of the block says so."""
 
     async def main() -> None:
@@ -425,7 +425,7 @@ def test_a_consumer_that_has_ended_leaves_no_timer_that_keeps_it_alive(
     run(main())
 
 
-def test_a_consumer_whose_run_is_cancelled_hands_back_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
+def test_a_consumer_whose_run_is_cancelled_requeues_and_leaves_nothing(broker: ScriptedBroker, run: Any) -> None:
     """Its handlers are cancelled, which is no failure; nothing is acked, and the connection ends in good order."""
     ended: list[bytes] = []
     begun = asyncio.Event()

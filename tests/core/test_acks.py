@@ -244,7 +244,7 @@ def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
     assert acks.flush() == [(1, False)]
 
 
-def test_handing_back_uses_multiple_only_where_nothing_else_is_below() -> None:
+def test_a_requeue_uses_multiple_only_where_nothing_else_is_below() -> None:
     acks = batcher(delivered=10)
     acks.finished(GENERATION, [1, 2, 6], 0.0)
     assert acks.requeue(GENERATION, [3, 4, 7, 8, 42]) == (
@@ -420,7 +420,7 @@ class Acknowledging(RuleBasedStateMachine):
             self.outstanding.remove(tag)
 
     @rule(tags=st.sets(st.integers(1, 20), min_size=1), older=RARELY)
-    def hand_back(self, tags: set[int], older: bool) -> None:
+    def requeue(self, tags: set[int], older: bool) -> None:
         good = set() if older else tags & set(self.unfinished)
         self.stale += len(tags) - len(good)
         acks, nacks = self.acks.requeue(self.generation - older, tags)

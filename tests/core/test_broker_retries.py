@@ -34,7 +34,7 @@ def test_a_failed_delivery_is_rejected_back_to_the_queue_which_counts() -> None:
     assert again.attempt == 2
 
 
-def test_what_a_stopped_consumer_handed_back_has_not_failed() -> None:
+def test_what_a_stopped_consumer_requeued_has_not_failed() -> None:
     """The broker counts it as returned, not as failed."""
     [again] = deliver(make(broker_retries=True), [counted(0, 1)])
     assert again.attempt == 1
@@ -98,7 +98,7 @@ def test_an_older_broker_which_would_take_the_arguments_and_not_know_them_is_ref
 
 
 def test_a_return_that_was_no_failure_costs_no_attempt() -> None:
-    """The broker counts nothing: it was handed back."""
+    """The broker counts nothing: it was requeued."""
     [item] = deliver(make(broker_retries=True), [delivery(redelivered=True)])
     assert item.attempt == 1
 

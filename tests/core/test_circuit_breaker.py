@@ -95,7 +95,7 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     assert breaker.pause == 2.0, "it begins anew"
 
 
-def test_a_probe_that_is_taken_back_makes_room_for_another() -> None:
+def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
     breaker = tripped()
     assert allowed(breaker, 2.0) == 1
     breaker.handed_out()

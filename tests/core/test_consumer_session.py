@@ -224,7 +224,7 @@ def test_a_delivery_without_its_body_is_rejected_at_once(dead_letters: bool) -> 
     assert session.outstanding == 0
 
 
-def test_a_delivery_without_its_body_goes_back_while_the_session_stops() -> None:
+def test_a_delivery_without_its_body_is_requeued_while_the_session_stops() -> None:
     session = make(max_body_bytes=100)
     session.stop()
     session.oversized(delivery(1, body=b""), 2_000_000, 0.0)
@@ -394,7 +394,7 @@ def test_a_stop_that_keeps_sends_acks_and_leaves_the_rest_to_the_end_of_the_chan
     assert session.drained
 
 
-def test_a_failed_batch_goes_back_while_stopping() -> None:
+def test_a_failed_batch_is_requeued_while_stopping() -> None:
     session = make(batch=(2, 3.0))
     session.delivered(items(2), 0.0)
     [batch] = session.take_batches()

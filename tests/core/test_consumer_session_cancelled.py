@@ -19,13 +19,13 @@ def cancelled(*deliveries: Delivery) -> list[Skipped]:
     return [Skipped(one, SkipReason.CANCELLED, "its handler was cancelled") for one in deliveries]
 
 
-def test_a_delivery_whose_handler_was_cancelled_goes_back_and_is_no_attempt() -> None:
+def test_a_delivery_whose_handler_was_cancelled_is_requeued_and_no_attempt() -> None:
     session = make(max_attempts=1)
     first, second = deliver(session, items(2))
     session.finished(cancelled(first), 0.0)
     assert session.take_output(0.0) == encode_nack(CHANNEL, 1, False, requeue=True)
     assert kinds(session) == [LogEventKind.CANCELLED]
-    assert (session.statistics.failed, session.statistics.handed_back, session.running) == (0, 1, 1)
+    assert (session.statistics.failed, session.statistics.requeued, session.running) == (0, 1, 1)
     assert second.attempt == 1
 
 
@@ -39,7 +39,7 @@ def test_one_that_has_come_back_before_is_held_so_that_it_does_not_go_round_at_o
     assert item.attempt == 1
 
 
-def test_while_stopping_it_goes_back_at_once() -> None:
+def test_while_stopping_it_is_requeued_at_once() -> None:
     session = make()
     [item] = deliver(session, [delivery(1, redelivered=True)])
     session.stop()
@@ -48,7 +48,7 @@ def test_while_stopping_it_goes_back_at_once() -> None:
     assert session.drained
 
 
-def test_of_a_stream_it_is_held_since_nothing_can_go_back() -> None:
+def test_of_a_stream_it_is_held_since_nothing_can_be_requeued() -> None:
     session = SteppedSession(
         queue="events",
         retry=RetryPolicy(3, delays=(1,)),

@@ -97,7 +97,7 @@ def test_what_waits_on_a_lost_channel_never_reaches_a_handler() -> None:
     assert session.drained
 
 
-def test_what_is_withdrawn_late_is_not_handed_back_on_the_next_channel() -> None:
+def test_what_is_recalled_late_is_not_requeued_on_the_next_channel() -> None:
     session = make()
     [old] = deliver(session, items(1))
     session.lost(1)
@@ -105,7 +105,7 @@ def test_what_is_withdrawn_late_is_not_handed_back_on_the_next_channel() -> None
     deliver(session, items(1))
     session.withdrawn([old])
     assert session.take_output(0.0) == b""
-    assert (session.running, session.outstanding, session.statistics.handed_back) == (1, 1, 0)
+    assert (session.running, session.outstanding, session.statistics.requeued) == (1, 1, 0)
 
 
 def test_losing_another_generation_changes_nothing() -> None:
@@ -146,7 +146,7 @@ def test_bytes_that_were_not_written_die_with_their_channel() -> None:
 # The end
 
 
-def test_stop_hands_back_what_has_not_begun_and_waits_for_what_runs() -> None:
+def test_stop_requeues_what_has_not_begun_and_waits_for_what_runs() -> None:
     session = make()
     work = deliver(session, items(6))
     fail(session, work[1])
@@ -163,10 +163,10 @@ def test_stop_hands_back_what_has_not_begun_and_waits_for_what_runs() -> None:
     assert session.take_output(0.0) == encode_ack(CHANNEL, 3, False) + encode_nack(CHANNEL, 4, False, True)
     assert session.drained
     assert session.outstanding == 0
-    assert session.statistics.handed_back == 6
+    assert session.statistics.requeued == 6
 
 
-def test_what_is_delivered_while_stopping_goes_back_at_once() -> None:
+def test_what_is_delivered_while_stopping_is_requeued_at_once() -> None:
     session = make(batch=(2, 1.0))
     session.stop()
     session.delivered(items(3), 0.0)
@@ -174,7 +174,7 @@ def test_what_is_delivered_while_stopping_goes_back_at_once() -> None:
     assert session.take_output(0.0) == encode_nack(CHANNEL, 3, True, True)
 
 
-def test_stopping_still_dead_letters_and_hands_back_what_it_cannot() -> None:
+def test_stopping_still_dead_letters_and_requeues_what_it_cannot() -> None:
     session = make(max_attempts=1)
     first, second = deliver(session, items(2))
     session.stop()
@@ -187,7 +187,7 @@ def test_stopping_still_dead_letters_and_hands_back_what_it_cannot() -> None:
     assert session.drained
 
 
-def test_a_held_dead_letter_goes_back_at_stop() -> None:
+def test_a_held_dead_letter_is_requeued_at_stop() -> None:
     session = make(max_attempts=1)
     [item] = deliver(session, items(1))
     fail(session, item)

@@ -23,7 +23,7 @@ def paused(*, more: int = 3) -> SteppedSession:
     return session
 
 
-def test_what_was_handed_out_is_taken_back_and_waits_unacked() -> None:
+def test_what_was_dispatched_is_recalled_and_waits_unacked() -> None:
     session = paused()
     assert LogEventKind.PAUSED in kinds(session)
     assert (session.running, session.outstanding, session.statistics.pauses) == (0, 5, 1)
@@ -76,20 +76,20 @@ def test_a_channel_that_is_lost_takes_the_probe_with_it() -> None:
     assert len(deliver(session, items(3), 5.0)) == 1
 
 
-def test_a_stop_hands_back_what_waits() -> None:
+def test_a_stop_requeues_what_waits() -> None:
     session = paused()
     session.stop()
     session.take_output(0.0)
-    assert session.statistics.handed_back == 5
+    assert session.statistics.requeued == 5
 
 
-def test_what_is_taken_back_while_it_stops_goes_back() -> None:
+def test_what_is_recalled_while_it_stops_is_requeued() -> None:
     session = make(kill_switch=SWITCH)
     work = deliver(session, items(2))
     session.stop()
     session.postponed(work, 0.0)
     session.take_output(0.0)
-    assert session.statistics.handed_back == 2
+    assert session.statistics.requeued == 2
     assert session.take_work() == []
 
 

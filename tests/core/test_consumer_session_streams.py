@@ -60,7 +60,7 @@ def test_a_stream_goes_on_at_what_waits_for_its_next_attempt() -> None:
     assert position.following == 11
 
 
-def test_nothing_goes_back_to_a_stream_and_none_of_it_is_left_out() -> None:
+def test_nothing_is_requeued_to_a_stream_and_none_of_it_is_left_out() -> None:
     """A nack would pass for settled there: the next channel begins at what was not handled."""
     session, position = of_a_stream()
     first, *_ = deliver(session, events(10, 11, 12))
@@ -73,7 +73,7 @@ def test_nothing_goes_back_to_a_stream_and_none_of_it_is_left_out() -> None:
     deliver(session, events(11, 12))
     session.stop()
     assert session.take_output(0.0) == b""
-    assert session.statistics.handed_back == 0
+    assert session.statistics.requeued == 0
     assert session.statistics.cancelled == 1
 
 

@@ -173,7 +173,7 @@ def test_what_is_declared_for_has_not_failed() -> None:
     assert session.statistics.timed_out == 0
 
 
-def test_without_a_channel_nothing_is_taken_back() -> None:
+def test_without_a_channel_nothing_times_out() -> None:
     session = make()
     deliver(session, items(1))
     session.lost(1)

@@ -77,7 +77,7 @@ def test_where_the_broker_has_no_timeout_nothing_is_overdue() -> None:
     assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has said what its timeout is
 
 
-def test_what_the_broker_has_taken_back_by_its_clock() -> None:
+def test_what_has_timed_out_by_the_clock_of_the_broker() -> None:
     """A delivery was on its way when its time began: a second, or a fiftieth of the timeout, later than it ended."""
     channel = Channel()
     first = channel.deliver(2, 0.0)

@@ -556,11 +556,11 @@ def test_whatever_the_store_does_no_effect_happens_twice(handlers: list[str], br
     """Copies of one message, one after the other, each handled until it is settled or the store has failed often
     enough."""
     effects: list[int] = []
-    fate = iter(handlers)
+    outcomes = iter(handlers)
 
     def handler(item: Delivery) -> None:
         assert item.attempt <= 4
-        if next(fate, "ok") == "ok":
+        if next(outcomes, "ok") == "ok":
             effects.append(item.delivery_tag)
         else:
             raise ValueError

@@ -52,7 +52,7 @@ def numbers(rows: Any) -> list[int]:
     return [one.id for one in rows]
 
 
-def fates(session: RelaySession) -> list[tuple[int, RowOutcome]]:
+def outcomes(session: RelaySession) -> list[tuple[int, RowOutcome]]:
     taken, session.settlements = session.settlements, []
     return [(one.row.id, one.outcome) for one in taken]
 
@@ -155,7 +155,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
     assert session.waiting == 0
     session.add([row(5, "a")])
     assert numbers(session.ready) == [2, 4, 5]
-    assert fates(session) == [(number, RowOutcome.CONFIRMED) for number in (1, 3, 2, 4)]
+    assert outcomes(session) == [(number, RowOutcome.CONFIRMED) for number in (1, 3, 2, 4)]
 
 
 @pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
@@ -167,7 +167,7 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key
     first = session.settlements[0]
     assert first.reason == f"{type(error).__name__}: {error}"
     assert not first.possible_duplicate
-    assert fates(session) == [(1, RowOutcome.SET_ASIDE), (2, RowOutcome.BACK)]
+    assert outcomes(session) == [(1, RowOutcome.SET_ASIDE), (2, RowOutcome.BACK)]
     assert session.waiting == 0
 
 
@@ -182,7 +182,7 @@ def test_what_was_not_confirmed_is_tried_again_later(error: Any, doubt: bool) ->
     session.settled(row(2, "a"), error)
     first = session.settlements[0]
     assert (first.delay, first.possible_duplicate) == (delay_after(3), doubt)
-    assert fates(session) == [(1, RowOutcome.LATER), (2, RowOutcome.LATER), (3, RowOutcome.BACK)]
+    assert outcomes(session) == [(1, RowOutcome.LATER), (2, RowOutcome.LATER), (3, RowOutcome.BACK)]
 
 
 def test_an_error_about_the_connection_hands_rows_back() -> None:
@@ -194,16 +194,16 @@ def test_an_error_about_the_connection_hands_rows_back() -> None:
     assert session.trouble is error
     session.settled(row(2), None)
     assert session.trouble is None
-    assert fates(session) == [(1, RowOutcome.BACK), (2, RowOutcome.CONFIRMED)]
+    assert outcomes(session) == [(1, RowOutcome.BACK), (2, RowOutcome.CONFIRMED)]
 
 
-def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
-    """What is outstanding still gets its fate, and nothing follows it."""
+def test_a_relay_that_stops_releases_what_is_not_outstanding() -> None:
+    """What is outstanding still gets its outcome, and nothing follows it."""
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3, "b"), row(4, "b"), row(5)])
     outstanding = session.ready.popleft()
     session.stopped()
-    assert sorted(fates(session)) == [
+    assert sorted(outcomes(session)) == [
         (2, RowOutcome.BACK),
         (3, RowOutcome.BACK),
         (4, RowOutcome.BACK),
@@ -212,9 +212,9 @@ def test_a_relay_that_stops_hands_back_what_is_not_outstanding() -> None:
     assert session.waiting == 0
     session.settled(outstanding, None)
     assert not session.ready
-    assert fates(session) == [(1, RowOutcome.CONFIRMED)]
+    assert outcomes(session) == [(1, RowOutcome.CONFIRMED)]
     session.stopped()
-    assert fates(session) == []
+    assert outcomes(session) == []
 
 
 class Stored(StoredPublication):
@@ -239,7 +239,7 @@ def test_a_publish_ends_when_its_message_is_stored_or_is_known_not_to_be(arrived
     assert failed.failure() is error
 
 
-def test_a_session_knows_of_a_key_until_its_rows_have_their_fates() -> None:
+def test_a_session_knows_of_a_key_until_its_rows_have_their_outcomes() -> None:
     """A relay looks for rows again when one of their key is done with."""
     session = RelaySession()
     first, second = row(1, "key"), row(2, "key")

@@ -85,7 +85,7 @@ def moved(session: SteppedSession, tag: int = 1) -> RepublishRequest:
         (BROKEN_TABLE, 0),
     ],
 )
-def test_how_often_a_delivery_was_taken_back(table: Any, count: int) -> None:
+def test_how_often_a_delivery_came_back(table: Any, count: int) -> None:
     assert returns(delivery(headers=table)) == count
 
 
@@ -160,13 +160,13 @@ def returned(failed: int, acquired: int) -> Delivery:
     ("failed", "acquired", "moved"),
     [(0, 2, False), (0, 9, False), (0, 10, True), (1, 9, False), (2, 2, True), (2, 9, True)],
 )
-def test_what_was_handed_back_in_good_order_is_suspect_much_later(failed: int, acquired: int, moved: bool) -> None:
+def test_what_was_requeued_in_good_order_is_suspect_much_later(failed: int, acquired: int, moved: bool) -> None:
     """As far as the broker tells it from crashes: a few restarts of its consumer are no reason."""
     assert bool(deliver(make(quarantine=True), [returned(failed, acquired)])) != moved
 
 
 def test_a_process_that_has_seen_the_consumer_timeout_suspects_whatever_came_back_twice() -> None:
-    """That is counted as what is handed back is."""
+    """That is counted as what is requeued is."""
     session = make(quarantine=True, consumer_timeout=10.0)
     deliver(session, [delivery(message_id=None)])
     session.timed_out(ConsumerTimeout(), 11.0, 0.0)
@@ -399,13 +399,13 @@ def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:
     assert session.take_isolated() == [item]
 
 
-def test_it_goes_back_when_the_session_stops() -> None:
+def test_it_is_requeued_when_the_session_stops() -> None:
     session = subscribed()
     session.delivered([isolated(moved(session), 2)], 0.0)
     session.stop()
     assert session.take_isolated() == []
     assert session.take_output(0.0)
-    assert session.statistics.handed_back == 1
+    assert session.statistics.requeued == 1
 
 
 def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:

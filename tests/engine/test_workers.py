@@ -28,7 +28,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.results: list[Result] = []
-        self.handed_back: list[Delivery] = []
+        self.requeued: list[Delivery] = []
         self._changed = threading.Condition()
 
     def report(self, results: Sequence[Result]) -> None:
@@ -38,7 +38,7 @@ class Sink:
 
     def requeue(self, deliveries: Sequence[Delivery]) -> None:
         with self._changed:
-            self.handed_back += deliveries
+            self.requeued += deliveries
             self._changed.notify_all()
 
     def wait_for(self, count: int) -> list[Result]:
@@ -46,10 +46,10 @@ class Sink:
             assert self._changed.wait_for(lambda: len(self.results) >= count, DEADLINE), self.results
         return self.results
 
-    def wait_for_handed_back(self, count: int) -> list[Delivery]:
+    def wait_for_requeued(self, count: int) -> list[Delivery]:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.handed_back) >= count, DEADLINE)
-        return self.handed_back
+            assert self._changed.wait_for(lambda: len(self.requeued) >= count, DEADLINE)
+        return self.requeued
 
 
 class Gate:
@@ -361,7 +361,7 @@ def test_a_batch_of_one_that_fails_has_failed_alone(store: MemoryStore | None) -
     assert result.alone
 
 
-def test_what_no_handler_has_begun_with_can_be_withdrawn(store: MemoryStore | None) -> None:
+def test_what_no_handler_has_begun_with_can_be_recalled(store: MemoryStore | None) -> None:
     gate = Gate()
     work = items(5)
     with running(gate, store=store) as (workers, sink):
@@ -374,7 +374,7 @@ def test_what_no_handler_has_begun_with_can_be_withdrawn(store: MemoryStore | No
         assert sink.results == work[:1]
 
 
-def test_batches_are_withdrawn_item_by_item() -> None:
+def test_batches_are_recalled_item_by_item() -> None:
     gate = Gate()
     work = items(5)
     with running(gate, batch=True) as (workers, _):
@@ -487,7 +487,7 @@ def test_what_waits_behind_a_slow_handler_is_not_claimed(monkeypatch: pytest.Mon
     )
 
 
-def test_what_was_claimed_together_is_handed_back_when_all_is_withdrawn() -> None:
+def test_what_was_claimed_together_is_requeued_when_all_is_recalled() -> None:
     """A delivery of a lost channel does not reach a handler because a worker already held it."""
     store = Watched()
     gate = Gate()
@@ -501,7 +501,7 @@ def test_what_was_claimed_together_is_handed_back_when_all_is_withdrawn() -> Non
         # 1, 2 and 4 together are done; of the next eight, or what was left, one has begun.
         assert workers.withdraw() == []
         gate.let_through.release()
-        assert sink.wait_for_handed_back(3) == work[8:]
+        assert sink.wait_for_requeued(3) == work[8:]
         assert sink.wait_for(8) == work[:8]
     assert gate.seen == work[:8]
     assert store.claim_many(["q|orders|m11"], 1.0)[0].status is ClaimStatus.NEW

@@ -139,7 +139,7 @@ class RowLeasesContract:
         assert len(take(table.outbox.claims())) == 2
 
     def test_a_possible_duplicate_stays_one_when_it_is_released(self, table: TableOutbox) -> None:
-        """Also where the relay that handed it back has not touched it."""
+        """Also where the relay that released it has not touched it."""
         store(table.outbox, "a")
         dead, second, third = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
         assert [row.possible_duplicate for row in take(dead)] == [False]

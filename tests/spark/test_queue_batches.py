@@ -142,7 +142,7 @@ def test_with_the_channel_goes_what_is_in_no_batch() -> None:
     assert batches.held == 0
 
 
-def test_at_the_end_everything_is_given_back() -> None:
+def test_at_the_end_everything_is_requeued() -> None:
     """Batches that are not committed, and what waits."""
     batches = Batches(SESSION)
     batches.arrived(deliveries(1, 3))

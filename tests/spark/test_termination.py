@@ -19,7 +19,7 @@ def terminated_twice(line):
             signal.raise_signal(signal.SIGTERM)
         return interrupt
 
-    on_termination(lambda: print("handed back", flush=True))
+    on_termination(lambda: print("requeued", flush=True))
     signal.alarm(20)  # ends it where nothing else does
     sys.settrace(interrupt)
     signal.raise_signal(signal.SIGTERM)
@@ -34,7 +34,7 @@ for line in range({_LINES}):
 
 
 def test_a_signal_that_interrupts_the_one_before_changes_nothing() -> None:
-    """At each line of its handler, and of what that calls: the process hands back once, and ends."""
+    """At each line of its handler, and of what that calls: the process requeues once, and ends."""
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [said for line in range(_LINES) for said in ("handed back", f"{line} 0")]
+    assert done.stdout.splitlines() == [said for line in range(_LINES) for said in ("requeued", f"{line} 0")]
     assert not done.stderr

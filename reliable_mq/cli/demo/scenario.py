@@ -190,7 +190,7 @@ class Shop:
         """Whether the consumer has nothing unacked, and got nothing since the last call."""
         received = self.consumer.statistics
         delivered, self._delivered = self._delivered, received.delivered
-        settled = received.acked + received.rejected + received.handed_back + received.lost
+        settled = received.acked + received.rejected + received.requeued + received.lost
         return delivered == received.delivered == settled
 
     # Publishing, on a thread of its own

@@ -259,7 +259,7 @@ class AckBatcher:
         else:
             accepted &= self._unfinished
         self.statistics.stale += len(tags) - len(accepted)
-        self.statistics.handed_back += len(accepted)
+        self.statistics.requeued += len(accepted)
         acks = self.flush()
         self._unfinished -= accepted
         self._advance()
