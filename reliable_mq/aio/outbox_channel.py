@@ -257,6 +257,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self._threads.close()
             raise
         self._begin(claims)
+        self._relay_publisher.start()
 
     def _admit(self, confirmation: AsyncStoredConfirmation, row: NewRow) -> None:
         self._window.take(confirmation.size)
@@ -327,42 +328,46 @@ def _resolve(future: asyncio.Future[T], result: T) -> None:
 
 
 class AsyncRelayPublisher:
-    """Publishes rows, and collects their outcomes.
+    """Publishes rows, and collects their outcomes. Made on the event loop.
+
+    One task does all of it, and begins with the relay, so that the end of the event loop cancels it. No task is made
+    when rows come: that may be while the loop ends.
 
     Args:
-        loop: of the publisher.
-        connect: begins to connect; waits for the first verdict.
+        connect: begins to connect; waits until every host has had its first attempt.
         send: submits a row to the channel to the broker; its confirmation is to call the function that is given.
     """
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         connect: Callable[[], Awaitable[None]],
         send: Callable[[OutboxRow, Callable[[AsyncConfirmation], None]], Awaitable[None]],
     ) -> None:
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._connect = connect
         self._send = send
         self._to_send: deque[OutboxRow] = deque()
+        self._has_rows = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._ended = False  # by `cancel`, or because the loop ends
         self._settled: deque[tuple[OutboxRow, ReliableMQError | None]] = deque()
         self._wake: Callable[[], object] | None = None  # of a relay that waits
 
     # On the relay's thread
 
     def connect(self) -> None:
-        """Begin to connect."""
-        self._on_loop(self._work)
+        """Do nothing: the task begins with that."""
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Publish rows, in order."""
-        if not self._on_loop(partial(self._put, rows)):
-            error = UsageError("the event loop of this publisher has ended; what is in the outbox stays there")
-            self._settled.extend((row, error) for row in rows)
+        self._to_send.extend(rows)
+        with suppress(RuntimeError):  # the loop is closed: `take_settled` returns them
+            self._loop.call_soon_threadsafe(self._on_rows)
 
     def take_settled(self) -> list[tuple[OutboxRow, ReliableMQError | None]]:
         """Return the rows whose publish has ended, each with its error, if any."""
+        if self._loop.is_closed():
+            self._return_unsent(UsageError("the event loop of this publisher has ended; its rows stay in the outbox"))
         settled: list[tuple[OutboxRow, ReliableMQError | None]] = []
         while self._settled:
             settled.append(self._settled.popleft())
@@ -376,22 +381,35 @@ class AsyncRelayPublisher:
 
     # On the event loop
 
+    def start(self) -> None:
+        """Connect, and send what comes."""
+        self._task = self._loop.create_task(self._run(), name="reliable_mq outbox relay")
+
     def cancel(self) -> None:
         """Send no more. Rows that were not sent come back."""
+        self._ended = True
         if self._task is not None:
             self._task.cancel()
 
-    def _put(self, rows: Sequence[OutboxRow]) -> None:
-        self._to_send.extend(rows)
-        self._work()
+    def _on_rows(self) -> None:
+        if self._ended:
+            self._return_unsent(_closed())
+        else:
+            self._has_rows.set()
 
-    def _work(self) -> None:
-        if self._task is None or self._task.done():
-            self._task = self._loop.create_task(self._feed(), name="reliable_mq outbox relay")
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._has_rows.clear()
+                await self._send_rows()
+                await self._has_rows.wait()
+        finally:
+            self._ended = True
+            self._return_unsent(_closed())
 
-    async def _feed(self) -> None:
+    async def _send_rows(self) -> None:
         """Send the rows, in order; once nothing can be published, none of the rest is tried."""
-        failure: ReliableMQError | None = UsageError("the publisher of this row was closed")
+        failure: ReliableMQError = _closed()
         row: OutboxRow | None = None
         try:
             await self._connect()
@@ -404,11 +422,16 @@ class AsyncRelayPublisher:
                 row = None
         except ReliableMQError as error:
             failure = error
+        except Exception:
+            logger.exception("the relay goes on after an error")
         finally:
             if row is not None:
                 self._settle(row, failure)
-            while self._to_send:
-                self._settle(self._to_send.popleft(), failure)
+            self._return_unsent(failure)
+
+    def _return_unsent(self, failure: ReliableMQError) -> None:
+        while self._to_send:
+            self._settle(self._to_send.popleft(), failure)
 
     def _done(self, row: OutboxRow, confirmation: AsyncConfirmation) -> None:
         self._settle(row, confirmation.failure())
@@ -419,9 +442,6 @@ class AsyncRelayPublisher:
         if wake is not None:
             wake()
 
-    def _on_loop(self, call: Callable[[], None]) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # it is closed
-            return False
-        return True
+
+def _closed() -> UsageError:
+    return UsageError("the publisher of this row was closed")

@@ -308,7 +308,7 @@ class AsyncPublisher(
         self._check_open("; nothing was stored")
         channel, loop = self._started_outbox_channel, asyncio.get_running_loop()
         if channel is None or channel.loop is not loop:
-            relay = AsyncRelayPublisher(loop, self._connect_relay, self._relay)
+            relay = AsyncRelayPublisher(self._connect_relay, self._relay)
             measured = self._registration is not None
             channel = self._started_outbox_channel = AsyncOutboxChannel(outbox, relay, self._options, measured=measured)
         await channel.start(self._options.delivery_timeout if limit is None else limit)

@@ -12,11 +12,12 @@ import pytest
 
 from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, UsageError
-from reliable_mq.core.outbox import NewRow
+from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
+from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
     from reliable_mq.core.outbox import RowSettlement
@@ -273,3 +274,133 @@ def test_connecting_starts_the_relay(tmp_path: Path) -> None:
         await publisher.close(0)
 
     asyncio.run(main())
+
+
+class RowsInTests:
+    """A publisher of rows that notes which are sent, and settles none; sending waits if it is told to."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.sent: list[int] = []
+        self._hangs = hangs
+        self.publisher = AsyncRelayPublisher(self._connect, self._send)
+        self.publisher.start()
+
+    async def _connect(self) -> None:
+        """It is."""
+
+    async def _send(self, row: OutboxRow, _: Callable[..., None]) -> None:
+        self.sent.append(row.id)
+        if self._hangs:
+            await asyncio.Event().wait()
+
+
+def row(number: int) -> OutboxRow:
+    return OutboxRow(number, message(1), "", "q", True, None, 0, False)
+
+
+def returned(publisher: AsyncRelayPublisher) -> list[tuple[int, type | None]]:
+    return [(one.id, None if error is None else type(error)) for one, error in publisher.take_settled()]
+
+
+def run_and_end(main: Callable[[], AsyncIterator[None]]) -> None:
+    """Run a generator up to its ``yield``; the rest of it runs while the loop ends, when all tasks are cancelled."""
+    unfinished: list[AsyncIterator[None]] = []
+
+    async def begin() -> None:
+        unfinished.append(main())
+        await anext(unfinished[0])
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        complaints: list[object] = []
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        runner.run(begin())
+    assert asyncio.all_tasks(loop) == set()
+    assert complaints == []
+
+
+def test_rows_that_come_while_the_event_loop_ends_go_back(caplog: pytest.LogCaptureFixture) -> None:
+    """No task is begun that the end of the loop would destroy."""
+    made: list[RowsInTests] = []
+
+    async def main() -> AsyncIterator[None]:
+        rows = RowsInTests(hangs=True)
+        made.append(rows)
+        await asyncio.sleep(0)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(rows.publisher.send, [row(1), row(2)])
+            await asyncio.sleep(0)
+
+    run_and_end(main)
+    assert made[0].sent == []
+    assert returned(made[0].publisher) == [(1, UsageError), (2, UsageError)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("ended", ["cancelled", "loop"])
+def test_rows_that_are_unsent_when_all_ends_go_back(ended: str) -> None:
+    """That one, too, whose sending was under way."""
+    made: list[RowsInTests] = []
+
+    async def main() -> None:
+        rows = RowsInTests(hangs=True)
+        made.append(rows)
+        rows.publisher.send([row(1), row(2)])
+        await until(lambda: rows.sent == [1])
+        if ended == "cancelled":
+            rows.publisher.cancel()
+            rows.publisher.send([row(3)])
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    expected = [1, 2, 3] if ended == "cancelled" else [1, 2]
+    assert sorted(returned(made[0].publisher)) == [(number, UsageError) for number in expected]
+    assert made[0].sent == [1]
+
+
+def test_rows_on_their_way_to_an_event_loop_that_is_closed_go_back() -> None:
+    """The loop has the call, and never makes it."""
+    loop = asyncio.new_event_loop()
+
+    async def make() -> RowsInTests:
+        return RowsInTests()
+
+    rows = loop.run_until_complete(make())
+    rows.publisher.send([row(1)])
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert rows.sent == [1]
+    rows.publisher.cancel()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    rows.publisher.send([row(2)])
+    loop.close()
+    rows.publisher.send([row(3)])
+    assert returned(rows.publisher) == [(2, UsageError), (3, UsageError)]
+
+
+def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> None:
+    """The row comes back without blame, and the next one is sent."""
+
+    async def main() -> None:
+        sent: list[int] = []
+
+        async def connect() -> None: ...
+
+        async def send(one: OutboxRow, _: object) -> None:
+            sent.append(one.id)
+            if len(sent) == 1:
+                raise KeyError(one.id)
+
+        publisher = AsyncRelayPublisher(connect, send)
+        publisher.start()
+        publisher.send([row(1), row(2)])
+        await until(lambda: len(publisher._settled) == 2)
+        assert returned(publisher) == [(1, UsageError), (2, UsageError)]
+        publisher.send([row(1)])
+        await until(lambda: sent == [1, 1])
+        publisher.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert "the relay goes on after an error" in caplog.text
