@@ -202,21 +202,27 @@ def test_the_attempts_that_a_store_counts_are_reset(
     assert done == "reset shop|orders|id-0\n"
 
 
-def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, checker: Checker) -> None:
+def test_a_replay_that_is_killed_goes_on_with_the_next(
+    any_vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
     """SIGKILL, twice: nothing is lost, what was published and not acked is there twice, a batch of it at most."""
     count = 2000
+    proxy = fault_proxy(any_vhost.url)
     letters = publish(any_vhost, count)
     for letter in letters:
         checker.attempted(letter.message_id)
         checker.confirmed(letter.message_id)
     for already in (50, 250):
-        # At that rate, neither kill finds all that was handed out replayed.
-        replaying = start_cli("dlq", "replay", any_vhost.url, DEAD, "--rate", "300")
+        # At that rate, neither kill finds all that was delivered replayed.
+        replaying = start_cli("dlq", "replay", proxy.url, DEAD, "--rate", "300")
         try:
             wait_for_more_than(already, any_vhost)
+            proxy.hold_confirms()  # so that the kill is never between two batches, when there is nothing to duplicate
+            proxy.wait_for(lambda: proxy.held_confirms > 0, timeout=30)
         finally:
             replaying.send_signal(signal.SIGKILL)
             replaying.communicate()
+        proxy.release_confirms()
     published = ready(any_vhost, "orders")
     wait_until(lambda: ready(any_vhost, DEAD) >= count - published, timeout=30, what="the rest requeued")
     _, told = dlq("replay", any_vhost, DEAD)
@@ -225,9 +231,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(any_vhost: VirtualHost, c
     checker.drain(any_vhost, ["orders"])
     balance = checker.close()
     assert len(balance.duplicated) <= 2 * 200
-    if any_vhost.broker.line == "4.0":
-        assert "handed out before" in told
-    # RabbitMQ 4.3 counts deliveries itself. Its count was seen to be 0 after a kill: then no duplicates are announced.
+    assert ("handed out before" if any_vhost.broker.line == "4.0" else "may be duplicates") in told
 
 
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
