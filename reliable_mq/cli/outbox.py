@@ -5,6 +5,7 @@ An outbox is named by the path of its SQLite file, or by a database URL as SQLAl
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import escaped, json_text, output, say
+from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def relay(
     try:
         with (
             _outbox(where, table, schema, create=create, lease=lease) as box,
+            _left_reported(box),
             _metrics(metrics_address, metrics_port) as registry,
             Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry) as publisher,
         ):
@@ -231,6 +233,34 @@ def _outbox(
         yield file
     finally:
         file.close()
+
+
+@contextmanager
+def _left_reported(box: Outbox) -> Iterator[None]:
+    """Report how many messages stay when the relay ends, however far it has come."""
+    from reliable_mq.engine import outbox_channel
+
+    hide_logs(outbox_channel.logger, below=logging.ERROR)  # which reports it only if the publisher was opened
+    try:
+        yield
+    except (OutboxError, TimeoutError):  # the text says it
+        raise
+    except BaseException:
+        _report_left(box)
+        raise
+    _report_left(box)
+
+
+def _report_left(box: Outbox) -> None:
+    from reliable_mq._util.threads import DaemonExecutor
+
+    try:
+        left, _last = DaemonExecutor("reliable_mq outbox count").call(lambda _: box.backlog(), _LEAVE)
+    except (OutboxError, TimeoutError) as error:
+        say(f"messages left in {box!r} cannot be counted: {error}")
+    else:
+        if left:
+            say(f"{left} messages stay in {box!r}, to be published at the next start")
 
 
 def _flush(publisher: Publisher, timeout: float | None) -> None:

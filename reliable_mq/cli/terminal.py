@@ -152,11 +152,11 @@ def show_logs(verbose: int = 0) -> None:
         driver.setLevel(logging.INFO if verbose > 1 else logging.CRITICAL + 1)
 
 
-def hide_logs(logger: logging.Logger | None = None) -> None:
-    """Hide the logs of the library, or of this logger, unless -v was given.
+def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
+    """Hide the logs of the library, or of this logger, below a level, unless -v was given.
 
     The command reports the same itself.
     """
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
-        (logger or ours).setLevel(logging.CRITICAL + 1)
+        (logger or ours).setLevel(below)
