@@ -19,19 +19,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.dlq.options import (
-    URL,
-    Exceptions,
-    FromQueue,
-    Headers,
-    Limit,
-    MessageIds,
-    NewerThan,
-    OlderThan,
-    QueueName,
-    Reason,
-    chosen,
-)
+from reliable_mq.cli.dlq.options import URL, DeadLetterFilter, Limit, QueueName, filtered
 from reliable_mq.cli.dlq.render import (
     details,
     interruptible,
@@ -54,17 +42,12 @@ __all__ = ["export", "import_", "list_", "purge", "replay", "show", "stats"]
 _SHOWN: Final = 20  # failures that are listed
 
 
+@filtered
 def replay(
     url: URL,
     queue: QueueName,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     limit: Limit = None,
     to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, whatever their origin.")] = None,
     exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
@@ -98,7 +81,6 @@ def replay(
     and run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second).
     Messages that cannot be published stay, and are reported; the exit status is 1 then.
     """
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     if (exchange is None) != (routing_key is None):
         raise typer.BadParameter("--exchange and --routing-key go together")
     if exchange is not None and to is not None:
@@ -128,22 +110,16 @@ def replay(
     raise typer.Exit(0 if report.ok else 1)
 
 
+@filtered
 def purge(
     url: URL,
     queue: QueueName,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     limit: Limit = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete dead letters for good. Asks first; export them before."""
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     with _opened(url, queue) as dead:
         if not yes:
             if sys.stdin is None:
@@ -237,22 +213,16 @@ _AS_JSON: Final = "One JSON object per line."
 _KEPT: Final = "nothing was taken out of the queue"
 
 
+@filtered
 def list_(
     url: URL,
     queue: QueueName,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     limit: Limit = 100,
     as_json: Annotated[bool, typer.Option("--json", help=_AS_JSON)] = False,
 ) -> None:
     """List dead letters, one per line, from the head of the queue on."""
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     now, table = datetime.now(UTC), listing()
     with _opened(url, queue) as dead, interruptible(_KEPT):
         total = len(dead)
@@ -266,17 +236,12 @@ def list_(
         _write(table, f"{table.row_count:,} shown; {total:,} messages in {queue}")
 
 
+@filtered
 def show(
     url: URL,
     queue: QueueName,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     limit: Limit = 1,
     body_bytes: Annotated[int, typer.Option(min=0, help="Bytes of a body to show.")] = 4096,
 ) -> None:
@@ -284,7 +249,6 @@ def show(
 
     The exit status is 1 if there is none.
     """
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     found = []
     with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
         found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
@@ -294,21 +258,15 @@ def show(
         raise typer.Exit(1)
 
 
+@filtered
 def stats(
     url: URL,
     queue: QueueName,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Count dead letters by cause of death, by the queue they were in, and by age."""
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
         counted = dead.statistics(which, progress=bar)
     if as_json:
@@ -317,6 +275,7 @@ def stats(
     _write_apart(statistics_tables(counted, datetime.now(UTC)))
 
 
+@filtered
 def export(
     url: URL,
     queue: QueueName,
@@ -325,13 +284,7 @@ def export(
         typer.Argument(metavar="FILE", dir_okay=False, help="Without, or with '-': standard output."),
     ] = None,
     *,
-    exception: Exceptions = None,
-    reason: Reason = None,
-    from_queue: FromQueue = None,
-    message_id: MessageIds = None,
-    header: Headers = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
+    which: DeadLetterFilter,
     limit: Limit = None,
 ) -> None:
     """Write dead letters as JSON lines, byte for byte; they stay in the queue.
@@ -339,7 +292,6 @@ def export(
     `dlq import` and `publish --json` read them. A FILE that exists is replaced when everything is written, and is as it
     was until then.
     """
-    which = chosen(exception, reason, from_queue, message_id, header, older_than, newer_than)
     to_stdout = file is None or str(file) == "-"
     unfinished = "what was written is incomplete" if to_stdout else f"{file} is as it was"
     with (

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import Filter
 
-__all__ = [
-    "URL",
-    "Exceptions",
-    "FromQueue",
-    "Headers",
-    "Limit",
-    "MessageIds",
-    "NewerThan",
-    "OlderThan",
-    "QueueName",
-    "Reason",
-    "chosen",
-]
+__all__ = ["URL", "DeadLetterFilter", "Limit", "QueueName", "chosen", "filtered"]
 
 URL: TypeAlias = Annotated[
     str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
@@ -31,53 +21,34 @@ URL: TypeAlias = Annotated[
 QueueName: TypeAlias = Annotated[
     str, typer.Argument(metavar="QUEUE", help="The dead-letter queue, such as orders.dead.")
 ]
-_WHICH: Final = "Which dead letters"
+DeadLetterFilter: TypeAlias = "Filter"  # which is imported when a command runs
 
-Exceptions: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CLASS",
-        rich_help_panel=_WHICH,
-        help="By the class of the last exception, with its module or without; * and ? are wildcards.",
-    ),
-]
-Reason: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="TEXT", rich_help_panel=_WHICH, help="By a text in the reason.")
-]
-FromQueue: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAME", rich_help_panel=_WHICH, help="By the queue that they were in before.")
-]
-MessageIds: TypeAlias = Annotated[
-    list[str] | None, typer.Option(metavar="ID", rich_help_panel=_WHICH, help="By message id; repeatable.")
-]
-Headers: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE", rich_help_panel=_WHICH, help="By header; repeatable, all must match."),
-]
-OlderThan: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="AGE", rich_help_panel=_WHICH, help="By age: dead for longer than 90 (seconds), 15m, 2h, 7d, 1w."
-    ),
-]
-NewerThan: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="AGE", rich_help_panel=_WHICH, help="By age: dead for less.")
-]
-Limit: TypeAlias = Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHICH, help="How many at most.")]
+_option: Final = functools.partial(typer.Option, rich_help_panel="Which dead letters")
+Limit: TypeAlias = Annotated[int | None, _option(min=1, help="How many at most.")]
 
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def chosen(
-    exception: str | None,
-    reason: str | None,
-    from_queue: str | None,
-    message_id: Sequence[str] | None,
-    header: Sequence[str] | None,
-    older_than: str | None,
-    newer_than: str | None,
-) -> Filter:
+    exception: Annotated[
+        str | None,
+        _option(
+            metavar="CLASS",
+            help="By the class of the last exception, with its module or without; * and ? are wildcards.",
+        ),
+    ] = None,
+    reason: Annotated[str | None, _option(metavar="TEXT", help="By a text in the reason.")] = None,
+    from_queue: Annotated[str | None, _option(metavar="NAME", help="By the queue that they were in before.")] = None,
+    message_id: Annotated[list[str] | None, _option(metavar="ID", help="By message id; repeatable.")] = None,
+    header: Annotated[
+        list[str] | None, _option(metavar="NAME=VALUE", help="By header; repeatable, all must match.")
+    ] = None,
+    older_than: Annotated[
+        str | None, _option(metavar="AGE", help="By age: dead for longer than 90 (seconds), 15m, 2h, 7d, 1w.")
+    ] = None,
+    newer_than: Annotated[str | None, _option(metavar="AGE", help="By age: dead for less.")] = None,
+) -> DeadLetterFilter:
     """Return the filter that the options describe.
 
     Raises:
@@ -94,6 +65,24 @@ def chosen(
         older_than=_age("--older-than", older_than),
         newer_than=_age("--newer-than", newer_than),
     )
+
+
+def filtered(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter ``which`` by the options of `chosen`, which make the filter."""
+    options = inspect.signature(chosen, eval_str=True).parameters
+    signature = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        which = chosen(**{name: given.pop(name) for name in options})
+        command(which=which, **given)
+
+    parameters = list(signature.parameters.values())
+    place = list(signature.parameters).index("which")
+    parameters[place : place + 1] = [option.replace(kind=option.KEYWORD_ONLY) for option in options.values()]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def _header(text: str) -> tuple[str, str]:
