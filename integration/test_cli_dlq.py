@@ -104,7 +104,7 @@ def test_chosen_dead_letters_are_replayed(any_vhost: VirtualHost) -> None:
     assert dry == "3 of 30 would be replayed\n"
     _, told = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout")
     if any_vhost.broker.line == "4.0":
-        assert told.startswith("3 of 30 replayed; 3 had been handed out before, by a look or a replay")
+        assert told.startswith("3 of 30 replayed; 3 had been delivered before, by a browse or a replay")
     else:
         assert told == "3 of 30 replayed\n"
     _, told = dlq("replay", any_vhost, DEAD, "--limit", "1", "--to", "nowhere", status=1)
@@ -229,7 +229,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
     checker.drain(any_vhost, ["orders"])
     balance = checker.close()
     assert len(balance.duplicated) <= 2 * 200
-    assert ("handed out before" if any_vhost.broker.line == "4.0" else "may be duplicates") in told
+    assert ("delivered before" if any_vhost.broker.line == "4.0" else "may be duplicates") in told
 
 
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(

@@ -385,7 +385,7 @@ class DeadLetterQueue:
         most = max(message.delivery_count for message in messages)
         if most >= _REFUSED_AT:
             raise ConsumeError(
-                f"messages of queue {self._name!r} were handed out {most} times, which RabbitMQ "
+                f"messages of queue {self._name!r} were delivered {most} times, which RabbitMQ "
                 f"{self._channel.server.version} counts against the queue's delivery limit (20 unless it was changed); "
                 "past it they are dropped: replay them all, or set a policy with delivery-limit -1 on the queue"
             )

@@ -282,7 +282,7 @@ class Replay:
             return None
         target = self._routing(message)
         if target is None:
-            self._fail(message, ConsumeError("nobody said where it came from: say where it is to go"))
+            self._fail(message, ConsumeError("its origin is unknown: name a target"))
         return target
 
     def _fail(self, message: DeadMessage, error: ReliableMQError) -> None:

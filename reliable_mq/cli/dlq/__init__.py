@@ -10,7 +10,7 @@ __all__ = ["dlq"]
 
 dlq = typer.Typer(
     name="dlq",
-    help="Browse dead letters, count, replay, purge, export and import them.",
+    help="Browse, count, replay, purge, export and import dead letters.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -75,7 +75,7 @@ def replay(
         typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, if it was given one."),
     ] = None,
 ) -> None:
-    """Publish dead letters again, to their queues, with all their attempts again.
+    """Publish each dead letter to the queue it came from, with its attempts reset.
 
     Each is confirmed before it is removed from the dead-letter queue. A replay may be interrupted or killed at any time
     and run again: nothing is lost, and at most 200 messages are published twice (with --rate: those of one second).
@@ -92,7 +92,7 @@ def replay(
     hide_logs(unwatched_logger)
     with (
         _opened(url, queue) as dead,
-        interruptible("what was confirmed is out of the queue, everything else is in it: run it again to go on"),
+        interruptible("confirmed messages are out of the queue, all others are in it: run it again to continue"),
         progress_bar("would replay" if dry_run else "replaying") as bar,
     ):
         report = dead.replay(
@@ -123,12 +123,14 @@ def purge(
     with _opened(url, queue) as dead:
         if not yes:
             if sys.stdin is None:
-                raise OSError(errno.EBADF, "standard input is closed, so nobody can be asked: --yes asks nobody")
-            meant = "those that match" if not which.everything else "all" if limit is None else "the first"
-            most = "" if limit is None else f" (at most {limit:,})"
-            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant}{most} for good?"
+                raise OSError(errno.EBADF, "standard input is closed, so the deletion cannot be confirmed: pass --yes")
+            if which.everything:
+                meant = "all" if limit is None else f"the first {limit:,}"
+            else:
+                meant = "those that match" if limit is None else f"the first {limit:,} that match"
+            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant} for good?"
             typer.confirm(question, abort=True, err=True)
-        with interruptible("what was deleted is gone, the rest is in the queue"), progress_bar("deleting") as bar:
+        with interruptible("deleted messages are gone, the rest is in the queue"), progress_bar("deleting") as bar:
             deleted = dead.purge(which, limit=limit, progress=bar)
     say(f"{deleted:,} deleted")
 
@@ -157,7 +159,7 @@ def import_(
 
     with (
         _opened(url, queue) as dead,
-        interruptible("what was confirmed is in the queue"),
+        interruptible("confirmed messages are in the queue"),
         progress_bar("importing") as bar,
     ):
         confirmed, failures = dead.import_lines(texts(), progress=bar)
@@ -175,15 +177,17 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
     what = "would be replayed" if dry_run else "replayed"
     text = f"{report.replayed:,} of {report.examined:,} {what}"
     if report.failed:
-        text += f"; {report.failed:,} cannot go back, and stay" if dry_run else f"; {report.failed:,} failed, and stay"
+        text += (
+            f"; {report.failed:,} cannot be replayed, and stay" if dry_run else f"; {report.failed:,} failed, and stay"
+        )
     if report.already_published:
-        text += f"; {report.already_published:,} came again after a connection was lost, and were not published twice"
+        text += f"; {report.already_published:,} were delivered again after a lost connection, and not published twice"
     if report.possible_duplicates:
-        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or a look that had them was cut off"
+        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or browse that held them was interrupted"
     elif report.possible_duplicates is None and report.handed_out_before:
         text += (
-            f"; {report.handed_out_before:,} had been handed out before, by a look or a replay: if a replay was cut "
-            "off, up to 200 of them are duplicates"
+            f"; {report.handed_out_before:,} had been delivered before, by a browse or a replay: if a replay was "
+            "interrupted, up to 200 of them are duplicates"
         )
     say(text)
 
@@ -226,7 +230,7 @@ def list_(
     now, table = datetime.now(UTC), listing()
     with _opened(url, queue) as dead, interruptible(_KEPT):
         total = len(dead)
-        with progress_bar("looking") as bar:
+        with progress_bar("reading") as bar:
             for message in dead.browse(which, limit=limit, progress=bar):
                 if as_json:
                     print(json_text(summary_json(message)))
@@ -250,7 +254,7 @@ def show(
     The exit status is 1 if there is none.
     """
     found = []
-    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("looking") as bar:
+    with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("reading") as bar:
         found += [details(message, body_bytes) for message in dead.browse(which, limit=limit, progress=bar)]
     _write_apart(found)
     if not found:
@@ -293,7 +297,7 @@ def export(
     was until then.
     """
     to_stdout = file is None or str(file) == "-"
-    unfinished = "what was written is incomplete" if to_stdout else f"{file} is as it was"
+    unfinished = "the output is incomplete" if to_stdout else f"{file} is as it was"
     with (
         interruptible(f"{_KEPT}, and {unfinished}"),
         _opened(url, queue) as dead,

@@ -113,7 +113,7 @@ def details(message: DeadMessage, most: int) -> Table:
         if value not in (None, ""):
             row(name, value)
     if message.delivery_count:
-        row("handed out before", message.delivery_count)
+        row("delivered before", message.delivery_count)
     if message.unreadable:
         row("cannot be replayed", message.unreadable)
     line: dict[str, Any] = json.loads(write_line(message))
