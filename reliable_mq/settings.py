@@ -138,6 +138,11 @@ class ConnectionSettings:
         hosts = ",".join(map(str, self.endpoints))
         return f"{'amqp' if self.tls is None else 'amqps'}://{hosts}/{quote(self.virtual_host, safe='')}"
 
+    @property
+    def first_attempts_timeout(self) -> float:
+        """Seconds after which every host has had its first attempt."""
+        return self.connect_timeout * len(self.endpoints) + 1.0
+
     def resolve_credentials(self) -> Credentials | None:
         """Return the credentials for one connect; None with ``EXTERNAL``. Blocks while the user's callback runs.
 

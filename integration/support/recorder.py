@@ -133,7 +133,7 @@ class Recorded:
             settings=settings,
             setup=setup or (lambda server: publisher_setup([], server.version_tuple)),
             client=self.client,
-            recovery=ReconnectPolicy(hosts=len(settings.endpoints), wait=wait, stop=stop),
+            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints), wait=wait, stop=stop),
         )
 
     def __enter__(self) -> Self:

@@ -42,7 +42,7 @@ class AsyncConnection:
         settings: hosts, credentials, TLS, tuning.
         setup: called once per attempt: the steps to perform before the channel is ready.
         client: the owner; receives every event.
-        recovery: decides when to try which host again; this connection's alone.
+        reconnect_policy: decides when to try which host again; this connection's alone.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AsyncConnection:
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
     ) -> None:
         self._loop = EventLoop(self._on_error, self._on_cancelled)
         self._thread = threading.get_ident()
@@ -64,7 +64,7 @@ class AsyncConnection:
             settings=settings,
             setup=setup,
             client=client,
-            recovery=recovery,
+            reconnect_policy=reconnect_policy,
             on_ended=self._ended.set,
         )
 

@@ -198,7 +198,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         """Consume in the background. If the broker cannot be reached now, it goes on trying; errors as for `run`."""
         subscription = self._start(enter=True)
         try:
-            await self._await_verdict(subscription)
+            await self._await_first_attempts(subscription)
         except BaseException:
             await self.close()
             raise
@@ -277,11 +277,11 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             raise UsageError("this consumer belongs to another event loop; make one for each")
 
     async def _connect(self, *, required: bool) -> AsyncSubscription:
-        """Start, and wait for the verdict. If that is an error, nothing is left of what this call has started."""
+        """Start, and wait for the first attempts. After an error nothing is left of what this call has started."""
         first = self._subscription is None
         subscription = self._start()
         try:
-            await self._await_verdict(subscription, required=required)
+            await self._await_first_attempts(subscription, required=required)
         except BaseException:
             if first:
                 subscription.stop_now()
@@ -292,9 +292,9 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             raise
         return subscription
 
-    async def _await_verdict(self, subscription: AsyncSubscription, *, required: bool = False) -> None:
+    async def _await_first_attempts(self, subscription: AsyncSubscription, *, required: bool = False) -> None:
         """Wait until each host had its first attempt. Raises an error that time cannot heal, or any if ``required``."""
-        error = await subscription.wait_connected(self._options.first_verdict)
+        error = await subscription.wait_connected(self._options.settings.first_attempts_timeout)
         if error is not None and (required or error is subscription.error):
             raise error
 

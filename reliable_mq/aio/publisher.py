@@ -88,7 +88,7 @@ class AsyncPublisher(
     ) -> AsyncConfirmation:
         """Publish a message without waiting for its confirm. Waits only while the window is full.
 
-        Args and errors are those of :meth:`publish`, except that the broker's verdict comes through the confirmation.
+        Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
         """
         return await self._submit(message, exchange, routing_key, timeout)
 
@@ -172,7 +172,7 @@ class AsyncPublisher(
             await self._open_outbox(self._outbox, None)
         if self._channel is None:
             await self._open(FOR_EVER, required=True)
-        elif (error := await self._channel.wait_connected(self._options.first_verdict)) is not None:
+        elif (error := await self._channel.wait_connected(self._options.settings.first_attempts_timeout)) is not None:
             raise error
 
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:

@@ -126,7 +126,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             settings=options.settings,
             setup=self._set_up,
             client=self,
-            recovery=options.new_recovery(),
+            reconnect_policy=options.new_reconnect_policy(),
         )
 
     # For callers

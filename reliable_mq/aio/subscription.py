@@ -115,7 +115,7 @@ class AsyncSubscription(BaseSubscription):
 
     ended: asyncio.Event
     republisher: AsyncRepublisher | None
-    _verdict: asyncio.Event
+    _first_attempts_over: asyncio.Event
     _io: AsyncConnection
 
     @property
@@ -129,12 +129,12 @@ class AsyncSubscription(BaseSubscription):
         A set-up that goes on (a large topology) is waited for beyond ``timeout``.
         """
         limit = timeout
-        while limit > 0 and not self._verdict.is_set():
+        while limit > 0 and not self._first_attempts_over.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
-                    await self._verdict.wait()
+                    await self._first_attempts_over.wait()
             limit = self._io.patience
-        return self.verdict(timeout)
+        return self.why_not_connected(timeout)
 
     async def join(self) -> bool:
         """After the end, wait until the connection is closed."""
@@ -154,9 +154,11 @@ class AsyncSubscription(BaseSubscription):
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
     ) -> AsyncConnection:
-        return AsyncConnection(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
+        return AsyncConnection(
+            name=name, settings=settings, setup=setup, client=client, reconnect_policy=reconnect_policy
+        )
 
 
 _LONGEST = 1e8  # seconds that a timer is set for
@@ -167,8 +169,10 @@ class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
 
     _changed: _Changes
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
-        super().__init__(options, settings, recovery)
+    def __init__(
+        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
+    ) -> None:
+        super().__init__(options, settings, reconnect_policy)
         self._turn = asyncio.Lock()
 
     async def take(self, most: int, timeout: float) -> list[PulledDelivery]:

@@ -29,7 +29,7 @@ from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.reconnect import Asking, ConnectionLoss
+from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ __all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
 
 logger = logging.getLogger(__name__)
 
-_ASKED_AGAIN = 0.9  # of the time to connect
+_CALL_AGAIN_AFTER = 0.9  # of the time to connect, for credentials
 _ABORT_GRACE = 1.0  # seconds for aborted sockets to be closed, which takes one turn of the loop
 
 
@@ -93,7 +93,7 @@ class Connector:
         settings: hosts, credentials, TLS, tuning.
         setup: called once per attempt: the steps to perform before the channel is ready.
         client: the owner; is told of every event.
-        recovery: decides when to try which host again; this connector's alone.
+        reconnect_policy: decides when to try which host again; this connector's alone.
         on_ended: called once, after `close`, when every socket is closed.
 
     Attributes:
@@ -110,7 +110,7 @@ class Connector:
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
         on_ended: Callable[[], None],
     ) -> None:
         self.write: Callable[[bytes], None] = _write_nothing
@@ -121,12 +121,12 @@ class Connector:
         self._settings = settings
         self._setup = setup
         self._client = client
-        self._recovery = recovery
+        self._reconnect_policy = reconnect_policy
         self._on_ended = on_ended
         self._state = ConnectionState.WAITING  # changed by `_enter` alone
         self._timer: TimerHandle | None = None  # of the state
         # For calls of the credentials callback. Its patience ends a little before that of the attempt.
-        self._asking = Asking(_ASKED_AGAIN * settings.connect_timeout)
+        self._credentials_calls = CredentialsCalls(_CALL_AGAIN_AFTER * settings.connect_timeout)
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted; their sockets are not closed yet
         self._channel: Channel | None = None
@@ -142,7 +142,7 @@ class Connector:
     def begin(self) -> None:
         """Connect, and reconnect until `close`, which may have been called before."""
         if self._state is ConnectionState.WAITING:
-            self._recovery.begin(time.monotonic())
+            self._reconnect_policy.begin(time.monotonic())
             self._connect()
 
     # -- calls of the client -------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Connector:
 
     @property
     def _endpoint(self) -> Endpoint:
-        return self._settings.endpoints[self._recovery.host]
+        return self._settings.endpoints[self._reconnect_policy.host]
 
     def _reconnect(self) -> None:
         """Begin the next attempt: the wait is over."""
@@ -241,7 +241,9 @@ class Connector:
         self._set_timer(self._settings.connect_timeout, self._on_timeout)
         if self._settings.tls is None and not callable(self._settings.credentials):
             self._on_credentials(self._read_credentials())
-        elif self._asking.begin(time.monotonic()):  # if not, an earlier call is still running: its result will do
+        elif self._credentials_calls.begin(
+            time.monotonic()
+        ):  # if not, an earlier call is still running: its result will do
             call_in_background(
                 f"{self._name} credentials",
                 self._read_credentials,
@@ -254,7 +256,7 @@ class Connector:
         return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
     def _on_credentials_read(self, result: ConnectCredentials | Exception) -> None:
-        self._asking.answered()
+        self._credentials_calls.answered()
         self._on_credentials(result)
 
     def _on_credentials(self, result: ConnectCredentials | Exception) -> None:
@@ -321,7 +323,7 @@ class Connector:
 
     def _become_ready(self, link: Link, channel: Channel) -> None:
         self._cancel_timer()
-        self._recovery.ready()
+        self._reconnect_policy.ready()
         self._live = True
         self._enter(ConnectionState.READY)
         logger.info("%s: connected to %s, %s %s", self._name, link.endpoint, link.server.product, link.server.version)
@@ -340,7 +342,7 @@ class Connector:
         else:
             doing = _DOING[self._state]
             if self._state is ConnectionState.PREPARING:
-                doing += f", calls without an answer: {self._asking.unanswered}"
+                doing += f", calls without an answer: {self._credentials_calls.unanswered}"
             self._attempt_failed(BrokerUnavailable(f"{self._endpoint}: not ready within {seconds:g} s ({doing})"))
 
     def _attempt_failed(self, error: ReliableMQError, *, connected: bool = False) -> None:
@@ -348,12 +350,12 @@ class Connector:
         self._end_set_up()
         if not connected:
             self._drop_link(str(error))
-        wait = self._recovery.failed(error, time.monotonic(), connected=connected)
-        if self._recovery.broken is not None:
+        wait = self._reconnect_policy.failed(error, time.monotonic(), connected=connected)
+        if self._reconnect_policy.broken is not None:
             logger.error(
                 "%s: reconnect_wait or reconnect_stop raised; the default wait is taken in its place",
                 self._name,
-                exc_info=self._recovery.broken,
+                exc_info=self._reconnect_policy.broken,
             )
         if wait is None:
             self._enter(ConnectionState.GIVEN_UP)
@@ -377,7 +379,7 @@ class Connector:
         if link is self._link:
             self._link = self._channel = None
             if self._state in _ESTABLISHED:
-                self._recover(loss)
+                self._plan_reconnect(loss)
             elif self._step_outstanding is not None and _is_refusal(loss):
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
             elif self._state in _ATTEMPT:
@@ -402,14 +404,14 @@ class Connector:
                 self._runs[0].refuse(code, text)
             # The caller of `run` has been told of the refusal, and decides whether it matters.
             level = logging.INFO if refused else logging.WARNING
-            self._recover(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
+            self._plan_reconnect(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
 
     def _discarded(self, loss: ConnectionLoss) -> None:
         if self._state is ConnectionState.DISCARDED:
-            self._recover(loss)
+            self._plan_reconnect(loss)
 
-    def _recover(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
-        wait = self._recovery.lost(loss, time.monotonic())
+    def _plan_reconnect(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
+        wait = self._reconnect_policy.lost(loss, time.monotonic())
         self._enter(ConnectionState.WAITING)
         self._set_timer(wait, self._reconnect)
         logger.log(

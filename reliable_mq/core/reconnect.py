@@ -7,8 +7,8 @@ Invariants:
 
 - Hosts are tried in the order given. After a failed attempt and after a lost connection the next one is `host`; the
   very first attempt goes to the first. Every host gets one attempt, without a wait in between, before the wait object
-  is called: that is a pass.
-- A pass in which *every* attempt failed for a reason that time does not heal (wrong credentials, unknown virtual host,
+  is called: that is a round.
+- A round in which *every* attempt failed for a reason that time does not heal (wrong credentials, unknown virtual host,
   a certificate that does not verify, a topology that differs) ends it all, as long as nothing was ever ready: that is a
   wrong configuration, and waiting would hide it. Once something was ready, everything is tried again: brokers are
   re-created, passwords and certificates renewed.
@@ -16,7 +16,7 @@ Invariants:
   again uses up a budget, which refills with time; from then on the rate of the refill is the rate of reopening. The
   budget for channels is large, since the search for the message that closes channels takes several closes in a row.
 - No wait is negative; none is computed from a wall clock.
-- Wait and stop are the user's: functions of the number of passes, or tenacity's objects. If one raises, or returns no
+- Wait and stop are the user's: functions of the number of rounds, or tenacity's objects. If one raises, or returns no
   number, the default decides in its place: a mistake in them costs no message.
 """
 
@@ -36,11 +36,11 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["Asking", "ConnectionLoss", "ReconnectPolicy", "ReconnectStop", "ReconnectWait", "is_permanent"]
+__all__ = ["ConnectionLoss", "CredentialsCalls", "ReconnectPolicy", "ReconnectStop", "ReconnectWait", "is_permanent"]
 
-#: Seconds to wait after a pass: a function of the number of passes since the connection was lost, or a tenacity wait.
+#: Seconds to wait after a round: a function of the number of rounds since the connection was lost, or a tenacity wait.
 ReconnectWait: TypeAlias = Callable[[int], float] | wait_base
-#: Whether to give up after a pass: a function of the number of passes, or a tenacity stop.
+#: Whether to give up after a round: a function of the number of rounds, or a tenacity stop.
 ReconnectStop: TypeAlias = Callable[[int], bool] | stop_base
 
 CHANNEL_BURST: Final = 64  # channels that may be reopened in a row without a wait
@@ -50,7 +50,7 @@ CONNECTION_REFILL: Final = 2.0
 
 MOST_UNANSWERED: Final = 8  # calls of one connection's credentials callback, each on a thread of its own
 
-_FIRST_WAIT: Final = 0.2  # seconds, before the second pass over the hosts
+_FIRST_WAIT: Final = 0.2  # seconds, before the second round over the hosts
 _LONGEST_WAIT: Final = 30.0
 
 
@@ -78,10 +78,10 @@ class ReconnectPolicy:
 
     Args:
         hosts: the number of hosts, at least one.
-        wait: called after every pass with the number of passes since the outage began, which is the ``attempt_number``
+        wait: called after every round with the number of rounds since the outage began, which is the ``attempt_number``
             of a tenacity wait. Seconds. Default: 0.2 s, doubled each time up to 30 s, of which a random part between a
             half and all.
-        stop: called after every pass, likewise; for a tenacity stop ``seconds_since_start`` counts from the beginning
+        stop: called after every round, likewise; for a tenacity stop ``seconds_since_start`` counts from the beginning
             of the outage. Default: never.
         random: the randomness of the default wait; a seeded one makes it repeatable.
 
@@ -114,8 +114,8 @@ class ReconnectPolicy:
         self._host = 0
         self._ever_ready = False
         self._outage_began = 0.0
-        self._passes = 0
-        self._tried = 0  # attempts in this pass
+        self._rounds = 0
+        self._tried = 0  # attempts in this round
         self._permanent = 0  # of those, refused for good
         self._channels = _Budget(CHANNEL_BURST, CHANNEL_REFILL)
         self._connections = _Budget(CONNECTION_BURST, CONNECTION_REFILL)
@@ -132,8 +132,8 @@ class ReconnectPolicy:
     def ready(self) -> None:
         """End the outage: a connection and its channel are set up."""
         self._ever_ready = True
-        self._new_pass()
-        self._passes = 0
+        self._new_round()
+        self._rounds = 0
 
     def failed(self, error: ReliableMQError, now: float, *, connected: bool = False) -> float | None:
         """Decide after an attempt to connect, or to set up a channel, that failed.
@@ -155,10 +155,10 @@ class ReconnectPolicy:
             if self._tried < self._hosts:
                 return 0.0
         hopeless = is_permanent(error) if connected else self._permanent == self._tried
-        self._new_pass()
+        self._new_round()
         if hopeless and not self._ever_ready:
             return None
-        self._passes += 1
+        self._rounds += 1
         return self._ask(error, now)
 
     def lost(self, loss: ConnectionLoss, now: float) -> float:
@@ -175,10 +175,10 @@ class ReconnectPolicy:
 
     def _outage(self, now: float) -> None:
         self._outage_began = now
-        self._passes = 0
-        self._new_pass()
+        self._rounds = 0
+        self._new_round()
 
-    def _new_pass(self) -> None:
+    def _new_round(self) -> None:
         self._tried = self._permanent = 0
 
     def _next_host(self) -> None:
@@ -187,21 +187,21 @@ class ReconnectPolicy:
     def _ask(self, error: ReliableMQError, now: float) -> float | None:
         """Call wait and stop as tenacity does: a stop object may read the wait."""
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
-        state.attempt_number = self._passes
+        state.attempt_number = self._rounds
         state.start_time = self._outage_began
-        state.outcome = tenacity.Future.construct(self._passes, error, has_exception=True)
+        state.outcome = tenacity.Future.construct(self._rounds, error, has_exception=True)
         state.outcome_timestamp = now
         try:
             wait, stop = self._wait, self._stop
-            state.upcoming_sleep = max(0.0, float(wait(state) if isinstance(wait, wait_base) else wait(self._passes)))
-            gives_up = stop(state) if isinstance(stop, stop_base) else stop(self._passes)
+            state.upcoming_sleep = max(0.0, float(wait(state) if isinstance(wait, wait_base) else wait(self._rounds)))
+            gives_up = stop(state) if isinstance(stop, stop_base) else stop(self._rounds)
         except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
             self.broken = broken
             return self._default_wait(state)
         return None if gives_up else state.upcoming_sleep
 
 
-class Asking:
+class CredentialsCalls:
     """The calls of a credentials callback whose earlier calls have not returned.
 
     A call may hang for ever, and each one keeps a thread. So another one begins after `patience` seconds, the next
@@ -242,8 +242,8 @@ def _check_callable(option: str, given: object, kind: type[wait_base | stop_base
     foreign = isinstance(given, (wait_base, stop_base)) and not isinstance(given, kind)
     if foreign or isinstance(given, type) or not callable(given):
         raise ConfigurationError(
-            f"reconnect_{option} must be a function of the number of attempts, or one of tenacity's {option}s, not "
-            f"{given!r:.100}"
+            f"reconnect_{option} must be a function of the number of rounds over the hosts, or one of tenacity's "
+            f"{option}s, not {given!r:.100}"
         )
 
 

@@ -192,7 +192,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         for warning in options.warnings:
             logger.warning("%s", warning)
         kind = self._pull_subscription_type if options.handler is None else self._subscription_type
-        subscription: SubscriptionT = kind(options, options.settings, options.new_recovery())
+        subscription: SubscriptionT = kind(options, options.settings, options.new_reconnect_policy())
         if options.handler is not None:
             new_pool = partial(
                 self._pool_type(),

@@ -74,7 +74,6 @@ class ConsumerOptions:
         store: as given for ``idempotency``.
         ack_interval, stop_timeout, new_queue_grace: as given, in seconds.
         settings: of the connection.
-        first_verdict: seconds after which every host has had its first attempt.
         queue_name: of the queue.
         is_stream: whether the queue is a stream, as far as is known.
         batch: whether the handler takes a list.
@@ -218,9 +217,8 @@ class ConsumerOptions:
         self.settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
         )
-        self.first_verdict = self.settings.connect_timeout * len(self.settings.endpoints) + 1.0
         self._reconnect = reconnect_wait, reconnect_stop
-        self.new_recovery()  # refuses a wrong reconnect_wait or reconnect_stop
+        self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
         self._republishing: dict[str, Any] = {
             "url": url,
             "new_queue_grace": new_queue_grace,
@@ -389,7 +387,7 @@ class ConsumerOptions:
             ),
         )
 
-    def new_recovery(self) -> ReconnectPolicy:
+    def new_reconnect_policy(self) -> ReconnectPolicy:
         """Make the policy for the attempts of one connection."""
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)

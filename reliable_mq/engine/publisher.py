@@ -185,9 +185,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     def _first_wait(self, limit: float) -> tuple[float, int, bool]:
         """Return how to wait until every host has had its first attempt: seconds, attempts, whether that is firm."""
-        options = self._options
-        wait = min(options.first_verdict, limit)
-        return wait, len(options.settings.endpoints), limit < options.first_verdict
+        settings = self._options.settings
+        firm = limit < settings.first_attempts_timeout
+        return min(settings.first_attempts_timeout, limit), len(settings.endpoints), firm
 
     # Flushing and closing
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
-    from reliable_mq.core.publisher.session import PublishingSession
+    from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
@@ -117,7 +117,7 @@ class BasePublisherChannel(Generic[P]):
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
         self.window = options.window
-        self.session: PublishingSession[P] = options.new_session(random.Random())
+        self.session: PublisherSession[P] = options.new_session(random.Random())
         self.fatal: ReliableMQError | None = None
         self.forked = False
         self.reconnects = 0

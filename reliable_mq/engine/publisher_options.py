@@ -12,7 +12,7 @@ from reliable_mq._util.validation import Duration, is_whole_number, seconds
 from reliable_mq.codec import header_frame_size, publish_head
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
-from reliable_mq.core.publisher.session import PublishingSession
+from reliable_mq.core.publisher.session import PublisherSession
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.errors import ConfigurationError, PublishRefused
@@ -55,7 +55,6 @@ class PublisherOptions:
         raise_when_blocked: whether a publish is refused while the broker blocks publishing.
         settings: of the connection.
         window: of messages that are not confirmed yet.
-        first_verdict: seconds after which every host has had its first attempt.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class PublisherOptions:
         self.raise_when_blocked = on_blocked == "raise"
         self.delivery_timeout = seconds("delivery_timeout", delivery_timeout, positive=True)
         self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
-        self.first_verdict = self.settings.connect_timeout * len(self.settings.endpoints) + 1.0
         self.outbox = outbox
         self.registry = registry
         self._topology = declarations(topology)
@@ -158,12 +156,12 @@ class PublisherOptions:
         self._confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self._reconnect = reconnect_wait, reconnect_stop
-        self.new_recovery()  # refuses a wrong reconnect_wait or reconnect_stop
+        self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
         self._targets: set[tuple[str, str]] = set()
 
-    def new_session(self, random: Random) -> PublishingSession[Any]:
+    def new_session(self, random: Random) -> PublisherSession[Any]:
         """Make a session; `random` is the source of its jitter."""
-        session: PublishingSession[Any] = PublishingSession(
+        session: PublisherSession[Any] = PublisherSession(
             retry=self._retry,
             confirm_timeout=self._confirm_timeout,
             delivery_timeout=self.delivery_timeout,
@@ -173,7 +171,7 @@ class PublisherOptions:
         session.frame_max = self.settings.frame_max  # until it is negotiated
         return session
 
-    def new_recovery(self) -> ReconnectPolicy:
+    def new_reconnect_policy(self) -> ReconnectPolicy:
         """Make the policy for the attempts of one connection."""
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)

@@ -137,8 +137,10 @@ class BasePullSubscription(BaseSubscription):
 
     _changed: ChangeMonitor  # guards the seven that `__init__` begins with
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
-        super().__init__(options, settings, recovery)
+    def __init__(
+        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
+    ) -> None:
+        super().__init__(options, settings, reconnect_policy)
         self.handlers = self
         self._changed = self._new_changes()
         self._arrived: deque[Delivery] = deque()

@@ -137,7 +137,7 @@ class BaseSubscription:
     Args:
         options: of the consumer.
         settings: of the connection.
-        recovery: when to connect again.
+        reconnect_policy: when to connect again.
 
     Attributes:
         handlers: runs handlers; to be set before `start`.
@@ -154,10 +154,12 @@ class BaseSubscription:
 
     handlers: HandlerPool
     ended: Event
-    _verdict: Event  # each host had its first attempt, or one has succeeded
+    _first_attempts_over: Event  # each host had its first attempt, or one has succeeded
     _io: ConsumerConnection
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
+    def __init__(
+        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
+    ) -> None:
         self.republisher: RepublisherProtocol | None = None
         self.quarantine_handlers: HandlerPool | None = None
         self.session: ConsumerSession = options.new_session()
@@ -180,11 +182,11 @@ class BaseSubscription:
         self._woken = False
         self._connection_lost = False
         self._alarm = Wakeup(self._run)
-        self._verdict = self._new_event()
+        self._first_attempts_over = self._new_event()
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
         self._io = self._new_connection(
-            name=options.name, settings=settings, setup=self._set_up, client=self, recovery=recovery
+            name=options.name, settings=settings, setup=self._set_up, client=self, reconnect_policy=reconnect_policy
         )
 
     def _new_event(self) -> Event:
@@ -197,7 +199,7 @@ class BaseSubscription:
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
     ) -> ConsumerConnection:
         raise NotImplementedError
 
@@ -212,7 +214,7 @@ class BaseSubscription:
         """Whether it is subscribed."""
         return self.session.lifecycle.connected
 
-    def verdict(self, waited: float) -> ReliableMQError | None:
+    def why_not_connected(self, waited: float) -> ReliableMQError | None:
         """Return why it is not subscribed after ``waited`` seconds, or None."""
         if self.connected:
             return None
@@ -286,7 +288,7 @@ class BaseSubscription:
         self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
         if self.connected:
             logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
-            self._verdict.set()
+            self._first_attempts_over.set()
         self._run()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
@@ -312,7 +314,7 @@ class BaseSubscription:
             self.error = error
             self._end()
         elif self._attempts_left <= 0:
-            self._verdict.set()
+            self._first_attempts_over.set()
 
     def blocked(self, reason: str) -> None:
         """Do nothing: this connection publishes nothing."""
@@ -448,7 +450,7 @@ class BaseSubscription:
         self._take_in(now)
         self._io.write(self.session.poll(now).data)
         self._io.stop(CLOSE_GRACE)
-        self._verdict.set()
+        self._first_attempts_over.set()
         self.ended.set()
 
     # On the loop: the subscription

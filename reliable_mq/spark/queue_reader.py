@@ -113,7 +113,7 @@ class QueueReader(NullListener):
             settings=settings,
             setup=self._set_up,
             client=self,
-            recovery=ReconnectPolicy(hosts=len(settings.endpoints)),
+            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints)),
         )
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._channel = 0

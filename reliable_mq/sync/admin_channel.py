@@ -54,7 +54,7 @@ class AdminChannel(NullListener):
             settings=settings,
             setup=_no_steps,
             client=self,
-            recovery=ReconnectPolicy(hosts=len(settings.endpoints), stop=self._stop),
+            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints), stop=self._stop),
         )
 
     def __enter__(self) -> Self:

@@ -151,7 +151,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         subscription = None
         try:
             subscription = self._start(enter=True)
-            self._await_verdict(subscription)
+            self._await_first_attempts(subscription)
         except BaseException as error:
             if subscription is not None or not isinstance(error, ReliableMQError):
                 self.close()
@@ -244,11 +244,11 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         _open_consumers.discard(self)
 
     def _connect(self, *, required: bool) -> Subscription:
-        """Start, and wait for the verdict. If that is an error, nothing is left of what this call has started."""
+        """Start, and wait for the first attempts. After an error nothing is left of what this call has started."""
         first = self._subscription is None
         subscription = self._start()
         try:
-            self._await_verdict(subscription, required=required)
+            self._await_first_attempts(subscription, required=required)
         except BaseException:
             if first:
                 subscription.stop_now()
@@ -257,9 +257,9 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             raise
         return subscription
 
-    def _await_verdict(self, subscription: Subscription, *, required: bool = False) -> None:
+    def _await_first_attempts(self, subscription: Subscription, *, required: bool = False) -> None:
         """Wait until each host had its first attempt. Raises an error that time cannot heal, or any if ``required``."""
-        error = subscription.wait_connected(self._options.first_verdict)
+        error = subscription.wait_connected(self._options.settings.first_attempts_timeout)
         if error is not None and (required or error is subscription.error):
             raise error
 

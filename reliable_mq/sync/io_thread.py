@@ -47,7 +47,7 @@ class IOThread:
         settings: hosts, credentials, TLS, tuning.
         setup: called once per attempt: the steps to perform before the channel is ready.
         client: the owner; receives every event.
-        recovery: decides when to try which host again; this connection's alone.
+        reconnect_policy: decides when to try which host again; this connection's alone.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class IOThread:
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
     ) -> None:
         self._name = name
         self._make_connector = partial(
@@ -66,7 +66,7 @@ class IOThread:
             settings=settings,
             setup=setup,
             client=client,
-            recovery=recovery,
+            reconnect_policy=reconnect_policy,
             on_ended=self._stop_loop,
         )
         self._lock = threading.RLock()  # to start once; again by a signal handler

@@ -372,7 +372,7 @@ class RelayPublisher:
     """Publishes rows, and collects their outcomes. For the relay's thread.
 
     Args:
-        connect: begins to connect; may wait for the first verdict.
+        connect: begins to connect; may wait until every host has had its first attempt.
         send: submits a row to the channel to the broker.
     """
 

@@ -83,7 +83,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     ) -> Confirmation:
         """Publish a message without waiting for its confirm. Blocks only while the window is full.
 
-        Args and errors are those of :meth:`publish`, except that the broker's verdict comes through the confirmation.
+        Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
         """
         return self._submit(message, exchange, routing_key, timeout)
 
@@ -155,7 +155,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             self._open_outbox(self._outbox, None)
         if self._channel is None:
             self._open(FOR_EVER, required=True)
-        elif (error := self._channel.wait_connected(self._options.first_verdict)) is not None:
+        elif (error := self._channel.wait_connected(self._options.settings.first_attempts_timeout)) is not None:
             raise error
 
     def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:

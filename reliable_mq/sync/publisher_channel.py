@@ -181,7 +181,7 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
             settings=options.settings,
             setup=self._set_up,
             client=self,
-            recovery=options.new_recovery(),
+            reconnect_policy=options.new_reconnect_policy(),
         )
 
     # For callers, on any thread

@@ -93,7 +93,7 @@ class Subscription(BaseSubscription):
 
     ended: threading.Event
     republisher: Republisher | None
-    _verdict: threading.Event
+    _first_attempts_over: threading.Event
     _io: IOThread
 
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
@@ -102,9 +102,9 @@ class Subscription(BaseSubscription):
         A set-up that goes on (a large topology) is waited for beyond ``timeout``.
         """
         limit = timeout
-        while limit > 0 and not self._verdict.wait(limit):
+        while limit > 0 and not self._first_attempts_over.wait(limit):
             limit = self._io.patience
-        return self.verdict(timeout)
+        return self.why_not_connected(timeout)
 
     def abort(self) -> None:
         """End at once, however far it was started. Does not wait."""
@@ -124,9 +124,9 @@ class Subscription(BaseSubscription):
         settings: ConnectionSettings,
         setup: Callable[[ServerInfo], SetupGenerator],
         client: ConnectionListener,
-        recovery: ReconnectPolicy,
+        reconnect_policy: ReconnectPolicy,
     ) -> IOThread:
-        return IOThread(name=name, settings=settings, setup=setup, client=client, recovery=recovery)
+        return IOThread(name=name, settings=settings, setup=setup, client=client, reconnect_policy=reconnect_policy)
 
 
 class PullSubscription(Subscription, BasePullSubscription):
@@ -134,8 +134,10 @@ class PullSubscription(Subscription, BasePullSubscription):
 
     _changed: threading.Condition
 
-    def __init__(self, options: ConsumerOptions, settings: ConnectionSettings, recovery: ReconnectPolicy) -> None:
-        super().__init__(options, settings, recovery)
+    def __init__(
+        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
+    ) -> None:
+        super().__init__(options, settings, reconnect_policy)
         self._turn = threading.Lock()
 
     def take(self, most: int, timeout: float) -> list[PulledDelivery]:

@@ -230,7 +230,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             ),
             setup=lambda server: set_up(server.version_tuple),
             client=self.owner,
-            recovery=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT)),
+            reconnect_policy=ReconnectPolicy(hosts=2, wait=tenacity.wait_fixed(WAIT)),
             on_ended=self.end,
         )
         on_error = self.connector.on_error

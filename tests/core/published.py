@@ -17,7 +17,7 @@ from pamqp.header import ContentHeader
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
 from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publisher.publication import TRANSITIONS, BrokerReply, Publication, PublicationState
-from reliable_mq.core.publisher.session import PublishingSession
+from reliable_mq.core.publisher.session import PublisherSession
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 
@@ -141,7 +141,7 @@ class CheckedPublication(Publication):
             self.observed.update(reasons)
 
 
-class CheckedSession(PublishingSession[Publication]):
+class CheckedSession(PublisherSession[Publication]):
     """A session that says which events its publications may see."""
 
     def __init__(self, **options: Any) -> None:
@@ -162,7 +162,7 @@ def _within(events: set[str], call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> PublishingSession[Publication]:
+def new_session(max_attempts: int = MAX_ATTEMPTS, grace: float = 0.0) -> PublisherSession[Publication]:
     return CheckedSession(
         retry=RetryPolicy(max_attempts, delays=DELAYS),
         confirm_timeout=CONFIRM_TIMEOUT,

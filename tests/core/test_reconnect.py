@@ -1,4 +1,4 @@
-"""Recovery: which host next, after how long, and when to give up."""
+"""Reconnecting: which host next, after how long, and when to give up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from reliable_mq.core.reconnect import (
     CONNECTION_BURST,
     CONNECTION_REFILL,
     MOST_UNANSWERED,
-    Asking,
     ConnectionLoss,
+    CredentialsCalls,
     ReconnectPolicy,
     is_permanent,
 )
@@ -40,7 +40,7 @@ CHANNEL_LOSS = ConnectionLoss(404, "NOT_FOUND", "channel", by_broker=True)
 CONNECTION_LOSS = ConnectionLoss(None, "reset", "connection", by_broker=False)
 
 
-def recovery(hosts: int = 1, **options: object) -> ReconnectPolicy:
+def policy(hosts: int = 1, **options: object) -> ReconnectPolicy:
     options.setdefault("wait", tenacity.wait_fixed(7))
     made = ReconnectPolicy(hosts=hosts, **options)  # type: ignore[arg-type]
     made.begin(0.0)
@@ -49,7 +49,7 @@ def recovery(hosts: int = 1, **options: object) -> ReconnectPolicy:
 
 class TestHosts:
     def test_every_host_is_tried_once_before_the_wait(self) -> None:
-        subject = recovery(hosts=3)
+        subject = policy(hosts=3)
         seen = []
         waits = []
         for _ in range(7):
@@ -59,19 +59,19 @@ class TestHosts:
         assert waits == [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0]
 
     def test_after_a_lost_connection_the_next_host_is_tried_at_once(self) -> None:
-        subject = recovery(hosts=2)
+        subject = policy(hosts=2)
         subject.ready()
         assert subject.lost(CONNECTION_LOSS, 1.0) == 0.0
         assert subject.host == 1
 
     def test_after_a_lost_channel_the_host_stays(self) -> None:
-        subject = recovery(hosts=2)
+        subject = policy(hosts=2)
         subject.ready()
         assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
         assert subject.host == 0
 
     def test_a_set_up_that_failed_on_a_live_connection_blames_no_host_and_waits(self) -> None:
-        subject = recovery(hosts=2)
+        subject = policy(hosts=2)
         assert subject.failed(DOWN, 1.0, connected=True) == 7.0
         assert subject.host == 0
 
@@ -79,48 +79,48 @@ class TestHosts:
 class TestGivingUp:
     @pytest.mark.parametrize("error", [REFUSED, MISMATCH, ConfigurationError("no such file")])
     def test_what_time_does_not_heal_ends_it_before_anything_was_ready(self, error: ReliableMQError) -> None:
-        assert recovery().failed(error, 1.0) is None
+        assert policy().failed(error, 1.0) is None
 
     def test_it_does_not_while_another_host_is_only_unreachable(self) -> None:
-        subject = recovery(hosts=2)
+        subject = policy(hosts=2)
         assert [subject.failed(error, 1.0) for error in (DOWN, REFUSED)] == [0.0, 7.0]
         assert [subject.failed(error, 1.0) for error in (REFUSED, REFUSED)] == [0.0, None]
 
     def test_it_does_once_something_was_ready(self) -> None:
-        subject = recovery()
+        subject = policy()
         subject.ready()
         subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.failed(REFUSED, 2.0) == 7.0
 
     def test_a_mismatch_on_a_live_connection_ends_it_whatever_other_hosts_said(self) -> None:
-        subject = recovery(hosts=3)
+        subject = policy(hosts=3)
         assert subject.failed(DOWN, 1.0) == 0.0
         assert subject.failed(MISMATCH, 1.0, connected=True) is None
 
     def test_a_stop_object_counts_passes(self) -> None:
-        subject = recovery(hosts=2, stop=tenacity.stop_after_attempt(2))
+        subject = policy(hosts=2, stop=tenacity.stop_after_attempt(2))
         assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 7.0, 0.0, None]
 
     def test_a_function_of_the_number_of_passes_is_a_stop(self) -> None:
-        subject = recovery(hosts=2, stop=lambda passes: passes >= 2)
+        subject = policy(hosts=2, stop=lambda rounds: rounds >= 2)
         assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 7.0, 0.0, None]
 
     def test_a_stop_object_counts_seconds_since_the_outage_began(self) -> None:
-        subject = recovery(stop=tenacity.stop_after_delay(10))
+        subject = policy(stop=tenacity.stop_after_delay(10))
         subject.ready()
         subject.lost(CONNECTION_LOSS, 1000.0)
         assert subject.failed(DOWN, 1009.0) == 7.0
         assert subject.failed(DOWN, 1010.0) is None
 
     def test_a_stop_object_sees_the_wait_to_come(self) -> None:
-        subject = recovery(stop=tenacity.stop_before_delay(10))
+        subject = policy(stop=tenacity.stop_before_delay(10))
         assert subject.failed(DOWN, 2.0) == 7.0
         assert subject.failed(DOWN, 4.0) is None
 
 
 class TestWaits:
     def test_a_wait_object_counts_passes_since_the_outage_began(self) -> None:
-        subject = recovery(wait=tenacity.wait_incrementing(start=1, increment=1))
+        subject = policy(wait=tenacity.wait_incrementing(start=1, increment=1))
         assert [subject.failed(DOWN, 1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
         subject.ready()
         assert subject.failed(DOWN, 1.0) == 1.0
@@ -128,30 +128,30 @@ class TestWaits:
         assert subject.failed(DOWN, 1.0) == 1.0
 
     def test_a_function_of_the_number_of_passes_is_a_wait(self) -> None:
-        subject = recovery(hosts=2, wait=lambda passes: passes * 1.5)
+        subject = policy(hosts=2, wait=lambda rounds: rounds * 1.5)
         assert [subject.failed(DOWN, 1.0) for _ in range(4)] == [0.0, 1.5, 0.0, 3.0]
         subject.lost(CONNECTION_LOSS, 1.0)
         assert [subject.failed(DOWN, 1.0) for _ in range(2)] == [0.0, 1.5]
 
     def test_a_wait_object_sees_the_error(self) -> None:
-        subject = recovery(wait=tenacity.wait_exception(lambda error: 3.0 if error is DOWN else 5.0))
+        subject = policy(wait=tenacity.wait_exception(lambda error: 3.0 if error is DOWN else 5.0))
         assert subject.failed(DOWN, 1.0) == 3.0
 
     def test_a_negative_wait_is_none(self) -> None:
-        assert recovery(wait=tenacity.wait_fixed(-1)).failed(DOWN, 1.0) == 0.0
+        assert policy(wait=tenacity.wait_fixed(-1)).failed(DOWN, 1.0) == 0.0
 
     @given(st.randoms(use_true_random=False), st.integers(1, 60))
-    def test_the_default_doubles_up_to_thirty_seconds_with_jitter_of_a_half(self, random: Random, passes: int) -> None:
-        subject = recovery(wait=None, random=random)
+    def test_the_default_doubles_up_to_thirty_seconds_with_jitter_of_a_half(self, random: Random, rounds: int) -> None:
+        subject = policy(wait=None, random=random)
         wait: float | None = None
-        for _ in range(passes):
+        for _ in range(rounds):
             wait = subject.failed(DOWN, 1.0)
-        longest = min(30.0, 0.2 * 2 ** (passes - 1))
+        longest = min(30.0, 0.2 * 2 ** (rounds - 1))
         assert wait is not None
         assert longest / 2 <= wait <= longest
 
     def test_the_default_is_random_without_a_seed(self) -> None:
-        waits = {recovery(wait=None).failed(DOWN, 1.0) for _ in range(20)}
+        waits = {policy(wait=None).failed(DOWN, 1.0) for _ in range(20)}
         assert len(waits) > 1
 
 
@@ -163,7 +163,7 @@ class TestBudget:
     def test_few_losses_cost_no_wait_and_many_as_long_as_the_refill_takes(
         self, loss: ConnectionLoss, burst: int, refill: float
     ) -> None:
-        subject = recovery()
+        subject = policy()
         assert [subject.lost(loss, 5.0) for _ in range(burst)] == [0.0] * burst
         assert subject.lost(loss, 5.0) == pytest.approx(1 / refill)
         later = 5.0 + 2 / refill
@@ -171,20 +171,20 @@ class TestBudget:
         assert subject.lost(loss, later + burst / refill) == 0.0
 
     def test_the_long_run_rate_is_the_refill(self) -> None:
-        subject = recovery()
+        subject = policy()
         now = 0.0
         for _ in range(CHANNEL_BURST + 100):
             now += subject.lost(CHANNEL_LOSS, now)
         assert now == pytest.approx(100 / CHANNEL_REFILL)
 
     def test_channels_and_connections_have_budgets_of_their_own(self) -> None:
-        subject = recovery()
+        subject = policy()
         for _ in range(CONNECTION_BURST + 1):
             subject.lost(CONNECTION_LOSS, 1.0)
         assert subject.lost(CHANNEL_LOSS, 1.0) == 0.0
 
     def test_a_clock_that_went_backwards_costs_no_more_than_standing_still(self) -> None:
-        subject = recovery()
+        subject = policy()
         assert subject.lost(CHANNEL_LOSS, 100.0) == 0.0
         assert subject.lost(CHANNEL_LOSS, 50.0) == 0.0
 
@@ -218,7 +218,7 @@ class Broken(wait_base, stop_base):
 )
 def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]) -> None:
     """The default wait takes their place, and the shell can say what was wrong, once for each decision."""
-    subject = recovery(**options)
+    subject = policy(**options)
     assert subject.broken is None
     for longest in (0.2, 0.4, 0.8):
         wait = subject.failed(DOWN, 1.0)
@@ -231,7 +231,7 @@ def test_a_mistake_in_the_users_objects_costs_no_attempt(options: dict[str, Any]
 
 def test_what_was_wrong_at_one_decision_is_not_said_of_the_next() -> None:
     """`broken` is about the last decision."""
-    subject = recovery(wait=tenacity.wait_exception(lambda error: float("x") if error is DOWN else 1.0))
+    subject = policy(wait=tenacity.wait_exception(lambda error: float("x") if error is DOWN else 1.0))
     subject.failed(DOWN, 1.0)
     assert subject.broken is not None
     assert subject.failed(BrokerUnavailable("another"), 1.0) == 1.0
@@ -255,41 +255,41 @@ def test_values_that_are_none_are_refused_by_the_name_that_users_know(options: d
 
 
 def test_a_question_that_is_not_answered_is_asked_again_after_the_time_to_connect() -> None:
-    asking = Asking(10.0)
-    assert asking.begin(0.0)
-    assert not asking.begin(9.9)
-    assert asking.begin(10.0)
-    assert asking.unanswered == 2
+    calls = CredentialsCalls(10.0)
+    assert calls.begin(0.0)
+    assert not calls.begin(9.9)
+    assert calls.begin(10.0)
+    assert calls.unanswered == 2
 
 
 def test_the_time_until_it_is_asked_again_doubles_and_the_number_of_calls_is_bounded() -> None:
-    asking = Asking(10.0)
-    begun = [now for now in range(100_000) if asking.begin(float(now))]
+    calls = CredentialsCalls(10.0)
+    begun = [now for now in range(100_000) if calls.begin(float(now))]
     assert [later - earlier for earlier, later in pairwise(begun)] == [10 * 2**n for n in range(MOST_UNANSWERED - 1)]
-    assert asking.unanswered == len(begun) == MOST_UNANSWERED
+    assert calls.unanswered == len(begun) == MOST_UNANSWERED
 
 
 def test_a_question_that_was_answered_is_asked_again_at_once_though_an_earlier_call_hangs() -> None:
-    asking = Asking(10.0)
-    assert asking.begin(0.0)
-    assert asking.begin(10.0)
-    asking.answered()
-    assert asking.begin(11.0)
-    assert not asking.begin(20.9)
-    assert asking.begin(21.0)
-    assert asking.unanswered == 3
+    calls = CredentialsCalls(10.0)
+    assert calls.begin(0.0)
+    assert calls.begin(10.0)
+    calls.answered()
+    assert calls.begin(11.0)
+    assert not calls.begin(20.9)
+    assert calls.begin(21.0)
+    assert calls.unanswered == 3
 
 
 def test_an_answer_makes_room_for_the_next_question() -> None:
     """With none left unanswered it is asked at once."""
-    asking = Asking(10.0)
-    assert asking.begin(0.0)
-    asking.answered()
-    assert asking.begin(0.1)
+    calls = CredentialsCalls(10.0)
+    assert calls.begin(0.0)
+    calls.answered()
+    assert calls.begin(0.1)
     for now in range(100_000):
-        asking.begin(float(now))
-    assert asking.unanswered == MOST_UNANSWERED
-    asking.answered()
-    assert asking.unanswered == MOST_UNANSWERED - 1
-    assert asking.begin(200_000.0)
-    assert not asking.begin(300_000.0)
+        calls.begin(float(now))
+    assert calls.unanswered == MOST_UNANSWERED
+    calls.answered()
+    assert calls.unanswered == MOST_UNANSWERED - 1
+    assert calls.begin(200_000.0)
+    assert not calls.begin(300_000.0)

@@ -70,8 +70,8 @@ def test_the_parts_fit_each_other() -> None:
     made = options(max_outstanding=5)
     assert (made.max_outstanding, made.window.max_count, made.raise_when_blocked) == (5, 5, False)
     assert options(on_blocked="raise").raise_when_blocked
-    assert made.first_verdict == 2 * made.settings.connect_timeout + 1
-    assert made.new_recovery() is not made.new_recovery()
+    assert made.settings.first_attempts_timeout == 2 * made.settings.connect_timeout + 1
+    assert made.new_reconnect_policy() is not made.new_reconnect_policy()
     assert made.new_session(random.Random(1)).outstanding == 0
     assert list(made.setup(ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)))) == [ConfirmSelect()]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 
 EVERY = 3  # steps
-WAITS = ("_await_verdict", "_first_verdict", "wait_connected")  # for the whole of the time to connect
+WAITS = ("_await_first_attempts", "wait_connected")  # for the whole of the time to connect
 
 entered: list[str] = []  # the blocks that were reached
 

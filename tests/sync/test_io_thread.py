@@ -50,7 +50,9 @@ def dead_port() -> Endpoint:
         return Endpoint("127.0.0.1", server.getsockname()[1])
 
 
-def io_thread(endpoint: Endpoint, client: Client, *, connect_timeout: float = 10.0, **recovery: Any) -> IOThread:
+def io_thread(
+    endpoint: Endpoint, client: Client, *, connect_timeout: float = 10.0, **reconnect_policy: Any
+) -> IOThread:
     return IOThread(
         name="test",
         settings=ConnectionSettings(
@@ -58,7 +60,7 @@ def io_thread(endpoint: Endpoint, client: Client, *, connect_timeout: float = 10
         ),
         setup=lambda server: publisher_setup([], server.version_tuple),
         client=client,
-        recovery=ReconnectPolicy(**recovery),
+        reconnect_policy=ReconnectPolicy(**reconnect_policy),
     )
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.retry import RetryPolicy
 
-__all__ = ["PublishingSession"]
+__all__ = ["PublisherSession"]
 
 P = TypeVar("P", bound=Publication)
 
@@ -83,7 +83,7 @@ _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is s
 _BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
 
 
-class PublishingSession(Generic[P]):
+class PublisherSession(Generic[P]):
     """The publishes of one publisher. Not thread-safe.
 
     One thread, or one event loop, owns it.
