@@ -83,7 +83,7 @@ def test_f54_one_of_two_hosts_is_dead(
         assert book(checker, submit(checker, publisher, "orders")) is None
         live.cut()  # the next host is the dead one again, and after it the live one
         assert book(checker, submit(checker, publisher, "orders")) is None
-    assert live.connections == 2
+    assert live.connections >= 2  # more where a busy machine does not connect within CONNECT_TIMEOUT
     checker.drain(vhost, ["orders"])
     checker.close()
 

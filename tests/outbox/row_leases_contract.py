@@ -117,11 +117,11 @@ class RowLeasesContract:
         [second] = take(relay)
         assert second.message.body == b"a"
         relay.written(back)
-        table.age(LEASE - 1)
+        table.age(LEASE - 30)
         relay.keep()
-        table.age(LEASE - 1)
+        table.age(LEASE - 30)
         assert take(other) == []
-        table.age(2)
+        table.age(31)
         assert len(take(other)) == 1
 
     def test_a_relay_renews_what_it_has_and_not_what_another_took_over(self, table: TableOutbox) -> None:
@@ -131,11 +131,11 @@ class RowLeasesContract:
         assert len(take(slow, 1)) == 1
         table.age(LEASE + 1)
         assert [row.message.body for row in take(quick)] == [b"a", b"b"]
-        table.age(LEASE - 1)
+        table.age(LEASE - 30)
         slow.keep()
         slow.close()
         assert take(table.outbox.claims()) == []
-        table.age(2)
+        table.age(31)
         assert len(take(table.outbox.claims())) == 2
 
     def test_a_possible_duplicate_stays_one_when_it_is_released(self, table: TableOutbox) -> None:
