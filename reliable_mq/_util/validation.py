@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Duration", "declared_by", "file_path", "is_whole_number", "seconds", "whole_number"]
+__all__ = ["Duration", "declared_by", "file_path", "is_text", "is_whole_number", "seconds", "whole_number"]
 
 P = ParamSpec("P")
 
@@ -27,6 +27,17 @@ LONGEST: Final = 1e9  # seconds, some thirty years: more than a timer can be tru
 def is_whole_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
     """Whether ``value`` is an int, not a bool, between two bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether ``value`` is a str that UTF-8 can carry."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:
@@ -71,12 +82,17 @@ def file_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file, existing or not.
 
     Raises:
-        ConfigurationError: it is a directory, or SQLite would keep it in memory.
+        ConfigurationError: it is a directory, no file can have it, or SQLite would keep it in memory.
     """
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(given, str) and given and "\0" not in given and not given.startswith((":memory:", "file:")):
         found = Path(given)
-        if not found.is_dir():
+        try:
+            os.fsencode(found)
+            is_directory = found.is_dir()
+        except (OSError, UnicodeEncodeError) as error:
+            raise ConfigurationError(f"path cannot be that of a file: {error}") from error
+        if not is_directory:
             return found
     raise ConfigurationError(f"path must be that of a file, not {given!r}")
 

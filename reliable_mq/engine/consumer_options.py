@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
-from reliable_mq._util.validation import Duration, is_whole_number, seconds, whole_number
+from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds, whole_number
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import Consume, SetPrefetch
@@ -55,6 +55,7 @@ Offset = str | int | datetime
 _LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LONGEST_NAME: Final = 200  # bytes; it is the beginning of consumer tags, which are short strings
 _OFFSETS: Final = ("first", "last", "next")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _OFFSET: Final = "x-stream-offset"
 _REST: Final = 0.01  # seconds between acks that are sent because no handler runs: so few that they cost nothing
 _CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
@@ -181,7 +182,7 @@ class ConsumerOptions:
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
         self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
-        if not isinstance(name, str) or not name or len(name.encode()) > _LONGEST_NAME:
+        if not is_text(name) or not 1 <= len(name.encode()) <= _LONGEST_NAME:
             _refuse(f"name must be text of 1 to {_LONGEST_NAME} bytes, not {name!r}")
         if handler is not None:
             check_handler(handler)
@@ -198,7 +199,7 @@ class ConsumerOptions:
             _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
         if is_coroutine_function(idempotency_key):
             _refuse("idempotency_key is a coroutine function, which nothing here would await")
-        if idempotency_namespace is not None and not isinstance(idempotency_namespace, str):
+        if idempotency_namespace is not None and not is_text(idempotency_namespace):
             _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
         if ack_every is not None:
             whole_number("ack_every", ack_every, 1)
@@ -242,7 +243,9 @@ class ConsumerOptions:
             self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
         self.dead_letter = self._dead_letter(queue, dead_letter)
         self._drops = dead_letter is None  # by the user's own choice, so without a warning
-        self.topology = declarations([*topology, *([dead_letter] if isinstance(dead_letter, Queue) else [])])
+        self.topology = declarations(topology)
+        if isinstance(dead_letter, Queue):
+            self.topology = declarations([*self.topology, dead_letter])
         self._queue = queue
         self._pushed = handler is not None
         self._retry = RetryPolicy() if retry is None else retry
@@ -525,6 +528,8 @@ def _checked_offset(offset: object) -> Offset:
     if isinstance(offset, datetime):
         if offset.tzinfo is None:
             _refuse("offset must be an aware datetime: which time a naive one means is not known")
+        if offset < _EPOCH:
+            _refuse(f"offset must not lie before 1970, which AMQP cannot carry, and is {offset}: give 'first'")
         return offset.astimezone(UTC)
     if isinstance(offset, str) and offset in _OFFSETS:
         return offset

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from reliable_mq._util.validation import Duration, is_whole_number, seconds
+from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds
 from reliable_mq.codec import header_frame_size, publish_head
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
@@ -136,7 +136,7 @@ class PublisherOptions:
                 f"retry has {retry.for_consumers[0]}, which is for consumers: a publisher tries again what the broker "
                 "nacks, in its own memory, and nothing else; leave it out"
             )
-        if not isinstance(name, str) or not name:
+        if not is_text(name) or not name:
             raise ConfigurationError(f"name must be text that is not empty, not {name!r}")
         if not isinstance(mandatory, bool):
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")

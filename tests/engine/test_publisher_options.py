@@ -29,6 +29,7 @@ def options(**arguments: Any) -> PublisherOptions:
         ("retry", 3),
         ("name", ""),
         ("name", 7),
+        ("name", "\ud800"),
         ("mandatory", 1),
         ("max_message_bytes", -1),
         ("max_message_bytes", True),

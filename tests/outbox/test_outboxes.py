@@ -15,7 +15,15 @@ from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"path": ""}, {"path": ":memory:"}, {"path": 5}, {"path": "/"}, {"path": "a\0b"}, {"path": "x", "timeout": -1}],
+    [
+        {"path": ""},
+        {"path": ":memory:"},
+        {"path": 5},
+        {"path": "/"},
+        {"path": "a\0b"},
+        {"path": "\ud800"},
+        {"path": "x", "timeout": -1},
+    ],
 )
 def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
     """Before anything is opened."""
