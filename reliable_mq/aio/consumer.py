@@ -149,6 +149,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         try:
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
+                self.stop()  # it may have ended by itself
                 await self._finish(subscription)
         except asyncio.CancelledError:
             await self._finish_cancelled(subscription)

@@ -112,6 +112,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             try:
                 wait_heeding_signals(subscription.ended)
             finally:
+                self.stop()  # it may have ended by itself
                 self._finish(subscription)
         if subscription.error is not None:
             raise subscription.error

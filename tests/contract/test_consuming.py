@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from integration.support.consuming import Gate, Handler
 from integration.support.waiting import wait_until
@@ -25,6 +26,7 @@ from reliable_mq import (
     RetryPolicy,
     StaleDelivery,
     TopologyMismatch,
+    UsageError,
 )
 from reliable_mq.core import headers
 from reliable_mq.core.idempotency import Claim, ClaimStatus
@@ -571,6 +573,20 @@ def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBro
     broker.consuming.cancel()
     with pytest.raises(TopologyMismatch, match="x-queue-type"):
         consumer.run()
+
+
+def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    """It leaves its gauges to the consumer that is made in its place; its counters stay."""
+    broker.refusals["Queue.Declare"] = 404, "NOT_FOUND - no queue 'orders' in vhost '/'"
+    registry = CollectorRegistry()
+    consumer = new_consumer(Handler(), registry=registry)
+    with pytest.raises(TopologyMismatch):
+        consumer.run()
+    with pytest.raises(UsageError, match="was stopped, and runs once"):
+        consumer.run()
+    shown = {sample.name for metric in registry.collect() for sample in metric.samples}
+    assert "reliable_mq_consumer_deliveries_total" in shown
+    assert "reliable_mq_consumer_connected" not in shown
 
 
 def test_a_second_connection_is_made_for_dead_letters_only(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
