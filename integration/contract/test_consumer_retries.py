@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -308,6 +309,26 @@ def test_a_delay_queue_that_differs_is_said_at_the_start(vhost: VirtualHost) -> 
     consumer = Consumer(vhost.url, ORDERS, Attempts(), retry=RetryPolicy(2, delays=(0.2,)))
     with pytest.raises(TopologyMismatch, match=r"orders\.retry\.200"):
         consumer.connect()
+
+
+@pytest.mark.both_apis
+def test_a_delay_queue_that_differs_and_is_needed_later_is_left_alone(
+    vhost: VirtualHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The delay of a RetryLater: the log names every difference, the message is held, one channel is lost over it."""
+    with Publisher(vhost.url, topology=[Queue("orders.retry.2000", max_length=3, dead_letter=None)]) as publisher:
+        publisher.connect()
+    handler = Attempts(failures=1, error=RetryLater(2))
+    with caplog.at_level(logging.INFO, "reliable_mq"), Consumer(vhost.url, ORDERS, handler) as consumer:
+        send(vhost, "orders", [Message(b"x")])
+        wait_until(lambda: "not declared" in caplog.text, timeout=20, what="refused")
+        send(vhost, "orders", [Message(b"y")])
+        wait_until(lambda: consumer.statistics.handled == 2, timeout=20, what="handled")
+    assert sorted(handler.attempts) == [1, 1, 2, 2]
+    [told] = [text for text in caplog.messages if "not declared" in text]
+    assert all(argument in told for argument in ("x-max-length", "x-dead-letter-exchange", "x-message-ttl")), told
+    lost = [text for text in caplog.messages if " lost: " in text]
+    assert len(lost) == 1, lost
 
 
 def test_attempts_survive_the_process_in_delay_queues(vhost: VirtualHost) -> None:

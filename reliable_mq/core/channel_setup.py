@@ -9,7 +9,8 @@ Invariants:
 - One step is outstanding at a time, or one pipeline of steps, which the broker answers in order. So a refusal belongs
   to the step that was yielded last, or to the first of the pipeline that was not answered.
 - A declaration that differs from the existing queue or exchange is compared with it, argument by argument (`compare`),
-  before the error is raised: at a set-up only, as a step may cost the channel.
+  before the error is raised: at a set-up only, as a step may cost the channel. One that was refused on a channel in use
+  is compared at the next set-up.
 - A quorum queue counts as new (`core.new_queues`) before it is declared, unless the broker was asked for it and has it.
 - A refusal is raised as one of our errors, which names the step; its type says whether trying again can help
   (`core.reconnect.is_permanent`).
@@ -266,7 +267,17 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
         TopologyMismatch: it exists and differs.
         BrokerUnavailable: the broker refused it for another reason.
     """
-    yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare(queue, version)))
+    yield from _make([queue.name] if queue.type == "quorum" else [], maker, _carry_out(_declare_queue(queue, version)))
+
+
+def explain(
+    queue: Queue, error: ReliableMQError, version: tuple[int, ...]
+) -> Generator[Pipeline, Any, ReliableMQError]:
+    """Return the error of `declare`, raised on an earlier channel, with every difference."""
+    if not isinstance(error, TopologyMismatch):
+        return error
+    comparison = yield from compare(_declare_queue(queue, version))
+    return _mismatch(comparison, "queue", queue.name) or error
 
 
 def round_trip() -> StepGenerator:
@@ -423,23 +434,21 @@ def _make(names: list[str], maker: NewQueueListener | None, steps: SetupGenerato
         maker.end(names)  # refused, or the wait for the answer was given up: they may have been made
 
 
+def _declare_queue(queue: Queue, version: tuple[int, ...]) -> DeclareQueue:
+    if queue.delayed_retry is not None and version and version < _DELAYED_RETRY:
+        # It would accept the arguments and ignore them: rejected messages would come back at once.
+        raise TopologyMismatch(
+            f"queue {queue.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
+            f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",
+            kind="queue",
+            name=queue.name,
+        )
+    return DeclareQueue(queue.name, queue.durable, queue.exclusive, queue.auto_delete, queue.arguments_for(version))
+
+
 def _declare(declaration: Declaration, version: tuple[int, ...]) -> DeclareQueue | DeclareExchange | Bind:
     if isinstance(declaration, Queue):
-        if declaration.delayed_retry is not None and version and version < _DELAYED_RETRY:
-            # It would accept the arguments and ignore them: rejected messages would come back at once.
-            raise TopologyMismatch(
-                f"queue {declaration.name!r} has delayed_retry, which RabbitMQ knows from 4.3 on, and this one is "
-                f"{'.'.join(map(str, version))}: leave it out, and retries wait in delay queues",
-                kind="queue",
-                name=declaration.name,
-            )
-        return DeclareQueue(
-            declaration.name,
-            declaration.durable,
-            declaration.exclusive,
-            declaration.auto_delete,
-            declaration.arguments_for(version),
-        )
+        return _declare_queue(declaration, version)
     if isinstance(declaration, Exchange):
         return DeclareExchange(
             declaration.name,
@@ -479,10 +488,14 @@ def _explained(
     """Return the error for a refused declaration, with every difference."""
     if not isinstance(step, Bind):
         comparison = yield from compare(step, refused)
-        if comparison.differences:
-            kind, name = _subject(step)
-            return mismatch_from_differences(kind, name, comparison.differences, more=comparison.ended_by)
+        return _mismatch(comparison, *_subject(step)) or refusal(step, refused)
     return refusal(step, refused)
+
+
+def _mismatch(comparison: Comparison, kind: str, name: str) -> TopologyMismatch | None:
+    if not comparison.differences:
+        return None
+    return mismatch_from_differences(kind, name, comparison.differences, more=comparison.ended_by)
 
 
 def _subject(step: Step) -> tuple[str, str]:

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.connection.wakeup import Wakeup
-from reliable_mq.core.channel_setup import declare, is_missing
+from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
-from reliable_mq.errors import BrokerUnavailable, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
-    from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Queue
 
@@ -173,6 +172,7 @@ class BaseSubscription:
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
         self._maker: QueueRecord | None = None  # the same, where anybody wants to know
         self._in_quarantine = False  # subscribed to quarantine
+        self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that have cost the last channel
         self._version: tuple[int, ...] = ()  # of the broker
         self._results: deque[Result] = deque()
         self._reported_at = 0.0  # when the oldest of them was
@@ -286,6 +286,8 @@ class BaseSubscription:
         self._version = server.version_tuple
         self._record.ready(server)
         self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
+        while self._refused:
+            self.session.declared(*self._refused.pop(), time.monotonic())
         if self.connected:
             logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
             self._first_attempts_over.set()
@@ -457,7 +459,11 @@ class BaseSubscription:
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         self._maker = self._record.maker(server)
-        return _nothing() if self.session.lifecycle.stopping else self._subscribe(server)
+        if self.session.lifecycle.stopping:
+            return
+        for index, (queue, error) in enumerate(self._refused):
+            self._refused[index] = queue, (yield from explain(queue, error, server.version_tuple))
+        yield from self._subscribe(server)
 
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
         offset = self.session.stream_offset
@@ -490,7 +496,10 @@ class BaseSubscription:
             logger.warning("consumer %r does not handle what is in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
-        error = outcome if isinstance(outcome, Exception) else None
+        error = outcome if isinstance(outcome, ReliableMQError) else None
+        if error is not None and isinstance(error.__cause__, StepRefused):
+            self._refused.append((queue, error))  # the next channel begins with it, and holds the retries for the queue
+            return
         self.session.declared(queue, error, time.monotonic())
         self._run()
 
@@ -534,7 +543,3 @@ class BaseSubscription:
         self._take_in(now)
         self._withdraw()
         self.session.timed_out(timeout, now, time.time())
-
-
-def _nothing() -> SetupGenerator:
-    yield from ()

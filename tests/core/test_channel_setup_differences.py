@@ -17,6 +17,7 @@ from reliable_mq.core.channel_setup import (
     compare,
     consumer_setup,
     corrected,
+    explain,
     publisher_setup,
 )
 from reliable_mq.errors import BrokerUnavailable, Difference, TopologyMismatch
@@ -289,6 +290,24 @@ def test_a_set_up_raises_every_difference(start: str) -> None:
     )
     assert isinstance(error.__cause__, StepRefused)
     assert "x-max-length" in error.__cause__.text, "the first refusal"
+
+
+def test_every_difference_of_an_earlier_refusal_is_found_unless_the_queue_is_gone() -> None:
+    first = TopologyMismatch("x-max-length", kind="queue", name="q", argument="x-max-length")
+    found = Broker(DeclareQueue("q", arguments=QUORUM)).carry_out(explain(ORDERS, first, NEWEST))
+    assert [difference.argument for difference in found.differences] == [
+        "x-max-length",
+        "x-message-ttl",
+        "x-overflow",
+        "x-queue-type",
+    ]
+    assert Broker(None).carry_out(explain(ORDERS, first, NEWEST)) is first
+
+
+def test_an_earlier_refusal_for_another_reason_is_not_compared() -> None:
+    broker, first = Broker(DeclareQueue("q")), BrokerUnavailable("403", permanent=True)
+    assert broker.carry_out(explain(ORDERS, first, NEWEST)) is first
+    assert broker.sent == []
 
 
 def test_a_set_up_raises_every_difference_of_an_exchange() -> None:
