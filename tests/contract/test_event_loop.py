@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +28,9 @@ from reliable_mq import (
     StaleDelivery,
     UsageError,
 )
-from reliable_mq.connection.aiormq_driver import Link
+from reliable_mq.aio import publisher as aio_publisher
+from reliable_mq.aio import publisher_channel
+from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -122,30 +125,43 @@ def test_a_loop_that_stood_still_reads_before_it_gives_a_connection_up(
 
 
 def test_standing_still_for_half_a_heartbeat_is_always_reported_and_for_a_quarter_never(
-    broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
+    broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it begins, between two looks at the clock."""
+    """Whenever it begins, between two looks at the clock, which are a tenth of a second apart here."""
     registry = CollectorRegistry()
     name = "reliable_mq_consumer_event_loop_stalled_seconds_total"
+    now, looks = 1000.0, 0
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now))
+    check_for_stall = Link._check_for_stall
+
+    def counted(self: Link, due: float) -> None:
+        nonlocal looks
+        check_for_stall(self, due)
+        looks += 1
+
+    monkeypatch.setattr(Link, "_check_for_stall", counted)
 
     def stalled() -> float:
         return registry.get_sample_value(name, {"consumer": "c", "queue": "q"}) or 0.0
+
+    async def reported(seconds: float, later: float) -> float:
+        """Return how much is reported of so many seconds that begin so much later than a look."""
+        nonlocal now
+        before, seen = stalled(), looks
+        now += later + seconds
+        await until(lambda: looks > seen)
+        return stalled() - before
 
     async def handle(_: Delivery) -> None: ...
 
     async def main() -> None:
         async with AsyncConsumer(broker.url, "q", handle, heartbeat=2, registry=registry, name="c") as consumer:
             await until(lambda: consumer.connected)
-            await asyncio.sleep(0.25)
-            threading.Event().wait(0.5)
-            await asyncio.sleep(0.25)
-            assert stalled() == 0
-            for later in (0.01, 0.06):
-                before = stalled()
-                threading.Event().wait(1)
-                await asyncio.sleep(0.25 + later)
-                assert 0.89 < stalled() - before < 1.5
-            assert caplog.text.count("stood still for") == 2
+            for later in (0.01, 0.06, 0.1):
+                assert await reported(0.5, later) == 0
+            for later in (0.01, 0.06, 0.1):
+                assert 0.9 < await reported(1, later) < 1.01
+            assert caplog.text.count("stood still for") == 3
 
     with caplog.at_level(logging.WARNING):
         run(main())
@@ -332,18 +348,28 @@ def test_a_large_publish_that_is_cancelled_holds_up_no_small_one_behind_it(broke
     run(main())
 
 
-def test_the_time_to_connect_counts_against_the_wait_for_room(broker: ScriptedBroker, run: Any) -> None:
+def test_the_time_to_connect_counts_against_the_wait_for_room(
+    broker: ScriptedBroker, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A message's time runs from its submission, whatever it waits for first."""
     broker.silent = True
+    passed = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    for module in (aio_publisher, publisher_channel):
+        monkeypatch.setattr(module, "time", clock)
 
     async def main() -> None:
-        publisher = AsyncPublisher(broker.url, max_outstanding=1, connect_timeout=0.8)
+        nonlocal passed
+        publisher = AsyncPublisher(broker.url, max_outstanding=1, connect_timeout=0.3, delivery_timeout=600)
         first = asyncio.create_task(publisher.submit(Message(b"x"), routing_key="q"))
         await asyncio.sleep(0)
         began = time.monotonic()
+        second = asyncio.create_task(publisher.submit(Message(b"y"), routing_key="q", timeout=60.5))
+        await until(lambda: broker.connections)
+        passed = 60.0  # the first attempt to connect takes as long as that
         with pytest.raises(PublishUnconfirmed, match="window"):
-            await publisher.submit(Message(b"y"), routing_key="q", timeout=1)
-        assert 0.9 < time.monotonic() - began < 1.6
+            await second
+        assert 0.4 < time.monotonic() - began < 25
         assert not (await first).done()
         with pytest.raises(PublishUnconfirmed, match="never sent"):
             await publisher.close(timeout=0)

@@ -50,7 +50,7 @@ def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
 ) -> None:
     broker.script = acking
     broker.missing = {"again-new"}
-    with new_publisher(topology=topology("again-new"), new_queue_grace=1.0) as publisher:
+    with new_publisher(topology=topology("again-new"), new_queue_grace=2.0) as publisher:
         [confirmation] = submit(publisher, "again-new")
         [published] = broker.wait_published(1)
         assert not confirmation.done()
@@ -65,12 +65,15 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
     """Its host may have vanished: it is asked when the grace is over, and the connection is given up."""
-    broker.script = acking
+
+    def script(published: Published) -> None:
+        acking(published)
+        broker.script, broker.silent = acking, True
+
+    broker.script = script
     broker.missing = {"silent-new"}
     with new_publisher(topology=topology("silent-new"), new_queue_grace=0.7, connect_timeout=0.7) as publisher:
         [confirmation] = submit(publisher, "silent-new")
-        broker.wait_published(1)
-        broker.silent = True
         broker.wait(lambda: len(broker.connections) > 1, "another connection")
         assert not confirmation.done()
         broker.silent = False
@@ -82,7 +85,7 @@ def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, ne
     broker.script = acking
     broker.declare_seconds = 0.3
     queues = [Queue(f"q{number}", type="classic", dead_letter=None) for number in range(6)]
-    with new_publisher(topology=queues, connect_timeout=1) as publisher:
+    with new_publisher(topology=queues, connect_timeout=1.5) as publisher:
         publisher.connect()
         assert submit(publisher, "q1")[0].result(10).attempts == 1
     assert len(broker.connections) == 1

@@ -32,7 +32,7 @@ def test_a_signal_that_another_thread_got_is_handled_while_the_main_one_waits(fo
 
     before = signal.signal(signal.SIGTERM, handle)
     rescued = threading.Event()
-    late = threading.Timer(5, lambda: (rescued.set(), over.set(), received.put(0)))
+    late = threading.Timer(30, lambda: (rescued.set(), over.set(), received.put(0)))
     victim = threading.Thread(target=be_killed)
     try:
         victim.start()

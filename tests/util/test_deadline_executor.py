@@ -105,7 +105,7 @@ def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
 def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
     """Also when its time is over afterwards; its thread is there for the next one."""
     calls, connection = DaemonExecutor("test", most=1), Connection()
-    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+    with calls.cutting(60) as lifeline, lifeline.holding(connection, lambda: None):
         pass
     lifeline.cut()  # as late as can be
     connection.far.send(b"x")
