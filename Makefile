@@ -68,7 +68,7 @@ test-brokers: venv images databases
 test-spark: venv images java
 	$(PYTEST) integration/spark -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-pythons:  ## the tests that need no broker on every Python found, and on the newest of Debian sid
+test-pythons:  ## the tests that need no broker on every Python found, and on those of Debian sid
 	@tests/pythons.sh
 
 docs: venv  ## the manual, into docs/_build/html; every warning is an error

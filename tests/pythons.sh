@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# pythons.sh: run the tests that need no broker on every Python from 3.11 on that is found here, and on the newest one of
-# Debian sid in a container. All of them run, whatever became of those before; at the end tell what became of each.
+# pythons.sh: run the tests that need no broker on every Python from 3.11 on that is found here, and on those of Debian
+# sid in a container. All of them run, whatever became of those before; at the end tell what became of each.
 #
 # Found are pyenv's versions and python3.N on the PATH; of a minor version, one. Each has a virtual environment in
 # .pythons, made here.
@@ -39,14 +39,22 @@ found() {
 }
 
 run_on() {
-    local name=$1 venv=$ROOT/.pythons/$1 in_place=() python=python3
+    local name=$1 in_place=() python pythons status=0
     if [ "$name" = sid ]; then
         in_container || return
-        python=$("${in_place[@]}" sh -c 'cd /usr/bin && printf "%s\n" python3.* | grep -x "python3\.[0-9]*" | sort -V | tail -n 1')
-    else
-        python=${PYTHON_OF[$name]:-}
-        [ -n "$python" ] || { echo "there is no Python $name here"; return 1; }
+        pythons=$("${in_place[@]}" sh -c 'cd /usr/bin && printf "%s\n" python3.* | grep -x "python3\.[0-9]*" | sort -V') || return
+        for python in $pythons; do
+            run_tests "$ROOT/.pythons/sid-$python" || status=1
+        done
+        return "$status"
     fi
+    python=${PYTHON_OF[$name]:-}
+    [ -n "$python" ] || { echo "there is no Python $name here"; return 1; }
+    run_tests "$ROOT/.pythons/$name"
+}
+
+run_tests() {  # with $python, in a virtual environment of its own
+    local venv=$1
     install || return
     "${in_place[@]}" "$venv/bin/python" -VV
     PYTHONPATH=$ROOT "${in_place[@]}" "$venv/bin/python" -m pytest tests -q -n "${JOBS:-4}" -p no:cacheprovider
