@@ -14,7 +14,7 @@ import pytest
 
 from integration.support.consuming import numbered, publish
 from integration.support.waiting import until
-from reliable_mq import AsyncConsumer, Queue, RetryPolicy, UsageError
+from reliable_mq import AsyncConsumer, Publisher, Queue, RetryPolicy, UsageError
 from reliable_mq.stores import MemoryStore
 
 if TYPE_CHECKING:
@@ -39,9 +39,12 @@ def test_coroutine_handlers_are_awaited_and_acked(vhost: VirtualHost, run_async:
         await asyncio.sleep(0)
         handled.append(delivery.body)
 
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    publish(vhost, "orders", numbered(500))  # or it would be done with each before the next one is there
+
     async def main() -> None:
         async with AsyncConsumer(vhost.url, ORDERS, handle) as consumer:
-            await asyncio.to_thread(publish, vhost, "orders", numbered(500))
             await until(lambda: consumer.statistics.acked == 500)
             assert consumer.statistics.acks_sent <= 50
 

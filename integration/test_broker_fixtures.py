@@ -297,7 +297,7 @@ def test_the_baseline_sees_a_thread_and_a_descriptor_that_stay(baseline: None) -
 
 
 def test_the_harness_itself_leaves_nothing_behind(vhost: VirtualHost, checker: Checker) -> None:
-    with back_to_baseline(timeout=2):
+    with back_to_baseline(timeout=10):
         book(checker, ["1"])
         publish(vhost, "orders", ["1"])
         checker.drain(vhost, ["orders"])

@@ -122,8 +122,8 @@ def test_f42_a_server_that_hangs_in_the_transaction_of_a_handler_does_not_block_
         before = proxy.seen("heartbeat", "to_broker")
         frozen.set()
         begun = time.monotonic()
-        wait_until(lambda: consumer.statistics.failed >= 1, timeout=10, what="it has failed")
-        assert time.monotonic() - begun < 16 * TIMEOUT
+        wait_until(lambda: consumer.statistics.failed >= 1, timeout=30, what="it has failed")
+        assert time.monotonic() - begun < 40 * TIMEOUT
         proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") >= before + 2, timeout=30)
         server.unpause()
         # Not all acked: so is a message that waits for its next attempt.
@@ -179,7 +179,7 @@ def held(claim: Any, transaction: Any) -> Delivery:
 
 
 def in_time(begun: float) -> None:
-    assert time.monotonic() - begun < TIMEOUT + 5.0  # while the server is frozen, it takes for ever
+    assert time.monotonic() - begun < TIMEOUT + 20.0  # while the server is frozen, it takes for ever
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])

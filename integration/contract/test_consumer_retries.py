@@ -273,7 +273,7 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
         back[delivery.body] = time.monotonic()
 
     handler = Handler(then=handle, account=checker)
-    delays = (4.0, 0.5, 1.0)
+    delays = (8.0, 0.5, 1.0)
     messages = [Message(f"{delay}/{number}".encode()) for number in range(60) for delay in delays]
     with Consumer(vhost.url, ORDERS, handler, retry=RetryPolicy(2, delays=delays, backend="queues")):
         send(vhost, "orders", messages, checker)
@@ -283,9 +283,9 @@ def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker
     for delay in delays:
         gaps = sorted(gap for body, gap in waited.items() if body.startswith(b"%.1f/" % delay))
         print(f"asked for {delay} s, measured {gaps[0]:.3f} to {gaps[-1]:.3f} s")
-        assert gaps[0] < delay + 1, "none of them was in time"
+        assert gaps[0] < delay + LATE, "none of them was in time"
     assert min(late.values()) >= 0
-    assert max(late.values()) < 2.5, "behind one of four seconds, it is later by three"
+    assert max(late.values()) < 6.5, "behind one of eight seconds, it is later by seven"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 

@@ -154,9 +154,9 @@ def test_f06_f07_connection_is_a_black_hole(
         proxy.black_hole(direction, new_connections=False)
         started = time.monotonic()
         confirmations += [submit(checker, publisher, "orders", body) for body in bodies(rng, 50, most=5000)]
-        assert [book(checker, one, timeout=20) for one in confirmations] == [None] * (before + 50)
+        assert [book(checker, one) for one in confirmations] == [None] * (before + 50)
         assert publisher.statistics.in_doubt > 0
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 25
     checker.drain(vhost, ["orders"])
     checker.close()
 
@@ -168,7 +168,7 @@ def test_f06_every_connection_is_a_black_hole(
     """While no connection works at all, publishes end with an error at their deadline, and so does the publisher."""
     proxy = fault_proxy(vhost.url)
     started = time.monotonic()
-    with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=3, **QUICK) as publisher:
+    with Publisher(proxy.url, topology=[ORDERS], delivery_timeout=5, **QUICK) as publisher:
         publisher.connect()
         early = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randrange(50))]
         assert [book(checker, one, timeout=20) for one in early] == [None] * len(early)
@@ -176,7 +176,7 @@ def test_f06_every_connection_is_a_black_hole(
         confirmations = [submit(checker, publisher, "orders", body) for body in bodies(rng, rng.randint(1, 100))]
         errors = [book(checker, one, timeout=20) for one in confirmations]
         assert {type(error) for error in errors} == {PublishUnconfirmed}
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
     checker.drain(vhost, ["orders"])
     checker.close()
 

@@ -124,12 +124,12 @@ def test_whoever_takes_long_over_the_rows_does_not_use_up_the_patience_with_the_
     """A connection that is lost meanwhile is made again."""
     publish(vhost, 1000)
     proxy = fault_proxy(vhost.url)
-    reader = RangeReader(options(proxy.url, prefetch="100"), StreamRange("events", 0, 1000), COLUMNS, patience=2)
+    reader = RangeReader(options(proxy.url, prefetch="100"), StreamRange("events", 0, 1000), COLUMNS, patience=5)
     rows: list[int] = []
     for each in reader.batches():
         if not rows:
             proxy.cut()
-            until = time.monotonic() + 2.5
+            until = time.monotonic() + 5.5
             wait_until(lambda: time.monotonic() > until, timeout=10, what="time to pass")  # noqa: B023
         rows += each.column("offset").to_pylist()
     assert rows == list(range(1000))
