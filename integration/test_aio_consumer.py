@@ -165,7 +165,7 @@ def test_a_run_that_is_cancelled_takes_its_handlers_along(vhost: VirtualHost, ru
         started = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert ended == ["cancelled"] * 2
         assert consumer.statistics.failed == 0
         await asyncio.to_thread(vhost.wait_for_messages, "orders", 5)

@@ -454,7 +454,7 @@ def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
         started = time.monotonic()
         with pytest.raises(PublishUnconfirmed):
             await publisher.close(timeout=0.5)
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 20
         assert confirmation.done()
         await publisher.close()
 

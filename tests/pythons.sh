@@ -80,7 +80,7 @@ in_container() {  # sets in_place: the words that a command runs behind, in this
     for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
         [ ! -e "$file" ] || in_place+=(--volume "$(realpath "$file"):$file:ro")
     done
-    in_place+=("$image")
+    in_place+=("$image" nice -n "$(nice)")
 }
 
 main
