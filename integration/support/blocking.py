@@ -98,6 +98,12 @@ class BlockingConfirmation:
             self._loop.call(self._settled(timeout))
         return self._confirmation.exception()
 
+    def add_done_callback(self, callback: Any) -> None:
+        async def add() -> None:
+            self._confirmation.add_done_callback(callback)
+
+        self._loop.call(add())
+
     @property
     def callbacks(self) -> object:
         return self._confirmation.callbacks

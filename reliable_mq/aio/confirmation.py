@@ -89,7 +89,11 @@ class AsyncConfirmation(BaseConfirmation):
         """Call ``callback(confirmation)`` on the event loop, soon after the outcome is known; soon, if it is.
 
         A callback may submit. An exception in it is logged.
+
+        Raises:
+            ConfigurationError: ``callback`` cannot be called, or is a coroutine function.
         """
+        self._check_callback(callback)
         self._mark_observed()
         call = partial(self.owner.loop.call_soon, self._call, callback)
         if self.outcome is None:

@@ -11,12 +11,14 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from reliable_mq.core.publisher.publication import Outcome
 from reliable_mq.engine.publisher_channel import ObservedPublication
+from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from reliable_mq.errors import PublishError, ReliableMQError
@@ -73,6 +75,14 @@ class BaseConfirmation(ObservedPublication):
             if self.owner.fatal is not None:
                 error.__cause__ = self.owner.fatal
         return error
+
+    @staticmethod
+    def _check_callback(callback: object) -> None:
+        """Refuse a callback that would not run: from then on, a failure counts as seen."""
+        if not callable(callback):
+            raise ConfigurationError(f"callback must be callable, not {callback!r}")
+        if inspect.iscoroutinefunction(callback):
+            raise ConfigurationError("callback is a coroutine function, which nothing here would await")
 
     def _mark_observed(self) -> None:
         """Mark the outcome as seen, known or not. Under the lock."""

@@ -100,7 +100,11 @@ class Confirmation(BaseConfirmation):
 
         Called at once, by the calling thread, if it is known already. A callback may publish; an exception in it is
         logged. While callbacks are slower than publishing, ``submit`` waits for them as for room in the window.
+
+        Raises:
+            ConfigurationError: ``callback`` cannot be called, or is a coroutine function.
         """
+        self._check_callback(callback)
         call = partial(self._call, callback)
         self._mark_observed()
         if self.outcome is None:

@@ -671,6 +671,25 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     assert "1 publishes failed that nobody waits for" in caplog.text
 
 
+def test_a_callback_that_would_not_run_is_refused(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """The failure that it was for is still raised at the end."""
+    broker.script = lambda published: published.channel.nack(published.number)
+
+    async def settled(_confirmation: object) -> None:
+        raise AssertionError("nothing awaits it")
+
+    def leave() -> None:
+        with new_publisher(retry=ONCE) as publisher:
+            confirmation = publisher.submit(Message(b"lost"), routing_key=KEY)
+            with pytest.raises(ConfigurationError, match="callback must be callable, not None"):
+                confirmation.add_done_callback(None)
+            with pytest.raises(ConfigurationError, match="callback is a coroutine function"):
+                confirmation.add_done_callback(settled)
+
+    with pytest.raises(PublishNacked):
+        leave()
+
+
 def test_the_words_of_a_broker_make_no_lines_of_their_own_in_logs_and_errors(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
