@@ -1,4 +1,4 @@
-"""Convert messages from and to the objects of pika and aio-pika, for programs that come from there.
+"""Convert messages from and to the objects of pika and aio-pika.
 
 Invariants:
 
@@ -38,7 +38,7 @@ _NAMES = (
 
 
 def pika_properties(properties: object) -> bytes:
-    """Return the properties of pika's ``BasicProperties``, or of None, as pika sends them.
+    """Return the properties of pika's ``BasicProperties`` (or None), as pika sends them.
 
     Raises:
         ConfigurationError: it is another object, or pika cannot encode a value of it.
@@ -76,7 +76,7 @@ def aio_pika_properties(message: object) -> tuple[bytes, bytes]:
 
 
 def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
-    """Return pika's ``Basic.Deliver`` and ``BasicProperties`` of a delivery with these encoded properties.
+    """Return pika's ``Basic.Deliver`` and ``BasicProperties`` of a delivery.
 
     Raises:
         CodecError: the properties are broken.
@@ -96,7 +96,7 @@ def pika_objects(method: DeliverArguments, raw: bytes) -> tuple[Any, Any]:
 
 
 def aio_pika_message(method: DeliverArguments, raw: bytes, body: bytes) -> Any:
-    """Return aio-pika's ``IncomingMessage`` of a delivery with these encoded properties; it counts as settled.
+    """Return aio-pika's ``IncomingMessage`` of a delivery; it counts as settled.
 
     Raises:
         CodecError: the properties are broken.

@@ -76,7 +76,7 @@ class ConfigurationError(ReliableMQError, ValueError):
 
 
 class UsageError(ReliableMQError, RuntimeError):
-    """A call that cannot work here: after close, in a forked child, or where it would deadlock."""
+    """A call that cannot work: after close, in a forked child, or as a deadlock."""
 
 
 class BrokerUnavailable(ReliableMQError, ConnectionError):
@@ -93,7 +93,7 @@ class BrokerUnavailable(ReliableMQError, ConnectionError):
 
 
 class Difference(NamedTuple):
-    """One argument or property in which a declaration differs from the existing object.
+    """An argument or property in which a declaration differs from the existing object.
 
     Attributes:
         argument: its name.
@@ -216,7 +216,7 @@ class PublishRefused(PublishError):
 
 
 class PublishUnconfirmed(PublishError):
-    """The deadline passed without a confirm. The outcome is unknown: the message may have arrived.
+    """The deadline passed without a confirm, and the message may have arrived.
 
     Attributes:
         sent: whether any byte of it may have reached a socket; where False, it did not arrive.
@@ -228,7 +228,7 @@ class PublishUnconfirmed(PublishError):
 
 
 class PublishBlocked(PublishError):
-    """The broker has blocked publishing on this connection, and the message was not sent.
+    """The broker has blocked publishing, and the message was not sent.
 
     Attributes:
         reason: the broker's reason, e.g. ``"low on memory"``.
@@ -240,14 +240,14 @@ class PublishBlocked(PublishError):
 
 
 class OutboxError(PublishError):
-    """The outbox failed: disk full, file or database unreachable, locked for too long, or damaged.
+    """The outbox failed: its file or database is full, unreachable, locked or damaged.
 
     ``may_have_arrived`` is true if the message may be in the outbox nevertheless, and so may be published. Rows stored
     before are safe.
     """
 
     def of(self, what: str, message_id: str) -> OutboxError:
-        """Return a copy for one message. Each message needs its own: raising an error adds to its traceback."""
+        """Return a copy for one message, since raising an error adds to its traceback."""
         own = OutboxError(f"{what} was not stored: {self}", message_id=message_id)
         own.may_have_arrived = self.may_have_arrived
         own.__cause__ = self.__cause__
@@ -259,7 +259,9 @@ class ConsumeError(ReliableMQError):
 
 
 class ConsumerCancelled(ConsumeError):
-    """The queue was deleted while ``get()`` pulled from it. ``get()`` may be called again.
+    """The queue was deleted while ``get()`` pulled from it.
+
+    ``get()`` may be called again.
 
     A consumer with a handler does not raise it: when the broker cancels the subscription, because the queue was deleted
     or has lost its leader, the consumer logs it and subscribes again once the queue is back.
@@ -267,15 +269,18 @@ class ConsumerCancelled(ConsumeError):
 
 
 class StaleDelivery(ConsumeError):
-    """The delivery's channel is closed; the broker redelivers the message. Nothing was sent."""
+    """The delivery's channel is closed, so nothing was sent; the broker redelivers it."""
 
 
 class IdempotencyStoreError(ConsumeError):
-    """The idempotency store failed, timed out, or refused a stale token. The delivery is not handled."""
+    """The idempotency store failed, timed out, or refused a stale token.
+
+    The delivery is not handled.
+    """
 
 
 def _rebuilt(kind: type[ReliableMQError], args: tuple[object, ...], attributes: dict[str, object]) -> ReliableMQError:
-    """Unpickle an error without its constructor: pickle cannot pass keyword-only arguments."""
+    """Unpickle an error without its constructor, which has keyword-only arguments."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(attributes)

@@ -1,4 +1,4 @@
-"""Messages: immutable, validated by the constructor, light enough to keep a million of them.
+"""Messages: immutable, validated by the constructor, small in memory.
 
 Invariants:
 
@@ -160,7 +160,7 @@ class Message:
 
     @classmethod
     def json(cls, obj: object, **properties: Unpack[MessageProperties]) -> Self:
-        """Return a message with `obj` as JSON in UTF-8 and the content type ``application/json``.
+        """Return a message with `obj` as JSON and the content type ``application/json``.
 
         Args:
             obj: anything that ``json.dumps`` accepts, but no NaN and no infinities, which JSON does not have.
@@ -178,10 +178,10 @@ class Message:
 
     @classmethod
     def from_wire(cls, body: bytes, properties: bytes) -> Self:
-        """Return a message equal to a delivered one byte for byte: ``from_wire(delivery.body, delivery.properties)``.
+        """Return a message equal to a delivered one, byte for byte.
 
-        Mind RabbitMQ's rules for published properties: ``user_id`` must be the connection's own, and ``CC`` and ``BCC``
-        route the message to those queues again.
+        It is ``from_wire(delivery.body, delivery.properties)``. Mind RabbitMQ's rules for published properties:
+        ``user_id`` must be the connection's own, and ``CC`` and ``BCC`` route the message to those queues again.
 
         Args:
             body: the bytes of the message.
@@ -199,7 +199,7 @@ class Message:
 
     @classmethod
     def from_pika(cls, body: bytes | str, properties: object = None) -> Self:
-        """Return a message with a body and properties that were made for pika's ``basic_publish``.
+        """Return a message with a body and properties for pika's ``basic_publish``.
 
         All properties and headers are those that pika would send, byte for byte; a message without an id gets one.
 
@@ -215,7 +215,7 @@ class Message:
 
     @classmethod
     def from_aio_pika(cls, message: object) -> Self:
-        """Return a message equal to an ``aio_pika.Message``, or to one that aio-pika has received.
+        """Return a message equal to an ``aio_pika.Message``, received or to be sent.
 
         All properties and headers are those that aio-pika would send, byte for byte; a message without an id gets one.
 
@@ -247,10 +247,10 @@ class Message:
     def replace(
         self, *, body: bytes | bytearray | memoryview | None = None, **changes: Unpack[MessageProperties]
     ) -> Self:
-        """Return a copy with some properties changed; None removes one, except ``persistent``.
+        """Return a copy with some properties changed.
 
-        The copy has the same ``message_id`` unless another is given, or None for a new one. Properties that are not
-        changed stay the same byte for byte.
+        None removes a property, except ``persistent``. The copy has the same ``message_id`` unless another is given, or
+        None for a new one. Properties that are not changed stay the same byte for byte.
 
         Raises:
             ConfigurationError: as for `Message`.
@@ -345,7 +345,7 @@ class Message:
 
     @classmethod
     def _unpickled(cls, body: object, properties: object, message_id: object) -> Self:
-        """Make a message out of a pickle or a copy, which may have been written by anybody.
+        """Return the message of a pickle or a copy, which anybody may have written.
 
         Raises:
             ConfigurationError: there is no such message; the text names the field.
@@ -379,7 +379,7 @@ _set_encoded_properties: Final = Message.__dict__["encoded_properties"].__set__
 
 
 def _copied_body(body: object) -> bytes:
-    """The bytes of a body that may be no plain ``bytes``: a subclass may say anything of its length or content."""
+    """Return the bytes of a body: a subclass may override its length or content."""
     if body.__class__ is bytes:
         return body
     if isinstance(body, (bytes, bytearray, memoryview)):
@@ -410,7 +410,7 @@ _moment = [(0, "", "")]
 
 
 def new_message_id() -> str:
-    """Make a time-ordered UUID (version 7). Thread-safe, and safe on both sides of a fork."""
+    """Make a time-ordered UUID (version 7). Thread-safe, and safe after a fork."""
     millisecond, nanoseconds = divmod(time_ns(), 1_000_000)
     shared, head, middle = _moment[0]
     if shared != millisecond:

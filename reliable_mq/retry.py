@@ -1,4 +1,4 @@
-"""Retry policies, the verdicts of handlers, and the kill switch.
+"""Retry policies, the decisions of handlers, and the kill switch.
 
 Invariants of a policy:
 
@@ -39,7 +39,7 @@ _SHOWN = 8  # delays that a repr lists
 
 
 class Ack:
-    """A batch handler's verdict on an item that succeeded: ``Ack`` or ``Ack()``."""
+    """A batch handler's decision on an item that succeeded: ``Ack`` or ``Ack()``."""
 
     __slots__ = ()
 
@@ -48,9 +48,10 @@ class Ack:
 
 
 class RetryLater(Exception):
-    """Raise or return it from a handler, or return it for an item of a batch: retry this delivery later.
+    """The decision of a handler to retry a delivery later.
 
-    It counts as an attempt: after the policy's last attempt the delivery is dead-lettered nevertheless.
+    A handler raises or returns it; a batch handler returns it for an item. It counts as an attempt: after the policy's
+    last attempt the delivery is dead-lettered nevertheless.
 
     Args:
         delay: seconds until the next attempt; None for the policy's delay.
@@ -67,7 +68,9 @@ class RetryLater(Exception):
 
 
 class DeadLetter(Exception):
-    """Raise or return it from a handler, or return it for an item of a batch: dead-letter this delivery now.
+    """The decision of a handler to dead-letter a delivery now.
+
+    A handler raises or returns it; a batch handler returns it for an item.
 
     Args:
         reason: a sentence for the operator; it is stored in a header of the dead letter.
@@ -253,7 +256,7 @@ class KillSwitch:
 
 
 def _restored(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]) -> BaseException:
-    """Unpickle a verdict without its constructor, whose arguments a subclass may have changed."""
+    """Unpickle a decision without its constructor, which a subclass may have changed."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -282,7 +285,10 @@ def _part(field: str, value: object) -> float:
 
 
 def _is_any(kind: type[BaseException], bases: tuple[type[BaseException], ...]) -> bool:
-    """Return whether a class inherits from one of these, without a user's ``__subclasscheck__``: it may raise."""
+    """Return whether a class inherits from one of these.
+
+    A user's ``__subclasscheck__``, which may raise, is not called.
+    """
     return any(type.__subclasscheck__(base, kind) for base in bases)
 
 

@@ -1,4 +1,4 @@
-"""Settings of a connection: hosts, credentials, TLS and tuning, validated, and without a secret in any text.
+"""Settings of a connection: hosts, credentials, TLS and tuning, validated.
 
 Invariants:
 
@@ -30,7 +30,7 @@ _SHORT_STRING_BYTES = 255
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One host and port. ``str()`` returns ``host:port``, with an IPv6 address in brackets."""
+    """One host and port; ``str()`` returns ``host:port``, with IPv6 in brackets."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is a loopback address or the name ``localhost``; resolves no names."""
+        """Whether the host is a loopback address or ``localhost``; resolves no names."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -144,7 +144,9 @@ class ConnectionSettings:
         return self.connect_timeout * len(self.endpoints) + 1.0
 
     def resolve_credentials(self) -> Credentials | None:
-        """Return the credentials for one connect; None with ``EXTERNAL``. Blocks while the user's callback runs.
+        """Return the credentials for one connect; None with ``EXTERNAL``.
+
+        Blocks while the user's callback runs.
 
         Raises:
             BrokerUnavailable: the callback raised; a retry may help.

@@ -87,7 +87,9 @@ class TLSOptions:
         return self.cert_file is not None or self.context is not None
 
     def build_context(self) -> ssl.SSLContext:
-        """Return the context for one connect. Reads the files, and warns where verification is off.
+        """Return the context for one connect.
+
+        Reads the files, and warns where verification is off.
 
         Raises:
             ConfigurationError: a file cannot be read or used, or the user's context was changed so that it no longer

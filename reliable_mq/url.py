@@ -1,4 +1,4 @@
-"""A strict parser of AMQP URLs: an unknown or malformed part is an error, never a default.
+"""A strict parser of AMQP URLs: an unknown or malformed part is an error.
 
 The drivers' own parsers turn ``heartbeat=30s`` into 0, ``no_verify_ssl=false`` into no verification, and a user
 without a password into a bare ``TypeError``.
@@ -68,7 +68,9 @@ def parse_url(
     frame_max: int | None = None,
     channel_max: int | None = None,
 ) -> ConnectionSettings:
-    """Return the settings of a URL and of the options beside it. Does no I/O: TLS files are read at connect.
+    """Return the settings of a URL and of the options beside it.
+
+    Does no I/O: TLS files are read at connect.
 
     The keys of a URL's query are RabbitMQ's: ``heartbeat`` (seconds), ``connection_timeout`` (**milliseconds**, as
     RabbitMQ specifies; `connect_timeout` beside the URL is in seconds), ``channel_max``, ``frame_max`` (bytes),
@@ -118,7 +120,7 @@ def parse_url(
 
 
 def redacted(url: str) -> str:
-    """Return a URL of any scheme without its secrets, for a repr, a log line or an error.
+    """Return a URL of any scheme without its secrets, for a log line or an error.
 
     A password becomes ``***``, and so does each option that is not known to be harmless. No part of a malformed URL is
     shown that may belong to a password.
@@ -285,7 +287,7 @@ def _decoded(part: str, text: str) -> str:
 
 
 def _options_of(query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `ConnectionSettings` in the query, converted to their types."""
+    """Return the fields of `ConnectionSettings` in the query, with their types."""
     options: dict[str, Any] = {key: _number(key, query[key]) for key in _NUMBERS if key in query}
     if "connection_timeout" in query:
         milliseconds = _number("connection_timeout", query["connection_timeout"])

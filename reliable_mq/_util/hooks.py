@@ -1,4 +1,4 @@
-"""The hooks of the package in a forked child and at the exit of the interpreter, in a defined order.
+"""The hooks of the package after a fork and at exit, in a defined order.
 
 Python runs hooks of ``os.register_at_fork`` in the order of imports and those of ``atexit`` in the opposite one, and a
 program may import modules of this package in any order. So the package registers with Python once, here.

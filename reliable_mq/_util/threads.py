@@ -1,4 +1,4 @@
-"""Daemon threads: for calls that may block, and for callbacks. And a condition that signal handlers may interrupt.
+"""Daemon threads for calls and callbacks, and a condition safe in signal handlers.
 
 No thread of this package keeps the interpreter from ending, so the executors of the standard library are not used:
 the interpreter waits for their threads at exit.
@@ -58,7 +58,7 @@ def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threadi
 
 
 def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-    """Call ``fn`` on a new daemon thread, then ``done``, there, with its result or exception.
+    """Call ``fn``, then ``done`` with its result or exception, on a new daemon thread.
 
     ``done`` is called exactly once, unless ``fn`` never returns. If the interpreter, which exits, refuses the thread,
     both are called here and now: there may still be messages to publish.
@@ -121,7 +121,7 @@ class CancelHandle:
 
 
 def _shut(connection: Any) -> None:
-    """Shut the socket of a driver's connection: to the thread that uses it, the server has closed it."""
+    """Shut the socket of a driver's connection, as if the server had closed it."""
     holder = connection if hasattr(connection, "fileno") else getattr(connection, "_sock", None)  # psycopg; PyMySQL
     if holder is not None:
         # It may have ended by itself in this moment, or be closed.
@@ -130,7 +130,7 @@ def _shut(connection: Any) -> None:
 
 
 class DaemonExecutor:
-    """Calls on daemon threads, which are reused. Thread-safe; in a forked child it starts anew.
+    """Call functions on daemon threads. Thread-safe; a forked child starts new ones.
 
     Args:
         name: of the threads.
@@ -164,7 +164,7 @@ class DaemonExecutor:
 
     @contextlib.contextmanager
     def cutting(self, timeout: float) -> Iterator[CancelHandle]:
-        """In the block, which stays on its thread, cut the handle after ``timeout`` seconds."""
+        """Cut the handle if the block, which stays on its thread, takes too long."""
         call, over = _BlockingCall(lambda handle: None if over.wait(timeout) else handle.cut()), threading.Event()
         self._submit(call.run, beyond=True)
         try:
@@ -305,7 +305,10 @@ async def call_on_thread(name: str, fn: Callable[[], T]) -> T:
 
 
 class CallbackThread:
-    """Run callbacks one after the other. Thread-safe; signal handlers that interrupt a method may call any other."""
+    """Run callbacks one after the other. Thread-safe.
+
+    A signal handler that interrupts a method may call any other.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -327,7 +330,7 @@ class CallbackThread:
                 self._thread.start()
 
     def put(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` soon. Does not block. After `stop` it runs on a thread that ends with it."""
+        """Run ``callback`` soon; after `stop`, on a thread of its own. Does not block."""
         self.start()
         self._queue.put(callback)
         if self._over:
@@ -354,9 +357,9 @@ class CallbackThread:
                 self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end of the stopped thread; return whether it has ended.
+        """Wait for the end of the stopped thread; return whether it has ended.
 
-        Does not wait on that thread itself.
+        Waits up to ``timeout`` seconds, and not on that thread itself.
         """
         thread = self._stopped
         if thread is None:
@@ -383,7 +386,7 @@ class Condition(threading.Condition):
     """
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait as ``threading.Condition`` does, up to ``timeout`` seconds; the caller holds the lock afterwards."""
+        """Wait as ``threading.Condition`` does, up to ``timeout`` seconds."""
         try:
             return super().wait(timeout)
         except BaseException:

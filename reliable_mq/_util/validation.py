@@ -100,7 +100,7 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 def declared_by(
     declaration: Callable[Concatenate[Any, P], None],
 ) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate a method that passes its arguments on to ``declaration``: it has the signature and docstring of that.
+    """Decorate a method with the signature and docstring of ``declaration``.
 
     For type checkers, for ``help()`` and for `inspect.signature`.
     """

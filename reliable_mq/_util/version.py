@@ -1,4 +1,4 @@
-"""The client properties of a connection, which the broker shows in its management UI and logs."""
+"""The client properties of a connection, which the broker shows and logs."""
 
 from __future__ import annotations
 

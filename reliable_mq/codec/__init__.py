@@ -1,4 +1,4 @@
-"""The AMQP codec: properties, field tables and content frames, and the methods of channels.
+"""The AMQP codec: properties, tables, content frames, and methods of channels.
 
 Handshake, heartbeats and flow are the drivers'. Nothing here knows a driver, a socket or a clock.
 """

@@ -1,4 +1,4 @@
-"""Encode the frames of the basic class: publishes, settlements of deliveries, and ``basic.get``.
+"""Encode the frames of the basic class: publishes, acks, nacks, ``basic.get``.
 
 A publish has three parts: the method frame (the head), which is the same for all publishes of a channel to one exchange
 and routing key, so that the caller caches it; the content header frame; and the body frames. They are appended to a
@@ -56,9 +56,10 @@ def publish_head(channel: int, exchange: str, routing_key: str, mandatory: bool)
 
 
 def header_frame_size(properties: bytes) -> int:
-    """Return the bytes of the content header frame; at most the connection's ``frame_max``.
+    """Return the bytes of the content header frame.
 
-    It cannot be split: RabbitMQ closes the connection with 501 over a larger one.
+    The frame must fit into the connection's ``frame_max``, and cannot be split: RabbitMQ closes the connection with
+    501 over a larger one.
     """
     return _HEADER_FRAME_FIXED + len(properties)
 

@@ -1,4 +1,4 @@
-"""The methods of a channel: the steps that set it up, their replies, opening and closing.
+"""The methods of a channel: setup steps, their replies, opening and closing.
 
 The drivers' own encoders refuse names and arguments that brokers accept: queue names in any language, byte strings.
 
@@ -73,7 +73,7 @@ class DeclareQueue:
 
 @dataclass(frozen=True, slots=True)
 class CheckQueue:
-    """``queue.declare`` with ``passive``: the queue must exist; the reply is a `QueueState`."""
+    """``queue.declare`` with ``passive``, for an existing queue; replies `QueueState`."""
 
     name: str
 
@@ -258,7 +258,9 @@ def decode_reply(frame: bytes) -> MethodReply:
 
 
 def decode_text(frame: bytes) -> str:
-    """Return the first argument of ``connection.blocked``, ``basic.cancel`` or ``basic.consume-ok``.
+    """Return the first argument of a method, a short string.
+
+    For ``connection.blocked``, ``basic.cancel`` and ``basic.consume-ok``.
 
     Raises:
         CodecError: the frame is broken.
@@ -292,7 +294,7 @@ def encode_channel_close_ok(channel: int) -> bytes:
 
 
 def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:
-    """Lower the limits in ``connection.tune`` to ours, for a driver that accepts every offer.
+    """Lower the limits in ``connection.tune``, for a driver that accepts every offer.
 
     Raises:
         CodecError: the frame is broken.

@@ -1,4 +1,4 @@
-"""The properties of a message: the flags and values that follow the body size in a content header frame.
+"""The properties of a message: their flags and values in a content header frame.
 
 Encoding takes the values of `Message` and is strict. Decoding (`Properties`) keeps the raw bytes and decodes on first
 use. Changing (`rewrite_properties`) cuts and joins raw bytes, so that all else stays byte for byte the same: floats,
@@ -95,7 +95,7 @@ class HasProperties(Protocol):
 
     @property
     def encoded_properties(self) -> bytes | None:
-        """All properties, encoded; None if the message is persistent, has an id, and nothing else."""
+        """All properties, encoded; None if there is only an id, and it is persistent."""
 
 
 def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldValue] | None = None) -> bytes:
@@ -119,7 +119,7 @@ def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldV
 
 
 def plain_message_id(raw: bytes) -> str | None:
-    """Return the id of a message that is persistent, has an id, and nothing else; None for any other.
+    """Return the id of a persistent message with an id and nothing else; else None.
 
     Most of our messages are of this kind, and a consumer with an idempotency store needs the id of each: this costs a
     fifth of decoding.
@@ -228,7 +228,7 @@ _ENCODERS_AND_FLAGS: Final = tuple(
 
 
 def join_properties(segments: Mapping[str, bytes]) -> bytes:
-    """Join segments, by their names in `Properties`, behind the flags that announce them."""
+    """Join segments, by their names in `Properties`, after their flags."""
     flags = 0
     for name in segments:
         flags |= _FLAGS[name]
@@ -246,7 +246,7 @@ def split_properties(raw: bytes) -> dict[str, bytes]:
 
 @lru_cache(maxsize=256)
 def _layout(flags: int) -> tuple[tuple[str, int], ...]:
-    """Return the properties that `flags` announce, each with its bytes or the kind of length before it."""
+    """Return the properties in `flags`, with their sizes or the kind of their length."""
     return tuple((name, _SIZES.get(name, _SHORT_STRING)) for name, flag in _FLAGS.items() if flags & flag)
 
 
@@ -278,7 +278,7 @@ def _spans(raw: bytes) -> list[tuple[str, int, int]]:
 
 
 class Properties:
-    """A view of the properties of a delivered or returned message, decoded on first use and kept.
+    """The properties of a delivered or returned message, decoded on first use.
 
     An absent property is None; absent headers are empty. Short strings that are not UTF-8 have surrogate escapes;
     ``expiration`` is the broker's string of milliseconds; a ``timestamp`` beyond the year 9999 is an ``int``. The last
@@ -323,7 +323,7 @@ class Properties:
         return headers
 
     def headers_beginning(self, prefix: str) -> dict[str, FieldValue]:
-        """Decode the headers whose names begin with ``prefix``; other values may be broken or nested."""
+        """Decode the headers whose names begin with ``prefix``; others may be broken."""
         span = (self._values or self._decode()).get("headers")
         if span is None:
             return {}
@@ -447,7 +447,7 @@ def rewrite_properties(
 
 
 def _rewrite_table(table: bytes, ours: bytes, dropped: set[str], renamed: Mapping[str, str]) -> bytes:
-    """Return the body of the table without the dropped entries, with some renamed, and with ours added."""
+    """Return the body of the table with entries dropped, renamed and added."""
     try:
         entries = walk_table(table, 4, len(table))
     except CodecError:

@@ -1,4 +1,4 @@
-"""Cut the inbound byte stream into frames, and decode those of the basic class for the sinks of channels.
+"""Cut the inbound stream into frames, and decode those of the basic class.
 
 Deliveries, returns, confirms and replies to ``basic.get`` on an attached channel are decoded and passed to its sink.
 Every other frame is passed to `foreign`, complete (header, payload, end byte), for the driver.
@@ -116,7 +116,7 @@ class RawDelivery:
         return self._body
 
     def complete(self, *, properties: bytes | None = None, body: bytes | None = None) -> None:
-        """Add the properties or the body from a later frame, before anybody sees the delivery."""
+        """Add the properties or the body from a later frame, before the delivery is used."""
         if properties is not None:
             self._properties = properties
         if body is not None:
@@ -127,7 +127,9 @@ class RawDelivery:
 
 
 class ChannelSink(Protocol):
-    """The content events of a channel. Called inside `InboundReader.feed`; may attach, detach and reset.
+    """The content events of a channel; called inside `InboundReader.feed`.
+
+    A callback may attach, detach and reset.
 
     Attributes:
         largest_body: bytes of a body that are kept. A larger one is dropped while it arrives; ``returned`` is called
@@ -151,19 +153,19 @@ class ChannelSink(Protocol):
         """Process consecutive deliveries; the sink may keep the list."""
 
     def got(self, delivery: RawDelivery, message_count: int, /) -> None:
-        """Process the reply to ``basic.get``; `message_count` more messages are in the queue."""
+        """Process the reply to ``basic.get``; `message_count` messages are left."""
 
     def got_empty(self) -> None:
         """Process the reply to ``basic.get`` from an empty queue."""
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None, /) -> None:
-        """Process a delivery without its body, whose `size` bytes are above `largest_body`.
+        """Process a delivery without its body: its `size` is above `largest_body`.
 
         `message_count` is that of ``basic.get-ok``; None for ``basic.deliver``.
         """
 
 
-class _Channel:
+class _InboundChannel:
     """An attached channel, and the content that is being assembled on it.
 
     ``method`` announced the content, 0 for none; ``delivery`` collects the content (of a return, too); ``tell``, except
@@ -194,14 +196,16 @@ class _Batch:
 
     __slots__ = ("channel", "deliveries", "sink")
 
-    def __init__(self, channel: _Channel, sink: ChannelSink) -> None:
+    def __init__(self, channel: _InboundChannel, sink: ChannelSink) -> None:
         self.channel = channel
         self.sink = sink
         self.deliveries: list[RawDelivery] = []
 
 
 class InboundReader:
-    """The reader of one connection's inbound stream. Not thread-safe; `feed` must not be called from a callback.
+    """The reader of one connection's inbound stream. Not thread-safe.
+
+    `feed` must not be called from a callback.
 
     Args:
         foreign: called with every complete frame that is not for a sink, and with a protocol header (8 bytes), which
@@ -212,7 +216,7 @@ class InboundReader:
     def __init__(self, foreign: Callable[[bytes], None], delivery: type[RawDelivery] = RawDelivery) -> None:
         self._foreign = foreign
         self._make_delivery = delivery
-        self._channels: dict[int, _Channel] = {}
+        self._channels: dict[int, _InboundChannel] = {}
         self._largest = _FRAME_MAX - _FRAME_OVERHEAD  # payload of a frame, bytes
         self._epoch = 0  # grows at reset, so that a feed notices that a callback has reset the reader under it
         self._tail: list[bytes] = []  # the beginning of a frame
@@ -224,15 +228,15 @@ class InboundReader:
         self._routes: dict[bytes, tuple[str, str]] = {}
 
     def agree(self, frame_max: int) -> None:
-        """Limit frames, except content headers, to `frame_max` bytes. Call it before a channel is attached."""
+        """Limit frames, except content headers, before a channel is attached."""
         self._largest = frame_max - _FRAME_OVERHEAD
 
     def attach(self, channel: int, sink: ChannelSink) -> None:
         """Pass the content of `channel` to `sink`, from the next frame on."""
-        self._channels[channel] = _Channel(sink, self._largest)
+        self._channels[channel] = _InboundChannel(sink, self._largest)
 
     def detach(self, channel: int) -> None:
-        """Pass the frames of `channel` to `foreign` again; drop the content that is half received."""
+        """Pass the frames of `channel` to `foreign` again; drop an incomplete content."""
         state = self._channels.get(channel)
         if state is not None:
             state.sink = None
@@ -243,7 +247,10 @@ class InboundReader:
                 del self._channels[channel]
 
     def reset(self) -> None:
-        """Begin a new connection: forget the stream, end a `feed` under way, and detach every channel."""
+        """Begin a new connection: forget the stream, and detach every channel.
+
+        A `feed` under way ends.
+        """
         self._epoch += 1
         self._channels.clear()
         self._tail.clear()
@@ -252,7 +259,7 @@ class InboundReader:
         self._broken = ""
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes of the stream: call sinks and `foreign` with the complete frames.
+        """Process the next bytes: call sinks and `foreign` with the complete frames.
 
         An exception of a callback is passed on; the stream then goes on after the frame that the callback was for.
 
@@ -323,8 +330,8 @@ class InboundReader:
                 self._tail_size = size - offset
                 self._wanted = wanted
 
-    def _whole_delivery(self, state: _Channel, number: int, data: bytes, payload: int, end: int) -> int:
-        """Decode a delivery whose three frames lie in `data` one after the other, as nearly all do.
+    def _whole_delivery(self, state: _InboundChannel, number: int, data: bytes, payload: int, end: int) -> int:
+        """Decode a delivery whose three frames are complete and adjacent in `data`.
 
         Returns:
             The start of the next frame; 0 if it is no such delivery: then nothing happened, and `_frame` decides.
@@ -361,16 +368,19 @@ class InboundReader:
         batch.deliveries.append(delivery)
         return body_end + 1
 
-    def _continues(self, batch: _Batch, state: _Channel | None, kind: int, method: int) -> bool:
+    def _continues(self, batch: _Batch, state: _InboundChannel | None, kind: int, method: int) -> bool:
         """Whether a frame belongs to another delivery of the batch's channel."""
         if state is not batch.channel or batch.channel.dropped:
             return False
         return (batch.channel.method if kind in (_HEADER_FRAME, _BODY_FRAME) else method) == _DELIVER
 
     def _frame(
-        self, state: _Channel | None, number: int, kind: int, method: int, data: bytes, payload: int, end: int
+        self, state: _InboundChannel | None, number: int, kind: int, method: int, data: bytes, payload: int, end: int
     ) -> None:
-        """Process one frame. It leads to a callback other than for deliveries only while there is no batch."""
+        """Process one frame.
+
+        Callbacks other than for deliveries are called only while there is no batch.
+        """
         if state is not None and kind in (_HEADER_FRAME, _BODY_FRAME):
             if kind == _HEADER_FRAME:
                 self._content_header(state, data, payload, end)
@@ -393,7 +403,7 @@ class InboundReader:
             raise self._broken_by("confirm of a wrong size")
 
     def _content_method(
-        self, state: _Channel, sink: ChannelSink, method: int, data: bytes, start: int, end: int
+        self, state: _InboundChannel, sink: ChannelSink, method: int, data: bytes, start: int, end: int
     ) -> None:
         if state.method:
             raise self._broken_by("content begins before the one before it is complete")
@@ -412,7 +422,7 @@ class InboundReader:
         state.method = method
         state.missing = -1
 
-    def _content_header(self, state: _Channel, data: bytes, payload: int, end: int) -> None:
+    def _content_header(self, state: _InboundChannel, data: bytes, payload: int, end: int) -> None:
         if not state.method or state.missing >= 0:
             raise self._broken_by("content header out of place")
         if end - payload < 14:
@@ -427,7 +437,7 @@ class InboundReader:
             state.dropped = size
         state.delivery.complete(properties=data[payload + 12 : end])
 
-    def _content_body(self, state: _Channel, data: bytes, payload: int, end: int) -> None:
+    def _content_body(self, state: _InboundChannel, data: bytes, payload: int, end: int) -> None:
         if state.missing < 0:
             raise self._broken_by("content body out of place")
         state.missing -= end - payload
@@ -436,7 +446,7 @@ class InboundReader:
         if not state.dropped:
             state.body += data[payload:end]
 
-    def _content_complete(self, state: _Channel, number: int) -> None:
+    def _content_complete(self, state: _InboundChannel, number: int) -> None:
         method, state.method = state.method, 0
         dropped, state.dropped = state.dropped, 0
         state.delivery.complete(body=bytes(state.body))

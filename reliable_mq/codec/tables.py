@@ -81,7 +81,7 @@ class CodecError(ValueError):
 
 
 class _Unfit(Exception):
-    """A value that cannot be encoded. Each level that it passes adds its part of the path."""
+    """A value cannot be encoded. Each level that it passes adds its part of the path."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -383,7 +383,7 @@ def _read_string(raw: bytes) -> str | bytes:
 
 
 def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int]]:
-    """Return the entries of the table body in ``data[offset:end]`` as (name, start, end), values undecoded.
+    """Return (name, start, end) of each entry of the table in ``data[offset:end]``.
 
     Raises:
         CodecError: the entries do not end where the table does, or one has an unknown type letter.

@@ -37,7 +37,7 @@ def register(spark: SparkSession) -> None:
         spark: a classic session, or one of Spark Connect.
 
     Raises:
-        UsageError: PySpark is older than 4.2, whose sources in Python cannot limit what they read.
+        UsageError: PySpark is older than 4.2, whose sources in Python cannot limit a batch.
     """
     check_version()
     from reliable_mq.spark.datasource import RabbitMQDataSource  # noqa: PLC0415

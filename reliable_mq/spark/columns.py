@@ -1,7 +1,7 @@
 """The columns that can be read and written; deliveries as rows, through Arrow.
 
-Invariants: a delivery always becomes a row, whatever is wrong with its properties: what cannot be decoded is null, and
-the row is there with its body; the Arrow types are those that Spark derives from the schema, to the letter.
+Invariants: a delivery always becomes a row with its body, whatever is wrong with its properties: one that cannot be
+decoded is null; the Arrow types are exactly those that Spark derives from the schema.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 _HEADERS: Final = MapType(StringType(), StringType())
 
-#: What is read, in this order.
+#: The columns of a source, in this order.
 READ_SCHEMA: Final = StructType(
     [
         StructField("body", BinaryType()),
@@ -77,7 +77,7 @@ READ_SCHEMA: Final = StructType(
 
 _WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
 
-#: What can be written, with the types that are taken. Only ``body`` must be there.
+#: The columns that a sink accepts, with their types. Only ``body`` is required.
 WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
     "body": (BinaryType, StringType),
     "exchange": (StringType,),
@@ -113,7 +113,7 @@ _OFFSET_ENTRY: Final = bytes((len(_STREAM_OFFSET),)) + _STREAM_OFFSET.encode() +
 _ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
 _WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
 _ALL: Final = 0xFFFF
-#: What announces a property, in the two bytes that properties begin with; null where it is not there.
+#: The bit of each property in the two bytes that properties begin with; without it, the column is null.
 _FLAGS: Final = {
     "content_type": 0x8000,
     "content_encoding": 0x4000,
@@ -172,7 +172,7 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
 
     Raises:
         ConfigurationError: a column is missing, unknown, given beside its option, or has a type that is not taken; the
-            text names the column and what to do.
+            text names the column and the remedy.
     """
     names = tuple(schema.fieldNames())
     if len(set(names)) < len(names):
@@ -207,7 +207,7 @@ def check_written_schema(schema: StructType, options: WriteOptions) -> tuple[str
     return names
 
 
-#: What travels from the driver to the tasks in queue mode: properties are decoded where there are many of us.
+#: The columns that go from the driver to the tasks in queue mode: the executors decode the properties.
 RAW_SCHEMA: Final = pa.schema(
     [
         ("body", pa.binary()),
@@ -294,7 +294,7 @@ def _text(name: str) -> Callable[[Properties], str | None]:
 
 
 def _clean(text: str) -> str:
-    """Make text of what came as bytes that are not UTF-8."""
+    """Replace bytes that are not UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 

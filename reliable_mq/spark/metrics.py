@@ -7,11 +7,11 @@ all. So every process that reads or publishes keeps a file in a directory of its
 it anew every few seconds and at the end of a task.
 
 Two files must not have the same metric with the same labels. So each process has a number of its own among those that
-live on its host, which is in the file's name and in the label ``worker``; whoever comes later takes the number of one
-that has died, and its file. Labels are bounded by that, and by the queues that the options name.
+live on its host, which is in the file's name and in the label ``worker``; a later process takes the number and the file
+of one that has died. Labels are bounded by that, and by the queues that the options name.
 
-Invariants: a file is replaced in one step; two living processes never write the same one; what goes wrong here is
-logged, once, and never stops a query.
+Invariants: a file is replaced in one step; two living processes never write the same one; an error here is logged,
+once, and never stops a query.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ STREAM_RECONNECTS = Family("spark_stream_reconnects", "counter", "Connections of
 
 @dataclass(slots=True)
 class QueueStatistics:
-    """What the reader of queue mode counts: the first three by queue."""
+    """Counters of the reader of queue mode: the first three by queue."""
 
     delivered: Counter[str] = field(default_factory=Counter)
     acked: Counter[str] = field(default_factory=Counter)
@@ -86,7 +86,7 @@ class StreamStatistics:
     reconnects: Counter[str] = field(default_factory=Counter)
 
     def readings(self) -> Iterator[Reading]:
-        """One look at them."""
+        """Yield one reading of them."""
         values: tuple[tuple[Family, Mapping[str, int]], ...] = (
             (STREAM_END, self.end),
             (STREAM_PLANNED, self.planned),
@@ -106,7 +106,7 @@ def queue_readings(
     held_bytes: int,
     connected: bool,
 ) -> Iterator[Reading]:
-    """One look at the reader of queue mode."""
+    """Yield one reading of the reader of queue mode."""
     for queue in queues:
         yield Reading(DELIVERIES, (queue,), statistics.delivered[queue])
         yield Reading(ACKED, (queue,), statistics.acked[queue])
@@ -128,7 +128,7 @@ class Exporter:
     Attributes:
         registry: the metrics to write; register with it.
         path: of the file.
-        streams: what this process does in stream mode; registered.
+        streams: the counters of stream mode; registered.
 
     Raises:
         OSError: the directory cannot be written to.
@@ -170,7 +170,7 @@ class Exporter:
 
 
 class _Labelled:
-    """A registry whose samples have one label more."""
+    """A registry whose samples have the label ``worker``."""
 
     def __init__(self, registry: CollectorRegistry, worker: int) -> None:
         self._registry = registry

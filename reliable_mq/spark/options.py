@@ -60,7 +60,7 @@ class QueueOptions:
         prefetch_given: whether the user gave it: then it is not lowered on a queue with a delivery limit.
         min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
             size asks for.
-        fail_on_data_loss: whether to refuse a queue that drops what was delivered too often.
+        fail_on_data_loss: whether to refuse a queue that drops messages which were delivered too often.
         metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
@@ -202,7 +202,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
 
 
 class _Options:
-    """What was given, by lower-case name."""
+    """The options of a user, by lower-case name."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = {name.lower(): value for name, value in given.items()}

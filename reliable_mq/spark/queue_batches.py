@@ -13,7 +13,7 @@ Invariants:
 - A batch that another process has planned is empty here: the broker delivers its messages again, into a later batch.
 - A batch keeps its deliveries when the channel is lost; the reader, which knows the channel, drops their acks.
 
-An offset is a position in what this query has read: JSON that Spark keeps in its checkpoint, with the name of the
+An offset is a position among the deliveries of a query: JSON that Spark keeps in its checkpoint, with the name of the
 process that counted (`session`), the deliveries since the query began (`sequence`), and those by queue.
 """
 
@@ -191,7 +191,7 @@ class Batches:
         return [delivery for batch in done for delivery in batch.deliveries]
 
     def lost(self) -> list[Delivery]:
-        """Forget what waits of a lost channel; return what is in batches and comes again."""
+        """Forget the waiting deliveries of a lost channel; return those in batches."""
         self.held -= sum(map(size_of, self.waiting))
         self.waiting.clear()
         return [delivery for batch in self._planned for delivery in batch.deliveries]

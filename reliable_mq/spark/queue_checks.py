@@ -80,12 +80,12 @@ def check_queues(options: QueueOptions) -> int | None:
             arguments = _arguments(channel, name, version)
             if arguments is None:
                 continue
-            verdict = judge(name, arguments, version)
-            if verdict.refused:
-                raise ConfigurationError(verdict.refused)
-            if verdict.dropped and options.fail_on_data_loss:
-                raise ConfigurationError(f"{verdict.dropped} (failOnDataLoss=false reads it all the same)")
-            for warning in (*filter(None, [verdict.dropped]), *verdict.warnings):
+            result = judge(name, arguments, version)
+            if result.refused:
+                raise ConfigurationError(result.refused)
+            if result.dropped and options.fail_on_data_loss:
+                raise ConfigurationError(f"{result.dropped} (failOnDataLoss=false reads it all the same)")
+            for warning in (*filter(None, [result.dropped]), *result.warnings):
                 logger.warning("%s", warning)
             limit = delivery_limit(arguments, version)
             if limit is not None:

@@ -8,7 +8,7 @@ fewer, the closer they are to the limit: the whole prefetch if none has come bac
 the limit on. A message that kills the reader reaches the limit alone. Messages that have come back before are at the
 head of a queue: so the reader looks at one delivery before it requests more.
 
-Invariant: the prefetch is at most what the user allows, and at least 1.
+Invariant: the prefetch is at least 1, and never above the limit of the user.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PrefetchChange", "PrefetchController", "times_returned"]
 _FIRST: Final = 64  # deliveries whose size is not known: 1 GiB at the very most, and mostly some kilobytes
 _WEIGHT: Final = 0.2  # of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
-_SLACK: Final = 1.1  # times what may be held: messages a little larger than the average do not end a subscription
+_SLACK: Final = 1.1  # times the limit: messages a little larger than the average do not end a subscription
 
 
 class PrefetchChange(enum.Enum):
@@ -79,7 +79,7 @@ class PrefetchController:
         if self._limit is None:
             return self._most
         if 2 * self.returned >= self._limit:
-            return 1  # also with a limit of 0, where the first death counts against all that is held
+            return 1  # also with a limit of 0, where the first death counts against all held deliveries
         return int(self._most ** (1 - 2 * self.returned / self._limit))
 
     def received(self, count: int, size: int) -> None:

@@ -7,10 +7,10 @@ Invariants:
 
 - A delivery is acked only after its batch was committed, and only on the channel that it came on: if that channel is
   lost, its ack is dropped and counted, and the broker delivers it again.
-- What came on a lost channel and is in no batch is dropped at once.
-- Bytes that are held are bounded (`queue_prefetch`), whatever the prefetch.
-- Closing returns what was not committed by ``basic.nack``, after the subscriptions have ended: the broker would deliver
-  it to them again.
+- Deliveries of a lost channel that are in no batch are dropped at once.
+- The held bytes are bounded (`queue_prefetch`), whatever the prefetch.
+- Closing requeues uncommitted deliveries by ``basic.nack``, after the subscriptions have ended: the broker would
+  deliver them to these again.
 - No consumer tag is used twice: deliveries of a cancelled consumer are told from those of its successor.
 """
 
@@ -145,7 +145,7 @@ class QueueReader(NullListener):
     def plan(self, start: QueuePosition, *, most: int, timeout: float) -> QueuePosition:
         """Plan the batch after ``start``.
 
-        It holds what is there, or what comes first within ``timeout`` seconds.
+        It holds the waiting deliveries, or the first ones within ``timeout`` seconds.
 
         Raises:
             ReliableMQError: reading has ended by itself.
@@ -204,7 +204,7 @@ class QueueReader(NullListener):
             return self._batches.horizon(self._ready)
 
     def close(self, timeout: float) -> None:
-        """Requeue what is not committed, and disconnect.
+        """Requeue uncommitted deliveries, and disconnect.
 
         Blocks for ``timeout`` seconds and a few at most.
         """
@@ -270,7 +270,7 @@ class QueueReader(NullListener):
             self._changed.notify_all()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Forget the channel: the broker delivers again what was not acked."""
+        """Forget the channel: the broker redelivers unacked messages."""
         self.statistics.reconnects += not self._closing
         self._acks.lost()
         self._subscriptions.lost()
@@ -298,7 +298,7 @@ class QueueReader(NullListener):
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Recall what waits of a queue whose subscription the broker ended.
+        """Recall the waiting deliveries of a queue whose consumer the broker cancelled.
 
         The queue or its leader is gone, or a batch took longer than the consumer timeout.
         """
@@ -426,7 +426,7 @@ class QueueReader(NullListener):
     # -- on the I/O thread: acks ---------------------------------------------------------------------------------------
 
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Ack a committed batch, as far as its channel is there."""
+        """Ack the deliveries of a committed batch that came on this channel."""
         own, tags = self._of_this_channel(deliveries)
         stale = len(deliveries) - len(own)
         if stale:
@@ -444,7 +444,7 @@ class QueueReader(NullListener):
         self._adjust()
 
     def _requeue(self, deliveries: Sequence[Delivery]) -> None:
-        """Return deliveries to the broker that are, and will be, in no committed batch."""
+        """Requeue deliveries that are, and will be, in no committed batch."""
         own, tags = self._of_this_channel(deliveries)
         if not own:
             return

@@ -14,8 +14,8 @@ Spark's calls, for batch N+1, as they come (PySpark 4.2 to 4.3)::
 A batch that an earlier process has planned is not known here. It is returned as an empty one, which Spark commits; its
 messages, which nobody has acked, come again in a later batch.
 
-At the end of a query Spark does not call ``stop()``: it sends SIGTERM, twice. The signal handler requeues what was read
-and not committed, so that other consumers have it at once.
+At the end of a query Spark does not call ``stop()``: it sends SIGTERM, twice. The signal handler requeues uncommitted
+deliveries, so that other consumers have them at once.
 
 Invariants:
 
@@ -85,7 +85,7 @@ def on_termination(close: Callable[[], None]) -> None:
 
 
 _IDLE: Final = 0.2  # seconds that Spark waits for the first message of a batch
-_REQUEUE: Final = 5.0  # seconds to requeue what was read
+_REQUEUE: Final = 5.0  # seconds to requeue deliveries
 _POLL: Final = 0.05  # seconds between two polls of queues that seem empty
 _COUNT: Final = 10.0  # seconds for the broker to count ready messages
 _STARVED: Final = 60.0  # seconds without a message though some are ready
@@ -149,7 +149,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         return ReadMaxRows(self._given.max_messages)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Read what is ready now, and no more."""
+        """Read the messages that are ready now, and no more."""
         self._available_now = True
         self._started_reader().limit_to_ready()
 
@@ -195,7 +195,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             self._reader.committed(QueuePosition.parse(end))
 
     def stop(self) -> None:
-        """Requeue what is not committed.
+        """Requeue uncommitted deliveries.
 
         Spark calls it when the application dies, not when a query is stopped.
         """
@@ -243,7 +243,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
                 )
         if not self._finished:
             self._finished = True
-            reader.close(_REQUEUE)  # later messages are for others
+            reader.close(_REQUEUE)  # later messages are for other consumers
         return start
 
     # -- on executors --------------------------------------------------------------------------------------------------

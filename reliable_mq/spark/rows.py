@@ -40,7 +40,7 @@ class UnsendableRow(Exception):
     Attributes:
         number: of the row in its partition, from 0.
         message_id: of its message, where it has one.
-        reason: what is wrong.
+        reason: the error.
     """
 
     def __init__(self, number: int, message_id: str | None, reason: str) -> None:
@@ -81,7 +81,7 @@ class RowPlan:
 
     @property
     def constant(self) -> tuple[str, ...]:
-        """What is the same for every row and belongs to its content: see `MessageIds`."""
+        """The content that all rows share, for `MessageIds`."""
         return self._exchange, self._routing_key, *self._properties
 
     def messages(self, batch: pa.RecordBatch, ids: MessageIds, first: int) -> Iterator[Outgoing]:
@@ -170,7 +170,7 @@ def _plain(column: pa.Array) -> list[Any]:
 
 
 def _binary(column: pa.Array) -> list[Any]:
-    """Text as its bytes in UTF-8, which Arrow has at hand."""
+    """Return text as its bytes in UTF-8, which Arrow stores."""
     if pa.types.is_string(column.type):
         column = column.cast(pa.binary())
     elif pa.types.is_large_string(column.type):
@@ -179,12 +179,12 @@ def _binary(column: pa.Array) -> list[Any]:
 
 
 def _microseconds(column: pa.Array) -> list[Any]:
-    """Numbers: what a zone is called differs between sessions, and an id must not."""
+    """Return times as numbers: the name of a zone differs between sessions."""
     return _plain(column.cast(pa.timestamp("us", "UTC")).cast(pa.int64()))
 
 
 def _entries(column: pa.Array) -> list[Any]:
-    """The entries of maps, in one order: Spark promises none."""
+    """Return the entries of maps, sorted: Spark promises no order."""
     return [None if entries is None else sorted(entries, key=_name) for entries in _plain(column)]
 
 
@@ -221,7 +221,7 @@ class MessageIds:
         self._repeated: dict[int, int] = {}
 
     def of(self, body: bytes, values: tuple[object, ...] = ()) -> str:
-        """The id of the next row.
+        """Return the id of the next row.
 
         Args:
             body: of the message.
@@ -229,7 +229,7 @@ class MessageIds:
         """
         digest = self._base.copy()
         if values:
-            # The length of what precedes the body tells where it begins, or two rows could have the same bytes.
+            # With the length of the other columns, two different rows never have the same bytes.
             columns = repr(values).encode("utf-8", "surrogatepass")
             digest.update(len(columns).to_bytes(8))
             digest.update(columns)

@@ -119,12 +119,12 @@ def _expire(key: _Key, publisher: Publisher) -> None:
 def _close(publisher: Publisher, timeout: float) -> None:
     try:
         publisher.close(timeout)
-    except ReliableMQError as error:  # the task has said so, or says it now
+    except ReliableMQError as error:  # the task reports it
         logger.debug("closing a publisher: %s", error)
 
 
 def close_all() -> None:
-    """Close those that nobody uses, in good order."""
+    """Close the unused publishers in good order."""
     with _lock:
         entries = list(_idle.values())
         _idle.clear()
@@ -146,7 +146,7 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPartition(WriterCommitMessage):
-    """What a task has done: all of it confirmed.
+    """The result of a task: all its rows are confirmed.
 
     Attributes:
         rows: how many messages.
@@ -185,7 +185,7 @@ class BatchSink(PicklableByName, DataSourceArrowWriter):
         _log_commit("the batch", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Log that messages which were published stay so."""
+        """Log that confirmed messages stay published."""
         _log_abort("the batch", messages)
 
 
@@ -211,7 +211,7 @@ class StreamSink(PicklableByName, DataSourceStreamArrowWriter):
         _log_commit(f"micro-batch {batchId}", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log that messages which were published stay so."""
+        """Log that confirmed messages stay published."""
         _log_abort(f"micro-batch {batchId}", messages)
 
 
@@ -273,7 +273,7 @@ class _Partition:
             error = confirmation.exception()
             if error is not None:
                 self._failed(self.settled, confirmation.message_id, error)
-                beyond = 0  # nothing more is sent: hear of all that is
+                beyond = 0  # nothing more is sent: wait for all outcomes
             self.settled += 1
         if not confirmations:
             self._check()

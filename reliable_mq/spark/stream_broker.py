@@ -101,7 +101,7 @@ class StreamChannel(AdminChannel):
         return tag
 
     def cancel(self, consumer_tag: str, delivery_tag: int = 0) -> None:
-        """Unsubscribe; ack up to ``delivery_tag`` or later, and drop what has come."""
+        """Unsubscribe; ack up to ``delivery_tag`` or later, and drop arrived deliveries."""
         self.carry_out(Cancel(consumer_tag))
         with self._changed:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
@@ -134,7 +134,7 @@ class StreamChannel(AdminChannel):
         return taken
 
     def ack(self, delivery_tag: int) -> None:
-        """Let the broker send as many more as came up to this one. Does not wait."""
+        """Ack up to this one, so that the broker sends more. Does not wait."""
         self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
 
     # On the I/O thread
@@ -151,24 +151,24 @@ class StreamChannel(AdminChannel):
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """What came stays to be taken; then nothing comes."""
+        """Keep the arrived deliveries for `take`; no more will come."""
         super().lost(generation, loss)
         with self._changed:
             self._loss, self._arriving = loss, []
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
-        """The stream was deleted, or moves."""
+        """Note that the stream was deleted, or moves."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
-        """In order."""
+        """Collect deliveries, in order."""
         self._arriving += deliveries
 
     def read_finished(self) -> None:
-        """Wake the reader once for all that one read brought."""
+        """Wake the reader once for all deliveries of one read."""
         if self._arriving:
             with self._changed:
                 self._arrived += self._arriving
@@ -229,7 +229,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         arrived = channel.take(patience) if look else _first_of(channel, stream, patience)
         if not arrived:
             break
-        channel.carry_out(CheckQueue(stream))  # answered after the rest of what was on its way
+        channel.carry_out(CheckQueue(stream))  # answered after all deliveries that were on their way
         arrived += channel.take(0.0)
         last_tag = arrived[-1].delivery_tag
         size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)

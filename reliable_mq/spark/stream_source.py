@@ -150,7 +150,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         return _read(self._options, self._names, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Do nothing: a stream keeps what was read, and the checkpoint has the position."""
+        """Do nothing: a stream keeps its messages, and the checkpoint has the position."""
 
     def stop(self) -> None:
         """Disconnect."""
@@ -203,7 +203,7 @@ class StreamBatch(PicklableByName, DataSourceReader):
 
 
 class _Planner:
-    """Looks at the streams, on one connection that is made when it is needed first."""
+    """Find positions in streams, on one connection that is made when first needed."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._options = options
@@ -274,7 +274,7 @@ class _Planner:
         return begin
 
     def check_begun(self, begin: Mapping[str, int]) -> None:
-        """Refuse to begin at offsets that are not there yet: it would look like data loss."""
+        """Refuse to begin behind the end of a stream: it would look like data loss."""
         for name, end in self.ends(sure=True).items():
             if begin[name] > end.position:
                 raise ConfigurationError(

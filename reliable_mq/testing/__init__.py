@@ -1,6 +1,6 @@
-"""For the tests of services that use RabbitMQ: a proxy that injects faults between a client and its broker.
+"""Test services that use RabbitMQ: a proxy that injects faults before the broker.
 
-See `reliable_mq.testing.proxy`; the pytest fixtures are in `reliable_mq.testing.fixtures`.
+The proxy is `reliable_mq.testing.proxy.FaultProxy`; the pytest fixtures are in `reliable_mq.testing.fixtures`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Whether an account of messages adds up: what was attempted, what was confirmed, and what came out at the other end.
+"""Check that no message was lost: compare those published with those drained.
 
-In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Nothing here talks to a broker: whoever publishes
-and whoever handles or drains tell the account what they did, by message id, from any thread.
+In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Nothing here talks to a broker: publishers and
+handlers record each event by its message id, from any thread.
 
 - *lost*: confirmed, yet never drained. Must be none.
 - *unexpected*: drained, yet never attempted. Must be none.
 - *duplicated*: drained more than once. Allowed after an unknown outcome, and counted.
 - *recovered*: neither confirmed nor failed, yet drained. Allowed, and counted.
 - *refuted*: reported as failed, yet drained. Counted; allowed where an earlier send of it had an unknown outcome.
-- *effects*: what handlers did. With an idempotency store exactly one for every message that was handled.
+- *effects*: the effects of handlers. With an idempotency store exactly one for every message that was handled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 class Audit:
-    """Collects message ids. Every method may be called from any thread; none blocks for longer than a few updates."""
+    """Collect message ids. Thread-safe; no method waits for more than a few updates."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -40,45 +40,45 @@ class Audit:
         self._effects: Counter[str] = Counter()
 
     def attempted(self, message_id: str) -> None:
-        """A message is about to be published; say so before the call, not after."""
+        """Record a message that is about to be published: before the call, not after."""
         with self._lock:
             self._attempted.add(message_id)
 
     def confirmed(self, message_id: str) -> None:
-        """The publisher reported it as confirmed."""
+        """Record that the publisher reported it as confirmed."""
         with self._lock:
             self._confirmed.add(message_id)
 
     def failed(self, message_id: str) -> None:
-        """The publisher reported that the broker does not have it: nacked, returned, refused, blocked.
+        """Record that the broker does not have it: nacked, returned, refused, blocked.
 
-        An unknown outcome (``PublishUnconfirmed``) is not one of these: tell the account nothing.
+        An unknown outcome (``PublishUnconfirmed``) is not one of these: record nothing.
         """
         with self._lock:
             self._failed.add(message_id)
 
     def handled(self, message_id: str) -> None:
-        """A handler was through with a delivery of it."""
+        """Record that a handler has finished with a delivery of it."""
         with self._lock:
             self._handled[message_id] += 1
 
     def dead_lettered(self, message_ids: Iterable[str]) -> None:
-        """These were found in a dead-letter queue."""
+        """Record messages that were found in a dead-letter queue."""
         with self._lock:
             self._dead_lettered.update(message_ids)
 
     def left(self, message_ids: Iterable[str]) -> None:
-        """These were found in a work queue at the end."""
+        """Record messages that were found in a work queue at the end."""
         with self._lock:
             self._left.update(message_ids)
 
     def effect(self, message_id: str) -> None:
-        """A handler had its effect for it."""
+        """Record that a handler had its effect for it."""
         with self._lock:
             self._effects[message_id] += 1
 
     def balance(self) -> AuditResult:
-        """The account as it stands."""
+        """Return the result so far."""
         with self._lock:
             drained = self._handled + self._dead_lettered + self._left
             unknown = self._attempted - self._confirmed - self._failed
@@ -103,7 +103,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
-    """What an account comes to: numbers of distinct messages, and the ids that stand out.
+    """The result: counts of distinct messages, and the ids that are wrong or repeated.
 
     Attributes:
         handled: by a handler, whatever else happened to them.
@@ -129,7 +129,7 @@ class AuditResult:
     missing_effects: frozenset[str]
 
     def __str__(self) -> str:
-        """The counts in one line, whether or not all is well."""
+        """Return the counts in one line, whether or not they are correct."""
         return (
             f"attempted {self.attempted}, confirmed {self.confirmed}, failed {self.failed}, drained {self.drained} "
             f"(handled {self.handled}, dead-lettered {self.dead_lettered}, left {self.left}), lost {len(self.lost)}, "
@@ -138,13 +138,13 @@ class AuditResult:
         )
 
     def check(self, *, effects_once: bool = False) -> None:
-        """Raise unless it adds up.
+        """Raise unless every confirmed message was drained, and no other.
 
         Args:
-            effects_once: also ask that every handled message had exactly one effect.
+            effects_once: also require exactly one effect of every handled message.
 
         Raises:
-            AssertionError: names what is wrong and the first few message ids of it, after the counts.
+            AssertionError: with the counts, and the first few message ids of each fault.
         """
         faults = {"lost": self.lost, "unexpected": self.unexpected}
         if effects_once:

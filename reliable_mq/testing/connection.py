@@ -1,8 +1,9 @@
-"""One connection through the proxy: the client's socket, the broker's socket, and a stream each way between them.
+"""A connection through the proxy: two sockets, and a stream each way between them.
 
-A stream counts the frames of its source, applies the frame faults, and writes to its target as its conditions allow.
-Bytes that cannot leave yet wait in one queue, in order, and so does the end of the stream: a FIN or a reset behind a
-black hole arrives when the hole is gone, as with TCP, where the middle of a stream is never lost.
+One socket is the client's, the other one the broker's. A stream counts the frames of its source, applies the frame
+faults, and writes to its target as its conditions allow. Bytes that cannot leave yet wait in one queue, in order, and
+so does the end of the stream: a FIN or a reset behind a black hole arrives when the hole is gone, as with TCP, where
+the middle of a stream is never lost.
 
 Invariants:
 - everything here runs on the proxy's thread;
@@ -43,8 +44,8 @@ _SLICES_PER_SECOND: Final = 50
 _SMALLEST_SLICE: Final = 64
 
 
-class _StreamEnd(enum.Enum):
-    """The end of a stream; waits in the queue like bytes."""
+class _QueuedEnd(enum.Enum):
+    """The end of a stream, which waits in the queue like bytes."""
 
     FIN = enum.auto()
     RESET = enum.auto()
@@ -73,7 +74,7 @@ class Stream:
         self._state = connection.state
         self._faults = connection.state.faults[direction]
         self._splitter = Splitter()
-        self._queue: deque[tuple[float, bytes | _StreamEnd, list[int]]] = deque()
+        self._queue: deque[tuple[float, bytes | _QueuedEnd, list[int]]] = deque()
         self._backlog = 0
         self._late_until = 0.0
         self._free_at = 0.0
@@ -103,11 +104,11 @@ class Stream:
             return
         if not reset:
             self._emit(self._splitter.take_rest(), [])
-        self._enqueue(_StreamEnd.RESET if reset else _StreamEnd.FIN)
+        self._enqueue(_QueuedEnd.RESET if reset else _QueuedEnd.FIN)
         self.update()
 
     def target_lost(self) -> None:
-        """Discard all from now on, since the target is closed; read on, to notice the end of the source."""
+        """Discard all bytes, since the target is closed; read on until the source ends."""
         self._discarding = True
         self._queue.clear()
         self._backlog = 0
@@ -145,7 +146,7 @@ class Stream:
             self._timer = None
 
     def update(self) -> None:
-        """Send the bytes that may leave; read on or pause, by the conditions, the queue and the target."""
+        """Send the bytes that may leave; read on or pause."""
         self._flush()
         conditions = self.conditions
         if conditions.black_hole:
@@ -178,7 +179,7 @@ class Stream:
             for step in self._apply_faults(part):
                 if isinstance(step, Cut):
                     self._emit(b"".join(out) + step.data, out_keys)
-                    self._enqueue(_StreamEnd.CUT_RESET if step.reset else _StreamEnd.CUT_FIN)
+                    self._enqueue(_QueuedEnd.CUT_RESET if step.reset else _QueuedEnd.CUT_FIN)
                     self._discarding = True
                     return
                 out.append(step.raw)
@@ -211,7 +212,7 @@ class Stream:
         else:
             self._enqueue(data, keys)
 
-    def _enqueue(self, item: bytes | _StreamEnd, keys: list[int] | None = None) -> None:
+    def _enqueue(self, item: bytes | _QueuedEnd, keys: list[int] | None = None) -> None:
         if self._discarding or self._stopped:
             return
         due = 0.0
@@ -238,7 +239,7 @@ class Stream:
                 self._timer = loop.call_at(due, self.update)
                 return
             self._queue.popleft()
-            if isinstance(item, _StreamEnd):
+            if isinstance(item, _QueuedEnd):
                 self._finish(item)
                 return
             rate = self.conditions.rate
@@ -257,13 +258,13 @@ class Stream:
         self._state.forwarded[self._direction].update(keys)
         self._target.write(data)
 
-    def _finish(self, end: _StreamEnd) -> None:
-        if end is _StreamEnd.FIN:
+    def _finish(self, end: _QueuedEnd) -> None:
+        if end is _QueuedEnd.FIN:
             self.finished = True
             self._target.end_writing()
             self._connection.stream_finished()
         else:
-            self._connection.cut(reset=end is not _StreamEnd.CUT_FIN)
+            self._connection.cut(reset=end is not _QueuedEnd.CUT_FIN)
 
 
 def _is_clear(conditions: LinkConditions) -> bool:

@@ -16,11 +16,13 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.testing.frames import BODY, HEADER, Frame
 
 __all__ = [
+    "DIRECTIONS",
     "ConfirmGate",
     "ConfirmMode",
     "Cut",
@@ -31,9 +33,28 @@ __all__ = [
     "Rewrite",
     "RewriteFunction",
     "Step",
+    "checked_direction",
+    "directions_of",
 ]
 
 Direction = Literal["to_broker", "to_client"]
+DIRECTIONS: Final[tuple[Direction, ...]] = ("to_broker", "to_client")
+
+
+def directions_of(direction: Direction | Literal["both"]) -> tuple[Direction, ...]:
+    """Return the direction that a user names, or both."""
+    return DIRECTIONS if direction == "both" else (checked_direction(direction),)
+
+
+def checked_direction(direction: Direction) -> Direction:
+    """Return a direction that a user names.
+
+    Raises:
+        ConfigurationError: there is no such direction.
+    """
+    if direction not in DIRECTIONS:
+        raise ConfigurationError(f"a direction is 'to_broker' or 'to_client', not {direction!r}")
+    return direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +120,7 @@ class Rewrite:
 
 @dataclass(slots=True, eq=False)
 class CutAt:
-    """Cuts a connection at the n-th frame that matches, counted per connection from when the fault was set.
+    """Cut a connection at the n-th frame that matches since the fault was set.
 
     Attributes:
         share: of the frame's payload, the part that leaves before the cut; None for the whole frame.
@@ -140,7 +161,7 @@ class ConfirmMode(enum.Enum):
 
 @dataclass(slots=True)
 class _HeldFrame:
-    """One ack, nack or return. A return has a content, and its mode decides about the frames of it that follow."""
+    """One ack, nack or return; the mode of a return holds for its content, too."""
 
     connection: int
     channel: int
@@ -151,7 +172,7 @@ class _HeldFrame:
 
 @dataclass(slots=True, eq=False)
 class ConfirmGate:
-    """Holds back or drops ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker.
+    """Hold or drop ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
     Attributes:
         mode: of those that come from now on.
@@ -188,7 +209,7 @@ class ConfirmGate:
         return (frame,)
 
     def release(self, count: int | None) -> list[tuple[int, list[Frame]]]:
-        """Remove the first `count` (None: all) that are held; return (connection number, frames) of each."""
+        """Remove the first `count` held ones (None: all); return connection and frames."""
         return [(entry.connection, entry.frames) for entry in self._take(count, ConfirmMode.PASS)]
 
     def drop(self, count: int | None) -> int:

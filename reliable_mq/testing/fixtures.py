@@ -36,7 +36,7 @@ pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_m
 
 @pytest.fixture
 def fault_proxy() -> Iterator[FaultProxyFactory]:
-    """Make fault proxies (`FaultProxy`), started, and close them all when the test has ended.
+    """Make started fault proxies, and close them all when the test has ended.
 
     Yields:
         A factory with the arguments of `FaultProxy`: the broker's URL, and a seed.

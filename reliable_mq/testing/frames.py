@@ -98,12 +98,12 @@ class Frame:
 
     @property
     def content_size(self) -> int | None:
-        """The size in bytes of the body that a content header announces; None for any other frame."""
+        """The size of the body that a content header announces; else None."""
         return _BODY_SIZE.unpack_from(self.payload, 4)[0] if self.kind == HEADER else None
 
 
 def name_of(key: int) -> str:
-    """Return the name of a frame's key; ``"class.method"`` in numbers if the protocol does not have it."""
+    """Return the name of a frame's key; of an unknown method, its numbers."""
     return _NAMES.get(key) or f"{key >> 16}.{key & 0xFFFF}"
 
 
@@ -151,7 +151,7 @@ class Splitter:
         return not self._open
 
     def feed(self, data: bytes) -> Chunk:
-        """Return the complete frames of the bytes read so far; keep the rest for the next call."""
+        """Return the complete frames read so far; keep the rest for the next call."""
         if self.opaque:
             return Chunk(data, [], None)
         if self._rest:
@@ -221,7 +221,7 @@ _SHORTEST: Final = {METHOD: 4, HEADER: 12, BODY: 0, HEARTBEAT: 0}
 
 
 def parse(data: bytes) -> Iterator[Frame | bytes]:
-    """Yield the frames of a chunk; a protocol header, or bytes that are no frame, as bytes."""
+    """Yield the frames of a chunk; bytes that are no frame, as bytes."""
     position = _PROTOCOL_HEADER_SIZE if data.startswith(_PROTOCOL_HEADER) else 0
     if position:
         yield data[:position]

@@ -1,4 +1,4 @@
-"""A proxy on loopback between an AMQP client and its broker that fails as networks and brokers do, on demand.
+"""A proxy on loopback that fails as networks and brokers do, on demand.
 
 For the tests of this package, and for those of services that use RabbitMQ by any library::
 
@@ -31,15 +31,18 @@ from urllib.parse import urlsplit
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.faults import (
+    DIRECTIONS,
     ConfirmMode,
     CutAt,
     Direction,
     LinkConditions,
     Rewrite,
     RewriteFunction,
+    checked_direction,
+    directions_of,
 )
-from reliable_mq.testing.frames import BODY, Frame, key_of, name_of
-from reliable_mq.testing.server import DIRECTIONS, Server
+from reliable_mq.testing.frames import BODY, Frame, key_of
+from reliable_mq.testing.server import Server, host_and_port
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -51,14 +54,12 @@ __all__ = ["FaultProxy", "FaultProxyFactory"]
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT: Final = 10.0
-_DEFAULT_PORT: Final = 5672
-
 
 Directions = Literal["to_broker", "to_client", "both"]
 
 
 class FaultProxy:
-    """A fault-injecting proxy in front of one AMQP broker. Thread-safe; a context manager.
+    """A proxy with faults in front of one broker. Thread-safe; a context manager.
 
     It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
     the broker for each that it accepts. Directions are ``"to_broker"`` (sent by the client) and ``"to_client"``.
@@ -76,7 +77,7 @@ class FaultProxy:
     """
 
     def __init__(self, url: str, *, seed: int = 0) -> None:
-        self._upstream = _host_and_port(url)
+        self._upstream = host_and_port(url)
         self._upstream_url = url
         self._random = random.Random(seed)
         self._changed = threading.Condition()
@@ -169,7 +170,7 @@ class FaultProxy:
     # observing
 
     def seen(self, name: str | None = None, direction: Direction | None = None) -> int:
-        """Count the frames that the proxy has read, on all connections, since it was started.
+        """Count the frames that the proxy has read on all connections.
 
         Args:
             name: ``"basic.publish"`` and the like, ``"header"``, ``"body"``, ``"heartbeat"``; None for all.
@@ -181,13 +182,15 @@ class FaultProxy:
         return _count(self._observed().seen, name, direction)
 
     def forwarded(self, name: str | None = None, direction: Direction | None = None) -> int:
-        """Count the frames that the proxy has written, injected ones included. Arguments as for `seen`."""
+        """Count the frames that the proxy has written; arguments as for `seen`.
+
+        Those of `inject` are included.
+        """
         return _count(self._observed().forwarded, name, direction)
 
     def forwarded_bytes(self, direction: Direction) -> int:
         """Count the bytes that the proxy has written in a direction."""
-        (one,) = _one_direction(direction)
-        return self._observed().forwarded_bytes[one]
+        return self._observed().forwarded_bytes[checked_direction(direction)]
 
     @property
     def connections(self) -> int:
@@ -233,7 +236,9 @@ class FaultProxy:
                 with self._changed:
                     while self._version == version:
                         if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                            raise TimeoutError(f"{what} did not come true within {timeout} s: {self._summary()}")
+                            raise TimeoutError(
+                                f"{what} did not come true within {timeout} s: {self._observed().summary()}"
+                            )
         finally:
             with self._changed:
                 self._waiters -= 1
@@ -274,13 +279,9 @@ class FaultProxy:
         Raises:
             ConfigurationError: a value is out of range, or there is no frame of that name.
         """
-        _at_least_one("frames", frames)
-        if times is not None:
-            _at_least_one("times", times)
-        (one,) = _one_direction(direction)
+        _check_at_least_one(frames=frames, times=times)
         key = None if of is None else key_of(of)
-        fault = CutAt(lambda frame: key in (None, frame.key), frames, reset, times)
-        self._call(lambda server: server.add(one, fault))
+        self._add_cut(direction, CutAt(lambda frame: key in (None, frame.key), frames, reset, times))
 
     def cut_in_body(
         self,
@@ -291,40 +292,37 @@ class FaultProxy:
         reset: bool = True,
         times: int | None = 1,
     ) -> None:
-        """Cut a connection in the middle of a body frame, after a share of its bytes has left.
+        """Cut a connection in the middle of a body frame, after a share of its bytes.
 
         Args:
             share: how much of the frame's payload leaves, at least 0 and less than 1; the frame's head always does.
             direction: in which direction.
             nth: in which body frame, from 1, counted as by `cut_after`.
-            reset: True for a TCP reset on both sides, False for an orderly end (FIN).
-            times: how many connections are cut like this; None for every one until `heal`.
+            reset: as for `cut_after`.
+            times: as for `cut_after`.
 
         Raises:
             ConfigurationError: a value is out of range.
         """
         if not 0 <= share < 1:
             raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
-        _at_least_one("nth", nth)
-        if times is not None:
-            _at_least_one("times", times)
-        (one,) = _one_direction(direction)
-        fault = CutAt(lambda frame: frame.kind == BODY, nth, reset, times, share)
-        self._call(lambda server: server.add(one, fault))
+        _check_at_least_one(nth=nth, times=times)
+        self._add_cut(direction, CutAt(lambda frame: frame.kind == BODY, nth, reset, times, share))
 
     # confirms
 
     def hold_confirms(self) -> None:
-        """Keep back ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker; everything else flows.
+        """Hold ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
-        Those that are held when their channel or connection closes are dropped: no broker sends them behind the close.
+        All other frames pass. Those that are held when their channel or connection closes are dropped: no broker sends
+        them behind the close.
         """
         self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
 
     def drop_confirms(self) -> None:
-        """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` from the broker from now on.
+        """Drop ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
-        Confirms that are held already stay held; see `drop_held_confirms`.
+        Confirms that are held already stay held, until `drop_held_confirms`.
         """
         self._call(lambda server: server.set_confirms(ConfirmMode.DROP))
 
@@ -347,20 +345,19 @@ class FaultProxy:
         return self._call(release)
 
     def drop_held_confirms(self, count: int | None = None) -> int:
-        """Drop the first `count` held confirms (None: all that are held now); those to come are held as before.
+        """Drop the first `count` held confirms (None: all); return how many were dropped.
 
-        Returns:
-            The number dropped.
+        Those to come are held as before.
         """
         return self._call(lambda server: server.drop_held(count))
 
     # bytes
 
     def black_hole(self, direction: Directions = "both", *, new_connections: bool = True) -> None:
-        """Read bytes (up to 64 MiB per connection and direction), and do not forward them, until `resume` or `heal`.
+        """Read bytes, and do not forward them, until `resume` or `heal`.
 
-        The end of a connection does not pass either: the other side goes on in the belief that it lives. Afterwards all
-        of it arrives, in order, as after a network partition.
+        Up to 64 MiB are read for each connection and direction. The end of a connection does not pass either: the other
+        side goes on in the belief that it lives. Afterwards all of it arrives, in order, as after a network partition.
 
         Args:
             direction: which way, or both.
@@ -404,7 +401,9 @@ class FaultProxy:
         self._set_conditions(direction, lambda now: replace(now, delay=seconds, jitter=jitter))
 
     def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
-        """Limit the rate of each connection. The proxy buffers little, so that the sender notices.
+        """Limit the rate of each connection.
+
+        The proxy buffers little, so that the sender notices.
 
         Args:
             bytes_per_second: at most so many, in each direction for itself; None for no limit.
@@ -420,11 +419,14 @@ class FaultProxy:
     # new connections
 
     def refuse_connections(self) -> None:
-        """Refuse new connections (ECONNREFUSED), until `accept_connections` or `heal`. Those that are live go on."""
+        """Refuse new connections (ECONNREFUSED), until `accept_connections` or `heal`."""
         self._call(lambda server: server.refuse())
 
     def hang_connections(self) -> None:
-        """Accept new connections and never answer, until `accept_connections` or `heal`, which connects them."""
+        """Accept new connections and do not answer.
+
+        `accept_connections` and `heal` connect them to the broker.
+        """
         self._call(lambda server: server.hang())
 
     def accept_connections(self) -> None:
@@ -432,7 +434,7 @@ class FaultProxy:
         self._call(lambda server: server.admit())
 
     def redirect(self, url: str) -> None:
-        """Send new connections to another broker, or to the same one at its new port. `url` stays what it is.
+        """Connect new connections to another broker. The attribute `url` does not change.
 
         Args:
             url: only its host and port are used.
@@ -440,7 +442,7 @@ class FaultProxy:
         Raises:
             ConfigurationError: it is not an ``amqp://`` URL of one host.
         """
-        upstream = _host_and_port(url)
+        upstream = host_and_port(url)
 
         def redirect(server: Server) -> None:
             self._upstream = server.upstream = upstream
@@ -466,8 +468,8 @@ class FaultProxy:
             UsageError: no connection is live.
         """
         data = frame.raw if isinstance(frame, Frame) else frame
-        (one,) = _one_direction(direction)
-        self._call(lambda server: server.newest().streams[one].inject(data))
+        checked_direction(direction)
+        self._call(lambda server: server.newest().streams[direction].inject(data))
 
     def rewrite(self, function: RewriteFunction, direction: Directions = "both") -> Callable[[], None]:
         """Replace frames by the result of a function.
@@ -483,7 +485,7 @@ class FaultProxy:
         Returns:
             A call that removes the function.
         """
-        faults = [Rewrite(function, one) for one in _directions(direction)]
+        faults = [Rewrite(function, one) for one in directions_of(direction)]
 
         def add(server: Server) -> None:
             for fault in faults:
@@ -564,67 +566,34 @@ class FaultProxy:
             error, self._server.error = self._server.error, None
             raise UsageError(f"a rewrite function raised {type(error).__name__}: {error}") from error
 
-    def _summary(self) -> str:
-        server = self._observed()
-        frames = {
-            direction: {name_of(key): count for key, count in dict(server.seen[direction]).items()}
-            for direction in DIRECTIONS
-        }
-        return (
-            f"{self.connections} connections, {self.live_connections} live, {self.held_confirms} confirms held, "
-            f"frames seen: {frames}"
-        )
+    def _add_cut(self, direction: Direction, fault: CutAt) -> None:
+        checked_direction(direction)
+        self._call(lambda server: server.add(direction, fault))
 
     def _set_conditions(
         self, direction: Directions, change: Callable[[LinkConditions], LinkConditions], *, new_connections: bool = True
     ) -> None:
-        directions = _directions(direction)
+        directions = directions_of(direction)
         self._call(lambda server: server.set_conditions(directions, change, new_connections=new_connections))
 
 
 class FaultProxyFactory(Protocol):
-    """The type of the fixture ``fault_proxy``: takes the arguments of `FaultProxy`, returns a started one."""
+    """The type of the fixture ``fault_proxy``, which returns a started `FaultProxy`."""
 
     def __call__(self, url: str, *, seed: int = 0) -> FaultProxy:
         """Make a proxy in front of the broker at `url`."""
         ...
 
 
-def _directions(direction: Directions) -> tuple[Direction, ...]:
-    if direction == "both":
-        return DIRECTIONS
-    return _one_direction(direction)
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigurationError(f"{name} is at least 1, not {value!r}")
+def _check_at_least_one(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is at least 1, not {value!r}")
 
 
 def _count(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    wanted = DIRECTIONS if direction is None else _one_direction(direction)
+    wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
     if name is None:
         return sum(sum(counters[each].values()) for each in wanted)
     key = key_of(name)
     return sum(counters[each][key] for each in wanted)
-
-
-def _host_and_port(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.scheme == "amqps":
-        raise ConfigurationError("the fault proxy has to read frames, so it cannot stand in front of TLS (amqps://)")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigurationError(
-            "the URL's port is not a number from 1 to 65535, or there are several hosts"
-        ) from error
-    if parts.scheme != "amqp" or not host or "," in host:
-        raise ConfigurationError("the fault proxy takes amqp://user:password@host:port/vhost, with one host")
-    return host, port or _DEFAULT_PORT
-
-
-def _one_direction(direction: Direction) -> tuple[Direction]:
-    if direction not in DIRECTIONS:
-        raise ConfigurationError(f"a direction is 'to_broker' or 'to_client', not {direction!r}")
-    return (direction,)

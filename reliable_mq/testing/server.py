@@ -13,25 +13,27 @@ import logging
 import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
-from reliable_mq.errors import UsageError
+from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.connection import ProxiedConnection
-from reliable_mq.testing.faults import ConfirmGate, ConfirmMode, Direction, FrameFault, LinkConditions
+from reliable_mq.testing.faults import DIRECTIONS, ConfirmGate, ConfirmMode, Direction, FrameFault, LinkConditions
+from reliable_mq.testing.frames import name_of
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
-__all__ = ["DIRECTIONS", "Server"]
+__all__ = ["Server", "host_and_port"]
 
-DIRECTIONS: Final[tuple[Direction, ...]] = ("to_broker", "to_client")
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
+_DEFAULT_PORT: Final = 5672
 logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Listen, and hold the state that all connections share (`reliable_mq.testing.connection.ProxyState`).
+    """Listen, and hold the state of all connections (`connection.ProxyState`).
 
     Args:
         upstream: the broker's host and port.
@@ -82,6 +84,14 @@ class Server:
         """The number of connections that are open on both sides."""
         return sum(connection.live for connection in list(self._connections.values()))
 
+    def summary(self) -> str:
+        """Return the counts of connections, held confirms and frames, for an error."""
+        frames = {
+            direction: {name_of(key): count for key, count in dict(self.seen[direction]).items()}
+            for direction in DIRECTIONS
+        }
+        return f"{self.accepted} connections, {self.live} live, {self.gate.held} confirms held, frames seen: {frames}"
+
     def admit(self) -> None:
         """Accept connections and connect them, and those that hang."""
         self._listen()
@@ -121,7 +131,7 @@ class Server:
         return len(connections)
 
     def failed(self, error: Exception) -> None:
-        """Keep the first error of a user's function; it is raised when the user waits or closes."""
+        """Keep the first error of a user's function, for the user's next wait or close."""
         if self.error is None:
             self.error = error
         self.changed()
@@ -243,3 +253,23 @@ class Server:
         if not connection.client.opened:
             client.close()
             del self._connections[connection.number]
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the host and port of a broker's URL.
+
+    Raises:
+        ConfigurationError: it is not an ``amqp://`` URL of one host.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "amqps":
+        raise ConfigurationError("the fault proxy has to read frames, so it cannot stand in front of TLS (amqps://)")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(
+            "the URL's port is not a number from 1 to 65535, or there are several hosts"
+        ) from error
+    if parts.scheme != "amqp" or not host or "," in host:
+        raise ConfigurationError("the fault proxy takes amqp://user:password@host:port/vhost, with one host")
+    return host, port or _DEFAULT_PORT

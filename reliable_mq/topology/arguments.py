@@ -391,72 +391,72 @@ class Arguments(Mapping[str, object]):
         return repr(self._items)
 
 
-def check_short_string(what: str, value: object) -> str:
-    """Return `value`, a text that fits an AMQP short string; `what` is its name."""
+def check_short_string(label: str, value: object) -> str:
+    """Return `value`, a text that fits a short string; `label` names it in errors."""
     if not isinstance(value, str):
-        raise ConfigurationError(f"{what} must be text, not {type(value).__name__}")
+        raise ConfigurationError(f"{label} must be text, not {type(value).__name__}")
     try:
         length = len(value.encode())
     except UnicodeEncodeError:
-        raise ConfigurationError(f"{what} holds a lone surrogate, which UTF-8 cannot carry") from None
+        raise ConfigurationError(f"{label} holds a lone surrogate, which UTF-8 cannot carry") from None
     if length > SHORT_STRING_BYTES:
-        raise ConfigurationError(f"{what} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
+        raise ConfigurationError(f"{label} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
     if "\0" in value:
-        raise ConfigurationError(f"{what} holds a NUL character, which AMQP forbids: remove it")
+        raise ConfigurationError(f"{label} holds a NUL character, which AMQP forbids: remove it")
     return value
 
 
-def check_name(what: str, value: object) -> str:
-    """Return `value`, the name of a queue or an exchange; `what` is for the error."""
-    name = check_short_string(what, value)
+def check_name(label: str, value: object) -> str:
+    """Return `value`, the name of a queue or an exchange; `label` names it in errors."""
+    name = check_short_string(label, value)
     if not name:
-        raise ConfigurationError(f"{what} must not be empty")
+        raise ConfigurationError(f"{label} must not be empty")
     if "\r" in name or "\n" in name:
         # RabbitMQ strips them and answers with another name; pika then waits for ever for the one it asked for.
-        raise ConfigurationError(f"{what} must not hold a line end, which RabbitMQ would strip: {name!r}")
+        raise ConfigurationError(f"{label} must not hold a line end, which RabbitMQ would strip: {name!r}")
     return name
 
 
-def check_new_name(what: str, value: object) -> str:
-    """Return `value`, a name that can be declared; `what` is for the error."""
-    name = check_name(what, value)
+def check_new_name(label: str, value: object) -> str:
+    """Return `value`, a name that can be declared; `label` names it in errors."""
+    name = check_name(label, value)
     if name.startswith("amq."):
         raise ConfigurationError(
-            f"{what} must not begin with 'amq.', which RabbitMQ reserves: {name!r}. To use one that exists, give its "
+            f"{label} must not begin with 'amq.', which RabbitMQ reserves: {name!r}. To use one that exists, give its "
             "name alone"
         )
     return name
 
 
-def check_flag(what: str, value: object) -> None:
-    """Check that `value` is True or False; `what` names it in the error."""
+def check_flag(label: str, value: object) -> None:
+    """Check that `value` is True or False; `label` names it in errors."""
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{what} must be True or False, not {value!r}")
+        raise ConfigurationError(f"{label} must be True or False, not {value!r}")
 
 
-def _table(what: str, given: object, depth: int) -> dict[str, object]:
+def _table(label: str, given: object, depth: int) -> dict[str, object]:
     if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{what} must be a mapping, not {type(given).__name__}")
+        raise ConfigurationError(f"{label} must be a mapping, not {type(given).__name__}")
     table = {}
     for name, value in given.items():
-        check_short_string(f"a name in {what}", name)
-        table[name] = _value(f"{name!r} in {what}", value, depth)
+        check_short_string(f"a name in {label}", name)
+        table[name] = _value(f"{name!r} in {label}", value, depth)
     return table
 
 
-def _value(what: str, value: object, depth: int) -> object:
+def _value(label: str, value: object, depth: int) -> object:
     if depth > _DEEPEST:
-        raise ConfigurationError(f"{what} is nested more than {_DEEPEST} deep")
+        raise ConfigurationError(f"{label} is nested more than {_DEEPEST} deep")
     if isinstance(value, Mapping):
-        return _table(what, value, depth + 1)
+        return _table(label, value, depth + 1)
     if isinstance(value, list | tuple):
-        return [_value(what, item, depth + 1) for item in value]
+        return [_value(label, item, depth + 1) for item in value]
     if value is None or isinstance(value, bool | str | bytes):
         return value
     if isinstance(value, int):
         if -(2**63) <= value < 2**63:
             return value
-        raise ConfigurationError(f"{what} does not fit 64 bits: {value}")
+        raise ConfigurationError(f"{label} does not fit 64 bits: {value}")
     raise ConfigurationError(
-        f"{what} is a {type(value).__name__}: arguments are text, whole numbers, booleans, lists and mappings"
+        f"{label} is a {type(value).__name__}: arguments are text, whole numbers, booleans, lists and mappings"
     )
