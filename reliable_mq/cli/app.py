@@ -14,12 +14,11 @@ import typer
 from reliable_mq.cli import consume, demo, doctor, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
-from reliable_mq.cli.terminal import escaped, say, show_logs, without_passwords
+from reliable_mq.cli.terminal import INTERRUPTED, escaped, say, show_logs, without_passwords
 from reliable_mq.errors import ReliableMQError
 
 __all__ = ["app", "run"]
 
-_INTERRUPTED: Final = 130
 _READER_LEFT: Final = 141  # as of a tool that SIGPIPE ended
 # Of click, which newer versions of typer bring along under a name of their own.
 _WrongCommandLine: Final[type[Exception]] = next(
@@ -74,7 +73,7 @@ def _run() -> int:
         return _explained(error)
     except (typer.Abort, KeyboardInterrupt) as error:
         _tell("aborted" if isinstance(error, typer.Abort) else "interrupted")
-        return 1 if isinstance(error, typer.Abort) else _INTERRUPTED
+        return 1 if isinstance(error, typer.Abort) else INTERRUPTED
     except ReliableMQError as error:
         _tell(str(error))
         return 1

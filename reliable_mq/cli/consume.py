@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import product
+from reliable_mq.cli.terminal import INTERRUPTED, URL, product
 
 if TYPE_CHECKING:
     from reliable_mq import Consumer, Delivery
 
 __all__ = ["consume"]
 
-_INTERRUPTED: Final = 130
 _AHEAD: Final = 200  # unacked deliveries
 _LONG: Final = 3600.0  # seconds: longer than it takes to stop
 _PEEK_WAIT: Final = 1.0  # seconds without a delivery, after which everything was seen
 _PEEK_MOST: Final = 65_535  # the largest prefetch there is
-_LOOK_EVERY: Final = 0.05  # seconds between two polls of the connection
+_POLL_EVERY: Final = 0.05  # seconds between two polls of the connection
 
 
 def consume(
-    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    url: URL,
     queue: Annotated[str, typer.Argument(metavar="QUEUE", help="A queue that exists.")],
     *,
     ack: Annotated[bool, typer.Option("--ack", help="Ack each message when it is written.")] = False,
@@ -116,7 +115,7 @@ class _Follower:
     @property
     def status(self) -> int:
         """The exit status."""
-        return _INTERRUPTED if self._status is None else self._status
+        return INTERRUPTED if self._status is None else self._status
 
     def follow(self, consumer: Consumer) -> None:
         """Run the consumer to the end.
@@ -164,9 +163,9 @@ class _Follower:
                     self._changed.wait()
                 elif not consumer.connected:  # connecting may take longer than the timeout
                     self._latest = time.monotonic()
-                    self._changed.wait(_LOOK_EVERY)
+                    self._changed.wait(_POLL_EVERY)
                 elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:
-                    self._changed.wait(min(remaining, _LOOK_EVERY))
+                    self._changed.wait(min(remaining, _POLL_EVERY))
                 else:
                     self._status = 0 if self._count is None else 1
         consumer.stop()

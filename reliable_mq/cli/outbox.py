@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, escaped, hide_logs, json_text, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["outbox"]
 
-_INTERRUPTED: Final = 130
 _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
 _LEAVE: Final = 5.0  # seconds for a relay to stop; the rest is for others, or its next start
 _TABLE: Final = "reliable_mq_outbox"
@@ -94,7 +93,7 @@ def status(
 
 @outbox.command()
 def relay(
-    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    url: URL,
     where: Where,
     *,
     table: TableName = _TABLE,
@@ -123,11 +122,11 @@ def relay(
     from reliable_mq.sync.consumer import next_signal
 
     received: SimpleQueue[int] = SimpleQueue()
-    looks_for_signals = False
+    waits_for_signals = False
 
     def stop(number: int, _frame: FrameType | None) -> None:
         received.put(number)
-        if not looks_for_signals:
+        if not waits_for_signals:
             raise KeyboardInterrupt  # out of a wait for the database, the broker, or an empty outbox
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -144,17 +143,17 @@ def relay(
                 if until_empty:
                     _flush(publisher, timeout)
                 else:
-                    looks_for_signals = True
+                    waits_for_signals = True
                     say(f"relaying {box!r}")
                     ended_by = next_signal(received)
                     publisher.close(_LEAVE)
-                    raise typer.Exit(_INTERRUPTED if ended_by == signal.SIGINT else 0)
+                    raise typer.Exit(INTERRUPTED if ended_by == signal.SIGINT else 0)
             except KeyboardInterrupt:
                 publisher.close(_LEAVE)
                 raise
     except KeyboardInterrupt:
         in_order = not until_empty and received.get() == signal.SIGTERM
-        raise typer.Exit(0 if in_order else _INTERRUPTED) from None
+        raise typer.Exit(0 if in_order else INTERRUPTED) from None
     except TimeoutError as error:
         raise OutboxError(str(error)) from error
 
@@ -341,7 +340,7 @@ def _which(message_ids: list[str] | None, *, every: bool) -> list[str] | None:
     return message_ids or None
 
 
-def _say(count: int, what: str, which: list[str] | None) -> None:
-    output.print(f"{count:,} messages {what}", highlight=False)
+def _say(count: int, outcome: str, which: list[str] | None) -> None:
+    output.print(f"{count:,} messages {outcome}", highlight=False)
     if which is not None and count < len(which):
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq.cli.files import Input, lines, size_of, whole_files
-from reliable_mq.cli.terminal import errors, escaped, hide_logs, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, errors, escaped, hide_logs, say
 from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 
 if TYPE_CHECKING:
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["publish"]
 
-_INTERRUPTED = 130
-_GRACE = 5.0  # seconds for the broker to confirm what was sent before Ctrl-C
+_GRACE = 5.0  # seconds for outstanding confirms after Ctrl-C
 
 
 def publish(
-    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    url: URL,
     files: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -165,7 +164,7 @@ class _Run:
             finally:
                 self._publisher.close(_GRACE)
         self._report()
-        return _INTERRUPTED if self._interrupted else 1 if self._failed else 0
+        return INTERRUPTED if self._interrupted else 1 if self._failed else 0
 
     def _publish(self, item: Input) -> None:
         try:
@@ -208,7 +207,7 @@ class _Run:
 
     def _progress(self) -> AbstractContextManager[object]:
         if not errors.is_terminal or (sys.stdin is not None and sys.stdin.isatty()):
-            return nullcontext()  # nobody looks, or somebody types
+            return nullcontext()  # no terminal to draw on, or one that the user types on
         return Live(self, console=errors, transient=True, refresh_per_second=8)
 
     def __rich__(self) -> Table:

@@ -1,4 +1,4 @@
-"""The consoles for products, errors and progress; logs and foreign text on them.
+"""Shared by all commands: consoles, logs, foreign text; the argument URL and the exit status of Ctrl-C.
 
 Invariants:
 
@@ -15,12 +15,15 @@ import logging
 import os
 import re
 import sys
-from typing import BinaryIO, Final, cast
+from typing import Annotated, BinaryIO, Final, TypeAlias, cast
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 __all__ = [
+    "INTERRUPTED",
+    "URL",
     "errors",
     "escaped",
     "hide_logs",
@@ -31,6 +34,13 @@ __all__ = [
     "show_logs",
     "without_passwords",
 ]
+
+URL: TypeAlias = Annotated[
+    str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
+]
+
+INTERRUPTED: Final = 130
+"""The exit status after Ctrl-C."""
 
 errors: Final = Console(stderr=True)
 """For everything but a command's product."""
@@ -153,9 +163,11 @@ def show_logs(verbose: int = 0) -> None:
 
 
 def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
-    """Hide the logs of the library, or of this logger, below a level, unless -v was given.
+    """Hide logs below a level, unless -v was given: the command reports the same itself.
 
-    The command reports the same itself.
+    Args:
+        logger: whose; by default all of the library.
+        below: the level.
     """
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:

@@ -8,11 +8,10 @@ from typing import Final
 
 from reliable_mq.cli.demo.display import BrokerStatus, DemoResult, LinesDisplay, LiveDisplay, display_for
 from reliable_mq.cli.demo.scenario import BrokerState, Outages, Shop
-from reliable_mq.cli.terminal import output, say
+from reliable_mq.cli.terminal import INTERRUPTED, output, say
 
 __all__ = ["Story", "run"]
 
-_INTERRUPTED: Final = 130
 _POLL: Final = 0.1  # seconds
 _STANDSTILL: Final = 120.0  # seconds without any progress, after which something is wrong
 
@@ -42,7 +41,7 @@ def run(shop: Shop, outages: Outages, where: str) -> int:
     result = DemoResult(shop.account.balance(), shop.progress, outages.done, time.monotonic() - began)
     if interrupted:
         say(f"interrupted: {result.so_far}")
-        return _INTERRUPTED
+        return INTERRUPTED
     output.print(result)
     if error is not None:
         say(f"reliable-mq: {error}")

@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.dlq.options import URL, DeadLetterFilter, Limit, QueueName, filtered
+from reliable_mq.cli.dlq.options import DeadLetterFilter, Limit, QueueName, filtered
 from reliable_mq.cli.dlq.render import (
     details,
     interruptible,
@@ -31,7 +31,7 @@ from reliable_mq.cli.dlq.render import (
     summary_json,
 )
 from reliable_mq.cli.files import lines, whole_file
-from reliable_mq.cli.terminal import escaped, hide_logs, json_text, output, product, say
+from reliable_mq.cli.terminal import URL, escaped, hide_logs, json_text, output, product, say
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadLetterQueue, ReplayReport
@@ -174,8 +174,8 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
         say(f"{message.position}, {escaped(message.message_id or 'without id', 64)}: {escaped(error, 500)}")
     if report.failed > _SHOWN:
         say(f"and {report.failed - _SHOWN:,} more")
-    what = "would be replayed" if dry_run else "replayed"
-    text = f"{report.replayed:,} of {report.examined:,} {what}"
+    done = "would be replayed" if dry_run else "replayed"
+    text = f"{report.replayed:,} of {report.examined:,} {done}"
     if report.failed:
         text += (
             f"; {report.failed:,} cannot be replayed, and stay" if dry_run else f"; {report.failed:,} failed, and stay"

@@ -13,11 +13,8 @@ import typer
 if TYPE_CHECKING:
     from reliable_mq.deadletters import Filter
 
-__all__ = ["URL", "DeadLetterFilter", "Limit", "QueueName", "chosen", "filtered"]
+__all__ = ["DeadLetterFilter", "Limit", "QueueName", "chosen", "filtered"]
 
-URL: TypeAlias = Annotated[
-    str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")
-]
 QueueName: TypeAlias = Annotated[
     str, typer.Argument(metavar="QUEUE", help="The dead-letter queue, such as orders.dead.")
 ]
@@ -68,7 +65,7 @@ def chosen(
 
 
 def filtered(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter ``which`` by the options of `chosen`, which make the filter."""
+    """Replace the parameter ``which`` of a command by the options of `chosen`."""
     options = inspect.signature(chosen, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)
 

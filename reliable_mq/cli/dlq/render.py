@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import errors, escaped, say
+from reliable_mq.cli.terminal import INTERRUPTED, errors, escaped, say
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage, Statistics
@@ -202,9 +202,6 @@ def _iso(when: datetime | None) -> str | None:
     return None if when is None else when.astimezone(UTC).isoformat()
 
 
-_INTERRUPTED = 130
-
-
 class Bar:
     """The progress of an operation, shown on a terminal.
 
@@ -212,10 +209,10 @@ class Bar:
         done: the latest count.
     """
 
-    def __init__(self, progress: Progress | None, what: str) -> None:
+    def __init__(self, progress: Progress | None, title: str) -> None:
         self.done = 0
         self._progress = progress
-        self._task = None if progress is None else progress.add_task(what, total=None)
+        self._task = None if progress is None else progress.add_task(title, total=None)
 
     def __call__(self, done: int, total: int) -> None:
         self.done = done
@@ -224,18 +221,18 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Bar]:
+def progress_bar(title: str) -> Iterator[Bar]:
     """Show a bar on a terminal, on stderr, while the block runs."""
     if not errors.is_terminal:
-        yield Bar(None, what)
+        yield Bar(None, title)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as progress:
-        yield Bar(progress, what)
+        yield Bar(progress, title)
 
 
 @contextmanager
-def interruptible(what: str) -> Iterator[None]:
+def interruptible(outcome: str) -> Iterator[None]:
     """Report an end by Ctrl-C: everything was requeued by then.
 
     Raises:
@@ -244,5 +241,5 @@ def interruptible(what: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"interrupted; {what}")
-        raise typer.Exit(_INTERRUPTED) from None
+        say(f"interrupted; {outcome}")
+        raise typer.Exit(INTERRUPTED) from None

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from reliable_mq.cli.terminal import hide_logs
+from reliable_mq.cli.terminal import URL, hide_logs
 
 __all__ = ["doctor"]
 
 
 def doctor(
-    url: Annotated[str, typer.Argument(metavar="URL", help="amqp:// or amqps://, several hosts separated by commas.")],
+    url: URL,
     *,
     queue: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A queue to check; repeatable. Default: all of them.")
