@@ -1,4 +1,4 @@
-"""``reliable-mq doctor``: find what loses messages at a broker, and how to fix it."""
+"""``reliable-mq doctor``: find the causes of lost messages at a broker, and their remedies."""
 
 from __future__ import annotations
 

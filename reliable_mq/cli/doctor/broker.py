@@ -70,8 +70,8 @@ def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list
             entry = HostEntry(alone, channel.server, channel.frame_max)
     except (BrokerUnavailable, ConfigurationError) as error:
         return [*findings, _refused(settings, endpoint, error)], None
-    what = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"
-    return [*findings, Finding(Status.OK, str(endpoint), "login", what)], entry
+    text = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"
+    return [*findings, Finding(Status.OK, str(endpoint), "login", text)], entry
 
 
 def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Finding]:

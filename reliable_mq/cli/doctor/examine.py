@@ -30,7 +30,7 @@ def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], manag
         url: of the broker.
         settings: the same, parsed.
         queues: by name; none for all of them.
-        management_url: of the management API; None to look for it beside AMQP.
+        management_url: of the management API; None for its default address on the hosts.
     """
     findings: list[Finding] = []
     entries: list[HostEntry] = []

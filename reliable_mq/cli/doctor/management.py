@@ -48,7 +48,7 @@ class ManagementAPI:
         credentials: whom to be; None to send none.
         context: for ``https``.
         prefix: of its paths, where it is configured to have one.
-        timeout: seconds for each answer.
+        timeout: seconds for each response.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ManagementAPI:
         """Return the decoded response to ``GET /api/<segments>``, percent-encoded here.
 
         Raises:
-            ManagementError: no answer, or one with an error.
+            ManagementError: no response, or one with an error.
         """
         path = f"{self._prefix}/api/" + "/".join(quote(segment, safe="") for segment in segments)
         connection = self._connection()
@@ -276,7 +276,7 @@ class Snapshot:
         """Read a virtual host.
 
         Raises:
-            ManagementError: the API does not answer, or does not let this user see it.
+            ManagementError: the API does not respond, or refuses this user.
         """
         return cls(
             queues={queue["name"]: QueueView(queue) for queue in api.get("queues", virtual_host)},
@@ -300,7 +300,7 @@ class Snapshot:
         if found is None:
             return Route(flaw=f"the dead-letter exchange {exchange!r} does not exist", certain=True)
         if (found.get("arguments") or {}).get("alternate-exchange") or found.get("policy"):
-            return Route()  # what matches nothing goes on from there
+            return Route()  # messages that match no binding are routed on from there
         bound = [each for each in self.bindings if each.get("source") == exchange]
         if not bound:
             return Route(flaw=f"nothing is bound to the dead-letter exchange {exchange!r}", certain=True)

@@ -15,12 +15,7 @@ from typing import Final
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.codec.methods import Consume, DeclareQueue, Step
 from reliable_mq.core.channel_setup import StepRefused
-from reliable_mq.errors import (
-    BrokerUnavailable,
-    PublishError,
-    PublishRefused,
-    PublishReturned,
-)
+from reliable_mq.errors import BrokerUnavailable, PublishError, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
@@ -32,6 +27,9 @@ _ACCESS_REFUSED: Final = 403
 _EXPECTED: Final = frozenset({404, 406})
 _NO_TYPE: Final = {"x-queue-type": "no-such-type"}
 _NO_PRIORITY: Final = {"x-priority": "none"}
+_GRANT_CONFIGURE: Final = "Grant configure, or let somebody else declare and use plain names."
+_GRANT_READ: Final = "Grant read, if this user is to consume."
+_GRANT_WRITE: Final = "Grant write on amq.default, if this user is to publish to queues, and to retry or dead-letter."
 _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
@@ -50,14 +48,24 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     findings = []
     with AdminChannel(settings, name="reliable-mq doctor") as channel:
         for name in queues or [made_up]:
-            what = f"queue {name!r}" if queues else "queues that are not named in their permissions"
+            subject = f"queue {name!r}" if queues else "queues that are not named in their permissions"
             hint = "" if queues else " --queue NAME checks the queues that you use."
-            findings.append(_configure(what, _ask(channel, DeclareQueue(name, arguments=_NO_TYPE)), hint))
-            findings.append(_read(what, _ask(channel, Consume(name, "doctor", arguments=_NO_PRIORITY)), hint))
+            for check, step, done, fix in (
+                ("configure", DeclareQueue(name, arguments=_NO_TYPE), "declared", _GRANT_CONFIGURE),
+                ("read", Consume(name, "doctor", arguments=_NO_PRIORITY), "consumed", _GRANT_READ),
+            ):
+                reply = _refusal(channel, step)
+                if reply is not None and reply.code == _ACCESS_REFUSED:
+                    findings.append(_finding(Status.WARNING, check, f"{subject}: may not be {done}", fix + hint))
+                elif reply is not None and reply.code in _EXPECTED:
+                    findings.append(_finding(Status.OK, check, f"{subject}: may be {done}"))
+                else:
+                    outcome = "was let through" if reply is None else f"was answered with {reply}"
+                    findings.append(_unknown(check, f"an operation that only asks {outcome}"))
     return [*findings, *_write(url, made_up)]
 
 
-def _ask(channel: AdminChannel, step: Step) -> StepRefused | None:
+def _refusal(channel: AdminChannel, step: Step) -> StepRefused | None:
     try:
         channel.perform(step)
     except StepRefused as refused:
@@ -65,39 +73,13 @@ def _ask(channel: AdminChannel, step: Step) -> StepRefused | None:
     return None
 
 
-def _configure(what: str, answer: StepRefused | None, hint: str) -> Finding:
-    return _judged(
-        "configure",
-        answer,
-        f"{what}: may be declared",
-        f"{what}: may not be declared",
-        "Grant configure, or let somebody else declare and use plain names." + hint,
-    )
+def _finding(status: Status, check: str, text: str, fix: str = "") -> Finding:
+    return Finding(status, "permissions", check, text, fix)
 
 
-def _read(what: str, answer: StepRefused | None, hint: str) -> Finding:
-    return _judged(
-        "read",
-        answer,
-        f"{what}: may be consumed",
-        f"{what}: may not be consumed",
-        "Grant read, if this user is to consume." + hint,
-    )
-
-
-def _judged(check: str, answer: StepRefused | None, granted: str, refused: str, fix: str) -> Finding:
-    if answer is not None and answer.code == _ACCESS_REFUSED:
-        return Finding(Status.WARNING, "permissions", check, refused, fix)
-    if answer is not None and answer.code in _EXPECTED:
-        return Finding(Status.OK, "permissions", check, granted)
-    what = "was let through" if answer is None else f"was answered with {answer}"
-    return Finding(
-        Status.UNCHECKED,
-        "permissions",
-        check,
-        f"cannot be told: an operation that only asks {what}",
-        "rabbitmqctl list_permissions -p VIRTUAL_HOST tells it.",
-    )
+def _unknown(check: str, why: str) -> Finding:
+    fix = "rabbitmqctl list_permissions -p VIRTUAL_HOST tells it."
+    return _finding(Status.UNCHECKED, check, f"cannot be told: {why}", fix)
 
 
 def _write(url: str, nowhere: str) -> list[Finding]:
@@ -123,20 +105,13 @@ def _publish(publisher: Publisher, nowhere: str) -> Finding:
     try:
         publisher.publish(Message(b"", persistent=False), routing_key=nowhere, timeout=_PATIENCE)
     except PublishReturned:
-        return Finding(Status.OK, "permissions", "write", "the default exchange may be published to")
-    except PublishRefused as error:
-        if error.reply_code == _ACCESS_REFUSED:
-            return Finding(
-                Status.WARNING,
-                "permissions",
-                "write",
-                "the default exchange (amq.default) may not be published to, so no queue by its name",
-                "Grant write on amq.default, if this user is to publish to queues, and to retry or dead-letter.",
-            )
-        return _write_unknown(str(error))
+        return _finding(Status.OK, "write", "the default exchange may be published to")
     except (PublishError, BrokerUnavailable) as error:
-        return _write_unknown(str(error))
-    return _write_unknown("a message to a queue that does not exist was neither refused nor returned")
+        if isinstance(error, PublishRefused) and error.reply_code == _ACCESS_REFUSED:
+            text = "the default exchange (amq.default) may not be published to, so no queue by its name"
+            return _finding(Status.WARNING, "write", text, _GRANT_WRITE)
+        return _unknown("write", str(error))
+    return _unknown("write", "a message to a queue that does not exist was neither refused nor returned")
 
 
 def _blocked(reason: str) -> Finding:
@@ -146,14 +121,4 @@ def _blocked(reason: str) -> Finding:
         "blocked",
         f"publishing is blocked ({reason}): nothing is taken until the alarm is over",
         "Free memory or disk space on the broker's node, or consume what is queued.",
-    )
-
-
-def _write_unknown(why: str) -> Finding:
-    return Finding(
-        Status.UNCHECKED,
-        "permissions",
-        "write",
-        f"cannot be told: {why}",
-        "rabbitmqctl list_permissions -p VIRTUAL_HOST tells it.",
     )

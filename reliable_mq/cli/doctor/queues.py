@@ -57,26 +57,26 @@ def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Findin
     if name is None:
         yield from _mixed_delays(snapshot, queue)
         return
-    what = f"queue {queue.name!r}"
     if name.queue not in snapshot.queues:
         text = (
             f"its messages are to go back to queue {name.queue!r}, which does not exist: {queue.messages:,} wait for it"
         )
         fix = f"Declare {name.queue!r} again, and they go there; or delete the delay queue with what is in it."
-        yield Finding(Status.PROBLEM if queue.messages else Status.WARNING, what, "delay queue", text, fix)
+        report = _problem if queue.messages else _warning
+        yield report(queue, "delay queue", text, fix)
     for argument, (expected, meaning) in _expected(name).items():
         found = queue.argument(argument)
         if found != expected:
             text = f"x-{argument} is {found!r}, where a delay queue of this package has {expected!r}: {meaning}"
-            yield Finding(Status.PROBLEM, what, "delay queue", text, _AFRESH)
+            yield _problem(queue, "delay queue", text, _AFRESH)
     if snapshot.consumers_of(queue):
         text = "somebody consumes from this delay queue: its messages do not wait, and do not come back"
-        yield Finding(Status.PROBLEM, what, "delay queue", text, f"Stop that consumer; consume from {name.queue!r}.")
+        yield _problem(queue, "delay queue", text, f"Stop that consumer; consume from {name.queue!r}.")
     expired = queue.raw.get("messages_dlx")
     if isinstance(expired, int) and expired:
         text = f"{expired:,} messages have expired, and queue {name.queue!r} has not taken them yet"
         fix = f"If this stays: is {name.queue!r} full (a length limit), or has it lost its nodes?"
-        yield Finding(Status.WARNING, what, "delay queue", text, fix)
+        yield _warning(queue, "delay queue", text, fix)
 
 
 def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
@@ -98,7 +98,7 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
             "is not due holds up all behind it, since messages expire at the head only"
         )
         fix = "Use one queue per delay, with x-message-ttl (a Consumer's RetryPolicy does)."
-        yield Finding(Status.WARNING, f"queue {queue.name!r}", "delay queue", text, fix)
+        yield _warning(queue, "delay queue", text, fix)
 
 
 def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
@@ -110,23 +110,22 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
     if owner not in snapshot.queues:
         text += f"; queue {owner!r}, whose consumer does, does not exist"
     fix = f"Run a Consumer of {owner!r} that declares it (a Queue, not its name): it handles these one at a time."
-    yield Finding(Status.WARNING, f"queue {queue.name!r}", "quarantine", text, fix)
+    yield _warning(queue, "quarantine", text, fix)
 
 
 def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
     """Check a dead-letter queue: are letters kept, do they wait, can they be replayed?"""
-    what = f"queue {queue.name!r}"
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
         text = f"dead letters are gone after {int(ttl) / 1000:g} s (message TTL)"
-        yield Finding(Status.WARNING, what, "dead letters kept", text, "Leave x-message-ttl out, unless that is meant.")
+        yield _warning(queue, "dead letters kept", text, "Leave x-message-ttl out, unless that is meant.")
     limit = queue.delivery_limit(version)
     if queue.type == "quorum" and limit is not None and version < (4, 3):
         text = (
-            f"a delivery limit of {limit}: up to RabbitMQ 4.2 each look at dead letters (reliable-mq dlq, the "
+            f"a delivery limit of {limit}: up to RabbitMQ 4.2 each browse of dead letters (reliable-mq dlq, the "
             f"management UI) counts, and after {limit + 1} they are dropped"
         )
-        yield Finding(Status.WARNING, what, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
+        yield _warning(queue, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
     owner = queue.name.removesuffix(DEAD_SUFFIX)
     if not queue.messages:
         return
@@ -139,7 +138,7 @@ def examine_dead_letters(snapshot: Snapshot, queue: QueueView, version: tuple[in
         f"reliable-mq dlq stats URL {queue.name}: what they died of, and when. Mend the cause, then dlq replay, or dlq "
         "purge."
     )
-    yield Finding(Status.WARNING, what, "dead letters wait", text, fix)
+    yield _warning(queue, "dead letters wait", text, fix)
 
 
 def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int, ...]) -> list[Finding]:
@@ -204,14 +203,21 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
     return (targets | delays | suspects) & snapshot.queues.keys()
 
 
+def _warning(queue: QueueView, check: str, text: str, fix: str) -> Finding:
+    return Finding(Status.WARNING, f"queue {queue.name!r}", check, text, fix)
+
+
+def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
+    return Finding(Status.PROBLEM, f"queue {queue.name!r}", check, text, fix)
+
+
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
     """Report problems of the linter, but for those that depend on policies."""
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:
-            yield Finding(
-                Status.WARNING,
-                f"queue {queue.name!r}",
+            yield _warning(
+                queue,
                 "arguments",
                 f"{problem.argument} {problem.text}",
                 f"{problem.fix[0].upper()}{problem.fix[1:]}; an existing queue has to be deleted and declared again.",
@@ -226,32 +232,30 @@ def _sound(queue: QueueView, route: Route | None) -> Finding:
 
 
 def _durability(queue: QueueView) -> Iterator[Finding]:
-    what = f"queue {queue.name!r}"
     if queue.raw.get("exclusive"):
         if queue.raw.get("messages_persistent"):
             text = "exclusive, and it holds persistent messages: deleted with its connection, and they with it"
-            yield Finding(Status.WARNING, what, "exclusive", text, "Use a durable queue for what has to be kept.")
+            yield _warning(queue, "exclusive", text, "Use a durable queue for what has to be kept.")
     elif queue.raw.get("auto_delete"):
         if queue.raw.get("messages_persistent"):
             text = "auto-delete, and it holds persistent messages: deleted with its last consumer, and they with it"
-            yield Finding(Status.WARNING, what, "auto-delete", text, "Use a durable queue for what has to be kept.")
+            yield _warning(queue, "auto-delete", text, "Use a durable queue for what has to be kept.")
     elif not queue.raw.get("durable", True):
         text = "not durable: a restart of the broker deletes it with all its messages, persistent ones too"
         fix = "Declare a quorum queue, or a durable classic one, and move the messages; RabbitMQ 4.3 refuses this kind."
-        yield Finding(Status.PROBLEM, what, "durable", text, fix)
+        yield _problem(queue, "durable", text, fix)
     expires = queue.argument("expires")
     if expires is not None:
         text = f"x-expires: unused for {int(expires) / 1000:g} s it is deleted, with all its messages"
-        yield Finding(Status.WARNING, what, "expires", text, "Leave x-expires to queues whose content may go.")
+        yield _warning(queue, "expires", text, "Leave x-expires to queues whose content may go.")
 
 
 def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, ...]) -> Iterator[Finding]:
     limit = queue.delivery_limit(version)
     if queue.type == "quorum" and limit is not None and route is None:
         own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
-        yield Finding(
-            Status.PROBLEM,
-            f"queue {queue.name!r}",
+        yield _problem(
+            queue,
             "delivery limit",
             f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
             "deliveries, and lost connections count",
@@ -260,13 +264,12 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
 
 
 def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
-    what = f"queue {queue.name!r}"
     if route is None:
         return
     if route.flaw:
-        yield Finding(
-            Status.PROBLEM if route.certain else Status.WARNING,
-            what,
+        report = _problem if route.certain else _warning
+        yield report(
+            queue,
             "dead letters",
             f"{route.flaw}: dead letters are dropped" if route.certain else route.flaw,
             "Declare and bind what is missing, or correct the dead-letter exchange and routing key.",
@@ -274,23 +277,21 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     elif queue.name in route.targets:
         text = "dead letters come back to the queue itself: what is rejected is delivered again for ever"
         fix = "Give it a dead-letter queue of its own."
-        yield Finding(Status.WARNING, what, "dead letters", text, fix)
+        yield _warning(queue, "dead letters", text, fix)
     if queue.type != "quorum":
         return
     overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     if queue.argument("dead-letter-strategy") != "at-least-once":
-        yield Finding(
-            Status.WARNING,
-            what,
+        yield _warning(
+            queue,
             "dead letters",
             "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
             "where that queue does not take it",
             "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish.",
         )
     elif overflow != "reject-publish":
-        yield Finding(
-            Status.WARNING,
-            what,
+        yield _warning(
+            queue,
             "dead letters",
             f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
             "the broker says so in its log only",
@@ -304,9 +305,9 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     if not limits or overflow != "drop-head":
         return
     dropped = "dropped" if route is None else "dead-lettered"
-    yield Finding(
-        Status.PROBLEM if route is None else Status.WARNING,
-        f"queue {queue.name!r}",
+    report = _problem if route is None else _warning
+    yield report(
+        queue,
         "length limit",
         f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when it is full, the oldest messages are "
         f"{dropped}, confirmed ones too",
@@ -319,11 +320,11 @@ def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     if ttl is not None and route is None:
         text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: what is left then is dropped"
         fix = "Give it a dead-letter exchange, unless that is meant."
-        yield Finding(Status.WARNING, f"queue {queue.name!r}", "message TTL", text, fix)
+        yield _warning(queue, "message TTL", text, fix)
 
 
 def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    what, consumers = f"queue {queue.name!r}", snapshot.consumers_of(queue)
+    consumers = snapshot.consumers_of(queue)
     automatic = sum(not consumer.get("ack_required", True) for consumer in consumers)
     unlimited = sum(
         consumer.get("prefetch_count") == 0 and bool(consumer.get("ack_required", True)) for consumer in consumers
@@ -333,10 +334,10 @@ def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
             f"{automatic} of {len(consumers)} consumers acknowledge automatically: what is on its way to one, or in "
             "it, when it dies is lost"
         )
-        yield Finding(Status.WARNING, what, "acks", text, "Consume with manual acks.")
+        yield _warning(queue, "acks", text, "Consume with manual acks.")
     if unlimited:
         text = (
             f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): one is sent everything at "
             "once, and when it dies all of that comes back, counted as delivered"
         )
-        yield Finding(Status.WARNING, what, "prefetch", text, "Set a prefetch of 100 to 300.")
+        yield _warning(queue, "prefetch", text, "Set a prefetch of 100 to 300.")
