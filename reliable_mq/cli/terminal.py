@@ -1,4 +1,4 @@
-"""Shared by all commands: consoles, logs, foreign text; the argument URL and the exit status of Ctrl-C.
+"""Consoles, logs, foreign text, the argument URL: shared by all commands.
 
 Invariants:
 
@@ -163,7 +163,7 @@ def show_logs(verbose: int = 0) -> None:
 
 
 def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRITICAL + 1) -> None:
-    """Hide logs below a level, unless -v was given: the command reports the same itself.
+    """Hide logs below a level, unless -v was given: the command reports the same.
 
     Args:
         logger: whose; by default all of the library.

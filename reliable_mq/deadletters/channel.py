@@ -2,8 +2,8 @@
 
 The first message of a batch comes by ``basic.get``, which answers at once if the queue is empty and returns the number
 of messages; the others by a consumer whose prefetch is exactly the rest of the batch, cancelled when they are there. A
-consumer alone cannot tell an empty queue; gets alone are too slow: a quorum queue goes through all unacked gets at each
-further one, so that n messages cost n². If a consumer could do harm (an auto-delete queue is deleted with its last
+consumer alone cannot detect an empty queue; gets alone are too slow: a quorum queue goes through all unacked gets at
+each further one, so that n messages cost n². If a consumer could do harm (an auto-delete queue is deleted with its last
 consumer), all messages come by ``basic.get``.
 
 Invariants:
@@ -53,8 +53,8 @@ _PATIENCE = 60.0  # seconds for which a connection that was lost is tried again
 _NACKED_GETS = 32
 _COMMANDS = 16
 _SEEN = 2.0  # seconds in which a queue has seen the acks
-_LOOK_AGAIN = 0.002
-_QUIET = 5.0  # seconds without an expected delivery, after which the queue is asked whether there is any
+_POLL_EVERY = 0.002  # seconds between two counts while the queue takes requeued messages
+_QUIET = 5.0  # seconds without an expected delivery, after which a basic.get shows whether there is any
 _REPORTED = 1.0  # seconds within which the I/O thread reports a loss that has ended a step
 _REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
 _MISMATCH = 406
@@ -87,11 +87,11 @@ class GetChannel(AdminChannel):
         self._prefetch = 0  # of the next consumer on this channel
         self._arrived: list[Delivery] = []
         self._outstanding = 0
-        self._held = array("Q")  # the tags of unacked deliveries
+        self._unacked = array("Q")  # the tags of unacked deliveries
         self._ends = array("Q")  # the last tag of each group that is requeued in one go
         self.left = 0
         self._loss: ConnectionLoss | None = None
-        self._gone = False  # the deliveries went with their channel, and no caller knows yet
+        self._gone = False  # the deliveries were lost with their channel, and no caller knows yet
 
     @property
     def source(self) -> ChannelGeneration:
@@ -141,9 +141,9 @@ class GetChannel(AdminChannel):
         """Take up to ``most`` messages, fewer if the queue has no more; set `left`.
 
         Raises:
-            StaleDelivery: the channel was lost; what was taken from it is back in the queue.
-            ConsumeError: RabbitMQ does not give from this queue.
-            BrokerUnavailable: the broker does not answer.
+            StaleDelivery: the channel was lost; its unacked deliveries are back in the queue.
+            ConsumeError: RabbitMQ does not deliver from this queue.
+            BrokerUnavailable: the broker does not respond.
         """
         self._wait_ready()
         with self._changed:
@@ -158,19 +158,19 @@ class GetChannel(AdminChannel):
         with self._changed:
             self._check(source)
             taken, self._arrived = self._arrived, []
-        self._hold(taken)
+        self._add_unacked(taken)
         return taken
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
         """Ack, and wait until the broker has read it.
 
         Raises:
-            StaleDelivery: the channel was lost; some of them may come again.
+            StaleDelivery: the channel was lost; some of them may be delivered again.
         """
         given = [delivery for delivery in deliveries if delivery.source is self._source]
         frames = [encode_ack(self._source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
         self._send(b"".join(frames))
-        self._let_go({delivery.delivery_tag for delivery in given})
+        self._remove_unacked({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:
         """Requeue everything that is not acked, in order; wait until the queue has it.
@@ -192,7 +192,7 @@ class GetChannel(AdminChannel):
         except (ConsumeError, BrokerUnavailable):
             return
         finally:
-            self._held, self._ends = array("Q"), array("Q")
+            self._unacked, self._ends = array("Q"), array("Q")
 
     def _get(self, source: ChannelGeneration, most: int) -> bool:
         """Send gets, and wait for the replies; return whether there were any messages."""
@@ -207,7 +207,7 @@ class GetChannel(AdminChannel):
             return len(self._arrived) > before
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:
-        """Take so many by a consumer; fewer if somebody else takes them first."""
+        """Take so many by a consumer; fewer if another consumer gets them first."""
         tag = f"dead-letters-{next(self._consumers)}"
         with self._changed:
             enough = len(self._arrived) + wanted
@@ -219,7 +219,7 @@ class GetChannel(AdminChannel):
             complete = self._wait_for_arrivals(source, enough)
         except BaseException:
             with suppress(StepRefused, BrokerUnavailable):
-                self.perform(Cancel(tag))  # or it would get what is requeued
+                self.perform(Cancel(tag))  # or requeued messages would go to it
             raise
         self._perform(source, Cancel(tag))
         if not complete:
@@ -251,7 +251,7 @@ class GetChannel(AdminChannel):
         try:
             self.perform(step)
         except StepRefused as refused:
-            raise ConsumeError(f"RabbitMQ does not give from queue {self._queue!r}: {refused}") from refused
+            raise ConsumeError(f"RabbitMQ does not deliver from queue {self._queue!r}: {refused}") from refused
         except BrokerUnavailable:
             self._check_soon(source)
             raise
@@ -264,17 +264,17 @@ class GetChannel(AdminChannel):
         with self._changed:
             self._check(source)
 
-    def _hold(self, deliveries: list[Delivery]) -> None:
+    def _add_unacked(self, deliveries: list[Delivery]) -> None:
         """Keep the tags for `finish`, with the groups to requeue: one for each consumer."""
         for delivery, following in pairwise([*deliveries, None]):
             if delivery is not None:
-                self._held.append(delivery.delivery_tag)
+                self._unacked.append(delivery.delivery_tag)
                 if following is None or following.consumer_tag != delivery.consumer_tag:
                     self._ends.append(delivery.delivery_tag)
 
     def _groups(self) -> list[tuple[int, int]]:
         """Return the groups to requeue: the last tag and the size of each."""
-        held = self._held
+        held = self._unacked
         if not self._by_consumers:
             return [
                 (held[min(start + _NACKED_GETS, len(held)) - 1], min(_NACKED_GETS, len(held) - start))
@@ -284,10 +284,10 @@ class GetChannel(AdminChannel):
         return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
 
     def _wait_for(self, ready: int) -> None:
-        """Wait until that many messages are ready, or a while if somebody else takes some."""
+        """Wait until so many messages are ready; a while, if another consumer gets some."""
         deadline = time.monotonic() + _SEEN
         while self.count().messages < ready and time.monotonic() < deadline:
-            threading.Event().wait(_LOOK_AGAIN)
+            threading.Event().wait(_POLL_EVERY)
 
     def _send(self, frames: bytes) -> None:
         source = self._source
@@ -306,16 +306,16 @@ class GetChannel(AdminChannel):
             self._changed.wait_for(lambda: self._is_lost(source), _REPORTED)
             self._check(source)
 
-    def _let_go(self, acked: set[int]) -> None:
-        """What is acked was taken last, mostly."""
+    def _remove_unacked(self, acked: set[int]) -> None:
+        """Remove tags; mostly the latest ones."""
         kept = []
-        while acked and self._held:
-            tag = self._held.pop()
+        while acked and self._unacked:
+            tag = self._unacked.pop()
             if tag in acked:
                 acked.discard(tag)
             else:
                 kept.append(tag)
-        self._held.extend(reversed(kept))
+        self._unacked.extend(reversed(kept))
 
     def _is_lost(self, source: ChannelGeneration) -> bool:
         return self._source is not source or self._loss is not None
@@ -326,12 +326,12 @@ class GetChannel(AdminChannel):
         loss = self._loss
         if loss is not None and loss.by_broker and loss.code in _REFUSALS:
             self._gone = False
-            raise ConsumeError(f"RabbitMQ does not give from queue {self._queue!r}: {loss.code} {loss.text}")
+            raise ConsumeError(f"RabbitMQ does not deliver from queue {self._queue!r}: {loss.code} {loss.text}")
         raise self._stale()
 
     def _stale(self) -> StaleDelivery:
         self._gone = False
-        return StaleDelivery(f"the connection was lost; what was taken from queue {self._queue!r} is back in it")
+        return StaleDelivery(f"the connection was lost; the messages taken from queue {self._queue!r} are back in it")
 
     # -- on the I/O thread ---------------------------------------------------------------------------------------------
 
@@ -348,8 +348,8 @@ class GetChannel(AdminChannel):
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         with self._changed:
             self._loss = loss
-            self._gone = self._gone or bool(self._held)
-            self._held, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
+            self._gone = self._gone or bool(self._unacked)
+            self._unacked, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
             self._prefetch = 0
         super().lost(generation, loss)
         with self._changed:
@@ -377,6 +377,6 @@ class GetChannel(AdminChannel):
 
     def _ours(self, delivery: RawDelivery) -> Delivery:
         if not isinstance(delivery, Delivery):
-            raise TypeError("the reader was told to make another kind of delivery")
+            raise TypeError("the reader makes another kind of delivery")
         delivery.came_from(self._source)
         return delivery

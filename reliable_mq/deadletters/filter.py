@@ -63,7 +63,7 @@ class Filter:
         return self == Filter()
 
     def matches(self, message: DeadMessage, now: datetime) -> bool:
-        """Whether a dead letter is meant; `now` is aware."""
+        """Whether a dead letter matches; `now` is aware."""
         return (
             self._is_exception(message.exception_type)
             and (self.reason is None or self.reason.casefold() in message.reason.casefold())
@@ -124,9 +124,9 @@ class Statistics:
         messages: how many.
         bytes: of their bodies.
         by_cause: by the class of the exception or, where there is none, by the reason.
-        by_queue: by the queue they were in before; the empty name where nobody said.
+        by_queue: by the queue they were in before; the empty name if unknown.
         by_age: by the names of `AGES`.
-        oldest, newest: when the first and the last of them died, of those of which it is known.
+        oldest, newest: when the first and the last of them died, as far as known.
     """
 
     def __init__(self) -> None:

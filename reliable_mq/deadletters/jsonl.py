@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
 
 class WritableMessage(Protocol):
-    """What is written: a delivery."""
+    """A delivery, as far as `write_line` needs it."""
 
     redelivered: bool
 
@@ -56,11 +56,11 @@ class WritableMessage(Protocol):
 
     @property
     def exchange(self) -> str:
-        """Where it was published to."""
+        """The exchange of the message."""
 
     @property
     def routing_key(self) -> str:
-        """With which key."""
+        """Its routing key."""
 
 
 def write_line(delivery: WritableMessage) -> bytes:
@@ -78,7 +78,7 @@ def read_line(text: bytes) -> Line:
     """Read a line.
 
     Raises:
-        ConfigurationError: it is no message; says which key is wrong.
+        ConfigurationError: it is no message; the text names the wrong key.
     """
     try:
         line = json.loads(text)
@@ -197,7 +197,7 @@ def _message(body: bytes, properties: dict[str, Any]) -> Message:
 
 
 def _exact(body: bytes, raw: bytes, properties: Mapping[str, object]) -> Message:
-    """The message with exactly these properties, which the shown ones must agree with."""
+    """Return the message with exactly these properties; the shown ones must agree."""
     try:
         message = Message.from_wire(body, raw)
     except ConfigurationError as error:

@@ -42,8 +42,7 @@ class Origin(NamedTuple):
 
     Attributes:
         queue: that it was consumed from, or expired in.
-        exchange: that it was published to; None where nobody said.
-        routing_key: with which key; likewise.
+        exchange, routing_key: of its publish; None if unknown.
     """
 
     queue: str
@@ -59,7 +58,7 @@ class DeadMessage:
         body: its bytes.
         properties: encoded, without RabbitMQ's counts of deliveries.
         exchange, routing_key: with which it came into the dead-letter queue.
-        redelivered: whether it was delivered before: it was browsed, or a replay was cut off.
+        redelivered: whether it was delivered before: it was browsed, or a replay was interrupted.
         delivery_count: how often it was returned to the dead-letter queue, as RabbitMQ counts; 0 if it does not.
         headers: as far as they can be read.
         message_id: None if it has none, or it cannot be read.
@@ -109,7 +108,7 @@ class DeadMessage:
         self.delivery_count = _whole(table.get("x-delivery-count")) or 0
         self.properties = _without_counts(delivery.properties, table)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
-        self.message_id = _message_id(view)
+        self.message_id = _readable(view, "message_id")
         self.unreadable = _newer_format(table)
         ours = table if table.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
         death = _first_death(table)
@@ -131,7 +130,7 @@ class DeadMessage:
 
     @property
     def delivery(self) -> Delivery:
-        """The delivery as it came."""
+        """The delivery, unchanged."""
         return self._delivery
 
     def replayed(self) -> Message:
@@ -154,8 +153,8 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
     moved = {
         headers.ORIGINAL_CC: table.get("CC"),
         headers.ORIGINAL_BCC: table.get("BCC"),
-        headers.ORIGINAL_USER_ID: _user_id(view),
-        headers.ORIGINAL_EXPIRATION: _expiration(view),
+        headers.ORIGINAL_USER_ID: _readable(view, "user_id"),
+        headers.ORIGINAL_EXPIRATION: _readable(view, "expiration"),
     }
     ours: dict[str, object] = {name: value for name, value in moved.items() if value is not None}
     if ours:
@@ -173,7 +172,7 @@ def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
 
 
 def _counts(name: str) -> bool:
-    """Whether a header counts failures or tells of them."""
+    """Whether a header counts or describes failures."""
     if name.startswith(headers.PREFIX):
         return not name.startswith(_KEPT)
     return name in BROKER_COUNTS or name.startswith(_DEATHS)
@@ -189,7 +188,7 @@ def _without_counts(properties: bytes, table: Mapping[str, object]) -> bytes:
 
 
 def _headers_of(view: Properties) -> Mapping[str, object]:
-    """Read the headers; where some are broken, those that this is about."""
+    """Read the headers; if some are broken, those about deaths."""
     try:
         return view.headers
     except CodecError:
@@ -203,25 +202,12 @@ def _headers_of(view: Properties) -> Mapping[str, object]:
     return table
 
 
-def _message_id(view: Properties) -> str | None:
+def _readable(view: Properties, name: str) -> str | None:
     try:
-        return view.message_id
+        value: str | None = getattr(view, name)
     except CodecError:
         return None
-
-
-def _user_id(view: Properties) -> str | None:
-    try:
-        return view.user_id
-    except CodecError:
-        return None
-
-
-def _expiration(view: Properties) -> str | None:
-    try:
-        return view.expiration
-    except CodecError:
-        return None
+    return value
 
 
 def _newer_format(table: Mapping[str, object]) -> str:
@@ -253,7 +239,7 @@ def _reason(table: Mapping[str, object], death: Mapping[str, object]) -> str:
 
 
 def _deaths(table: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """RabbitMQ's account, the latest first."""
+    """Return the entries of ``x-death``, the latest first."""
     deaths = table.get("x-death")
     return [death for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
 
@@ -263,7 +249,7 @@ def _last_death(table: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _first_death(table: Mapping[str, object]) -> Mapping[str, object]:
-    """The entry of the first death, where it is told apart; else the oldest."""
+    """Return the entry of the first death, if it is named; else the oldest."""
     deaths = _deaths(table)
     queue, reason = table.get("x-first-death-queue"), table.get("x-first-death-reason")
     named = [death for death in deaths if (death.get("queue"), death.get("reason")) == (queue, reason)]

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- An operation that only reads requeues everything at its end, in the order in which it came.
+- An operation that only reads requeues everything at its end, in the order of delivery.
 - One operation at a time uses the connection.
 - No message is taken out of the queue before it is confirmed elsewhere, or was to be purged.
 """
@@ -65,7 +65,7 @@ class DeadLetterQueue:
     requeued messages behind the others: reading some of them, with a limit, moves these.) RabbitMQ counts the
     deliveries: the messages are redelivered from then on, and on a quorum queue of RabbitMQ 4.0 to 4.2 each operation
     counts against its delivery limit, if it has one (the queues that this package declares have none). Meanwhile,
-    nobody else sees them.
+    no other consumer gets them.
 
     Args:
         url: as for ``Publisher``.
@@ -127,13 +127,13 @@ class DeadLetterQueue:
         """Connect.
 
         Raises:
-            BrokerUnavailable: no host could be reached, or none let us in.
+            BrokerUnavailable: no host could be reached, or none accepted the login.
             TopologyMismatch: there is no such queue.
         """
         self._channel.__enter__()
         try:
             there = self._channel.count().messages
-            self._learn()
+            self._detect_delivery_limit()
             if not self._channel.use_consumers() and there > _MANY:
                 logger.warning(
                     "whether queue %r may be consumed from without deleting it is not known, since this user may not "
@@ -153,7 +153,7 @@ class DeadLetterQueue:
         self._channel.__exit__(exc_type, exc, traceback)
 
     def __len__(self) -> int:
-        """The number of ready messages, which nobody else has. Blocks for a round trip."""
+        """The number of ready messages. Blocks for a round trip."""
         return self._channel.count().messages
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ class DeadLetterQueue:
             progress: called after every batch with the numbers of messages read and in all.
 
         Raises:
-            StaleDelivery: the connection was lost on the way; everything is back in the queue.
-            ConsumeError: RabbitMQ does not give from this queue (a stream, or one with a single active consumer).
+            StaleDelivery: the connection was lost; everything is back in the queue.
+            ConsumeError: RabbitMQ does not deliver from this queue (a stream, or one with a single active consumer).
             UsageError: another operation is going on.
         """
         with self._operation("browse"):
@@ -251,8 +251,8 @@ class DeadLetterQueue:
         Raises:
             ConfigurationError: an argument is wrong; the message names it.
             BrokerUnavailable: the connection is lost and does not come back.
-            ConsumeError: RabbitMQ does not give from this queue.
-            IdempotencyStoreError: the store does not answer.
+            ConsumeError: RabbitMQ does not deliver from this queue.
+            IdempotencyStoreError: the store does not respond.
         """
         routing = _routing(self._name, to, as_published=as_published)
         if limit is not None:
@@ -353,7 +353,7 @@ class DeadLetterQueue:
 
     # -- private -------------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> None:
+    def _detect_delivery_limit(self) -> None:
         """Find out whether requeuing counts against a delivery limit.
 
         RabbitMQ 4.3 and newer do not count it; they count connections that ended. Older ones count it against the

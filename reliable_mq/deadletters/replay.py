@@ -6,8 +6,7 @@ Invariants:
   dead-letter queue, at its target, or in both. After a crash at most one batch (`BATCH`, less under a rate) is in both.
 - A copy that this run has published, but whose original it could not ack because a channel was lost, is not published
   again: the original is acked when it is delivered again.
-- A run ends with the messages that were there when it began: those that come back to the dead-letter queue meanwhile
-  are left to the next run.
+- A run ends with the messages that were there when it began: those dead-lettered meanwhile are left to the next run.
 - In any second no more messages are published than the rate (for a rate that is no whole number, such as 1.5: two in
   any 1.33 seconds), however long nothing was published before. Idle time is not made up for, only the excess of a wait.
 """
@@ -87,7 +86,7 @@ class ReplayReport:
         examined: dead letters that were read.
         replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
         handed_out_before: of these, those that had been delivered before: browsed, or published by a replay that was
-            cut off before it could ack them. Possible duplicates are among them.
+            interrupted before it could ack them. Possible duplicates are among them.
         possible_duplicates: of these, those that may be duplicates: the connection that they had been delivered on was
             cut off, during a replay or while browsing. None if RabbitMQ does not distinguish that from a requeue: it
             does for quorum queues from 4.3 on.
@@ -165,8 +164,8 @@ class Replay:
         Raises:
             BrokerUnavailable: the connection is lost and does not come back. What was confirmed and not acked may be
                 replayed again by the next run.
-            ConsumeError: RabbitMQ does not give from the queue.
-            IdempotencyStoreError: the store does not answer.
+            ConsumeError: RabbitMQ does not deliver from the queue.
+            IdempotencyStoreError: the store does not respond.
         """
         losses = 0
         while True:
@@ -302,7 +301,7 @@ class Replay:
             self._store.reset_many(keys)
 
     def _key(self, message: DeadMessage) -> str | None:
-        """Return the key that a consumer without an ``idempotency_key`` of its own claims."""
+        """Return the key that a consumer claims, unless it has an ``idempotency_key``."""
         if message.origin is None or not message.message_id:
             return None
         claiming = ClaimPolicy(

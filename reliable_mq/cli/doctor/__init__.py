@@ -1,4 +1,4 @@
-"""``reliable-mq doctor``: find the causes of lost messages at a broker, and their remedies."""
+"""``reliable-mq doctor``: find and remedy the causes of lost messages."""
 
 from __future__ import annotations
 
