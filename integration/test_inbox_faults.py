@@ -174,7 +174,7 @@ def test_f43_a_commit_whose_answer_is_lost_is_no_attempt(
 def held(claim: Any, transaction: Any) -> Delivery:
     assert claim.status is ClaimStatus.NEW
     one = delivery(message_id=claim.key)
-    one.hold = InboxClaim(claim, transaction)
+    one.inbox_claim = InboxClaim(claim, transaction)
     return one
 
 
@@ -217,7 +217,7 @@ def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
             store.inbox(session, own)
         in_time(begun)
         server.unpause()
-    assert [one.hold.commit for one in (begin, end, back, own) if one.hold] == [CommitState.NONE] * 4
+    assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitState.NONE] * 4
     wait_until(lambda: all_new(store, keys), timeout=20, what="the leases have ended", interval=0.2)
     assert not effects(engine.url.render_as_string(hide_password=False))
     store.close()
@@ -293,7 +293,7 @@ def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
                     await store.inbox(session, own)
                 in_time(begun)
                 server.unpause()
-        assert [one.hold.commit for one in (begin, end, back, own) if one.hold] == [CommitState.NONE] * 4
+        assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitState.NONE] * 4
         while store._given_up:
             await asyncio.wait(store._given_up, timeout=20)
         await engine.dispose()

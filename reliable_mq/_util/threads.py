@@ -10,7 +10,7 @@ Invariants:
   waits for is shut (`CancelHandle`). That ends most; the others end when the server answers, or its machine.
 - If `most` threads exist and all of them hang, further calls with a deadline fail at once, unless the caller bounds
   their number itself.
-- A connection is shut only while the call that hangs holds it.
+- A connection is shut only while the call that hangs uses it.
 - Callbacks (`CallbackThread`) run one at a time, in the order in which they were added, never on an I/O thread. An
   exception of one is logged and affects no other.
 """
@@ -89,7 +89,7 @@ class CancelHandle:
         self._cut = False
 
     @contextlib.contextmanager
-    def holding(self, connection: Any, give_up: Callable[[], object]) -> Iterator[None]:
+    def using(self, connection: Any, give_up: Callable[[], object]) -> Iterator[None]:
         """In the block, the call waits for this connection of a driver.
 
         Raises:
@@ -113,7 +113,7 @@ class CancelHandle:
         return self._cut
 
     def cut(self) -> None:
-        """Shut the socket of the connection, if the call holds one."""
+        """Shut the socket of the connection, if the call uses one."""
         with self._lock:
             self._cut = True
             if self._connection is not None:

@@ -8,7 +8,7 @@ a thread.
 Invariants:
 
 - a delivery is with one task, and has exactly one result or is requeued; one that no handler has begun with can be
-  withdrawn; deliveries are begun in the order in which they were put; an exception, whatever it is, ends no other
+  recalled; deliveries are begun in the order in which they were put; an exception, whatever it is, ends no other
   delivery;
 - a handler whose task is cancelled has not failed, and one that raises ``CancelledError`` by itself has (a message that
   always makes it do so would come again for ever);
@@ -175,7 +175,7 @@ class TaskPool:
 
     Attributes:
         items: the work that no task has begun.
-        epoch: grows when that is withdrawn.
+        epoch: grows when that is recalled.
         handler_seconds: the time that handlers took, per call, waiting included.
     """
 
@@ -203,7 +203,7 @@ class TaskPool:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # and the deliveries each has not reported
         self._idle: deque[asyncio.Future[None]] = deque()
-        self._held = False  # nothing more is to begin
+        self._stopped_starting = False  # nothing more is to begin
         self._closed = False
         self._numbers = itertools.count(1)
 
@@ -213,26 +213,26 @@ class TaskPool:
         self._fill()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are withdrawn."""
+        """Put deliveries in front again, in their order; False if they are recalled."""
         if epoch != self.epoch:
             return False
         self.items.extendleft(reversed(deliveries))
         self._fill()
         return True
 
-    def hold(self) -> None:
-        """Begin with nothing more; waiting work can be withdrawn. Any thread."""
-        self._held = True
+    def stop_starting(self) -> None:
+        """Begin with nothing more; waiting work can be recalled. Any thread."""
+        self._stopped_starting = True
         self.epoch += 1
 
-    def withdraw(self) -> list[Delivery]:
+    def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has begun with; a task requeues its own."""
         self.epoch += 1
-        withdrawn: list[Delivery] = []
+        recalled: list[Delivery] = []
         for item in self.items:
-            withdrawn += [item] if isinstance(item, Delivery) else item
+            recalled += [item] if isinstance(item, Delivery) else item
         self.items.clear()
-        return withdrawn
+        return recalled
 
     def cancel(self) -> None:
         """Cancel the running handlers: their deliveries are requeued."""
@@ -307,7 +307,7 @@ class TaskPool:
 
     def _fill(self) -> None:
         """Start or wake as many tasks as there is work for."""
-        missing = 0 if self._held else len(self.items)
+        missing = 0 if self._stopped_starting else len(self.items)
         while missing and self._idle:
             _wake(self._idle.popleft())
             missing -= 1
@@ -318,16 +318,16 @@ class TaskPool:
             missing -= 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        held = self._tasks.pop(task)
+        unreported = self._tasks.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:  # not the handler's: those are results
-            if held:
-                self._sink.report(all_lost(list(held)))
+            if unreported:
+                self._sink.report(all_lost(list(unreported)))
             logger.error(
                 "a task of consumer %r was ended by %s, and is replaced; %d deliveries that it held have failed",
                 self._name,
                 shown(error),
-                len(held),
+                len(unreported),
                 exc_info=error,
             )
         if self.items and not self._closed:  # somebody cancelled it: others take over
@@ -345,7 +345,7 @@ class TaskPool:
         resumed = time.perf_counter()
         try:
             while True:
-                if self._held or not items:
+                if self._stopped_starting or not items:
                     if self._closed:
                         return
                     await self._wait()
@@ -540,13 +540,13 @@ class ThreadPool:
         """Queue deliveries, or batches, for handlers."""
         self._workers.put(work)
 
-    def hold(self) -> None:
+    def stop_starting(self) -> None:
         """Begin with nothing more. Any thread."""
-        self._workers.hold()
+        self._workers.stop_starting()
 
-    def withdraw(self) -> list[Delivery]:
+    def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has begun with."""
-        return self._workers.withdraw()
+        return self._workers.recall()
 
     async def stop(self, patience: float) -> bool:
         """End the threads, each after its handler. Returns whether all have ended in time.

@@ -246,15 +246,15 @@ class BasePullSubscription(BaseSubscription):
             self._arrived.extend(item for item in work if isinstance(item, Delivery))
             self._changed.notify_all()
 
-    def hold(self) -> None:
+    def stop_starting(self) -> None:
         """Do nothing: there are no handlers."""
 
-    def withdraw(self) -> list[Delivery]:
+    def recall(self) -> list[Delivery]:
         """Return the deliveries that no caller has."""
         with self._changed:
-            withdrawn = list(self._arrived)
+            recalled = list(self._arrived)
             self._arrived.clear()
-        return withdrawn
+        return recalled
 
     # On the loop: the connection
 

@@ -9,7 +9,7 @@ wait.
 Invariants:
 
 - the session is used on the loop alone; no user code runs inside a call of the connection, and nothing blocks;
-- deliveries that wait in a handler pool are withdrawn when their channel is lost, or is about to be given up;
+- deliveries that wait in a handler pool are recalled when their channel is lost, or is about to be given up;
 - a result is passed on within ``ack_interval``, however long the handler of the next delivery takes;
 - the subscription ends once, and everything finished until then has been acked; after that it has no timer.
 """
@@ -118,15 +118,15 @@ class RepublisherProtocol(Protocol):
 
 
 class HandlerPool(Protocol):
-    """Runs handlers. Called on the loop, but for `hold`; must not block."""
+    """Runs handlers. Called on the loop, but for `stop_starting`; must not block."""
 
     def put(self, work: Iterable[Work]) -> None:
         """Queue work for handlers."""
 
-    def hold(self) -> None:
-        """Begin with nothing more; waiting work, and new, is withdrawn. Any thread."""
+    def stop_starting(self) -> None:
+        """Begin with nothing more; waiting work, and new, is recalled. Any thread."""
 
-    def withdraw(self) -> list[Delivery]:
+    def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has begun with, nor will."""
 
 
@@ -263,9 +263,9 @@ class BaseSubscription:
         """
         self._io.call_soon(self._begin_to_stop)
         if not self.session.automatic:
-            self.handlers.hold()
+            self.handlers.stop_starting()
             if self.quarantine_handlers is not None:
-                self.quarantine_handlers.hold()
+                self.quarantine_handlers.stop_starting()
 
     @property
     def stalled_seconds(self) -> float | None:
@@ -303,7 +303,7 @@ class BaseSubscription:
             logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, printable(loss.text))
             self._time_out(timeout)
         self.session.lost(generation)
-        self._withdraw()
+        self._recall()
         self._run()
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
@@ -384,7 +384,7 @@ class BaseSubscription:
         self._take_in(now)
         actions = self.session.poll(now)
         while actions.recall:
-            self.session.postponed(self._withdrawn(), now)
+            self.session.postponed(self._recalled(), now)
             actions = self.session.poll(now)
         self._carry_out(actions)
         if actions.state is ConsumerState.ENDED:
@@ -406,7 +406,7 @@ class BaseSubscription:
             session.published(*self._published.popleft(), now)
         if self._requeued:
             back = self._requeued
-            session.withdrawn([back.popleft() for _ in range(len(back))])
+            session.recalled([back.popleft() for _ in range(len(back))])
 
     def _carry_out(self, actions: Actions) -> None:
         if actions.dispatch:
@@ -448,7 +448,7 @@ class BaseSubscription:
                 self._options.stop_timeout,
                 "they are lost" if self.session.automatic else "the broker will deliver them again",
             )
-        self.session.withdrawn(self._withdrawn())
+        self.session.recalled(self._recalled())
         self._take_in(now)
         self._io.write(self.session.poll(now).data)
         self._io.stop(CLOSE_GRACE)
@@ -518,7 +518,7 @@ class BaseSubscription:
     def _begin_to_stop(self) -> None:
         if not self.session.stop(time.monotonic()):
             return
-        self._withdraw()
+        self._recall()
         logger.info("consumer %r stops; %d deliveries are being handled", self._options.name, self.session.running)
         self._run()
 
@@ -528,18 +528,18 @@ class BaseSubscription:
             self.session.end()
             self._run()
 
-    def _withdraw(self) -> None:
-        """Withdraw dispatched deliveries, unless the broker has forgotten them."""
+    def _recall(self) -> None:
+        """Recall dispatched deliveries, unless the broker has forgotten them."""
         if not self.session.automatic:
-            self.session.withdrawn(self._withdrawn())
+            self.session.recalled(self._recalled())
 
-    def _withdrawn(self) -> list[Delivery]:
-        quarantined = [] if self.quarantine_handlers is None else self.quarantine_handlers.withdraw()
-        return [*self.handlers.withdraw(), *quarantined]
+    def _recalled(self) -> list[Delivery]:
+        quarantined = [] if self.quarantine_handlers is None else self.quarantine_handlers.recall()
+        return [*self.handlers.recall(), *quarantined]
 
     def _time_out(self, timeout: ConsumerTimeout) -> None:
         """Fail the running deliveries that the broker took back."""
         now = time.monotonic()
         self._take_in(now)
-        self._withdraw()
+        self._recall()
         self.session.timed_out(timeout, now, time.time())

@@ -10,10 +10,10 @@ next, and then slowly more: it may have no space for so many.
 Invariants:
 
 - a delivery is with one worker, and has exactly one result or is requeued; one that no handler has begun with can be
-  withdrawn; deliveries are begun in the order in which they were put;
+  recalled; deliveries are begun in the order in which they were put;
 - an exception, whatever it is, ends neither a worker nor another delivery; no lock is held while a handler runs; a
   batch handler gets a list of its own;
-- a group is of one epoch of the waiting work: once that was withdrawn, none of the group begins any more; the first of
+- a group is of one epoch of the waiting work: once that was recalled, none of the group begins any more; the first of
   a group may always begin; deliveries that are put back come first again, in their order.
 """
 
@@ -69,13 +69,13 @@ _GROUP_SECONDS = 0.05  # after which deliveries that have not begun are put back
 
 
 class Waiting(Protocol):
-    """Dispatched work that nobody has begun with. An epoch ends when it is withdrawn."""
+    """Dispatched work that nobody has begun with. An epoch ends when it is recalled."""
 
     items: deque[Work]
     epoch: int
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are withdrawn."""
+        """Put deliveries in front again, in their order; False if they are recalled."""
 
 
 class ClaimBatcher:
@@ -153,7 +153,7 @@ class ResultSink(Protocol):
 
 
 class WorkerPool:
-    """Runs handlers on threads. `put`, `hold` and `withdraw`: from any thread.
+    """Runs handlers on threads. `put`, `stop_starting` and `recall`: from any thread.
 
     Args:
         name: of the threads.
@@ -199,19 +199,19 @@ class WorkerPool:
         """Queue deliveries, or batches, for handlers. Does not block."""
         self._waiting.put(work)
 
-    def hold(self) -> None:
-        """Begin with nothing more; waiting work, and any put by now, can be withdrawn."""
-        self._waiting.hold()
+    def stop_starting(self) -> None:
+        """Begin with nothing more; waiting work, and any put by now, can be recalled."""
+        self._waiting.stop_starting()
 
-    def withdraw(self) -> list[Delivery]:
+    def recall(self) -> list[Delivery]:
         """Return the deliveries that no handler has begun with; a worker requeues its own."""
-        withdrawn: list[Delivery] = []
-        for item in self._waiting.withdraw():
+        recalled: list[Delivery] = []
+        for item in self._waiting.recall():
             if isinstance(item, Delivery):
-                withdrawn.append(item)
+                recalled.append(item)
             else:
-                withdrawn += item
-        return withdrawn
+                recalled += item
+        return recalled
 
     def stop(self, timeout: float) -> bool:
         """End the threads, each after its handler. Returns whether all have ended in time."""
@@ -295,8 +295,8 @@ class WorkerPool:
 
     def _recover(self, worker: _Worker, error: BaseException) -> None:
         """Go on after an exception that no handler raised; the worker's deliveries failed."""
-        held, worker.held = worker.held, ()
-        deliveries = [held] if isinstance(held, Delivery) else list(held)
+        unreported, worker.unreported = worker.unreported, ()
+        deliveries = [unreported] if isinstance(unreported, Delivery) else list(unreported)
         if deliveries:
             self._sink.report(all_lost(deliveries))
         logger.error(
@@ -309,7 +309,7 @@ class WorkerPool:
 
 
 class _WaitingWork:
-    """Work that no worker has. Taking it needs no lock; a withdrawal ends an epoch."""
+    """Work that no worker has. Taking it needs no lock; a recall ends an epoch."""
 
     def __init__(self) -> None:
         self.items: deque[Work] = deque()
@@ -317,15 +317,15 @@ class _WaitingWork:
         self._changed = threading.Condition()
         self._idle = 0
         self._closed = False
-        self._held: deque[Work] | None = None  # work that is not to be begun any more
+        self._unstarted: deque[Work] | None = None  # work that is not to be begun any more
 
     def put(self, work: Iterable[Work]) -> None:
         with self._changed:
-            (self.items if self._held is None else self._held).extend(work)
+            (self.items if self._unstarted is None else self._unstarted).extend(work)
             self._notify()
 
     def put_back(self, deliveries: Sequence[Delivery], epoch: int) -> bool:
-        """Put deliveries in front again, in their order; False if they are withdrawn."""
+        """Put deliveries in front again, in their order; False if they are recalled."""
         with self._changed:
             if epoch != self.epoch:
                 return False
@@ -333,15 +333,15 @@ class _WaitingWork:
             self._notify()
             return True
 
-    def hold(self) -> None:
+    def stop_starting(self) -> None:
         with self._changed:
-            if self._held is None:
-                self._held = deque(self._take_all())
+            if self._unstarted is None:
+                self._unstarted = deque(self._take_all())
 
-    def withdraw(self) -> list[Work]:
+    def recall(self) -> list[Work]:
         with self._changed:
-            held, self._held = self._held, None if self._held is None else deque()
-            return [*(held or ()), *self._take_all()]
+            unstarted, self._unstarted = self._unstarted, None if self._unstarted is None else deque()
+            return [*(unstarted or ()), *self._take_all()]
 
     def close(self) -> None:
         with self._changed:
@@ -381,12 +381,12 @@ class _Worker:
 
     Attributes:
         seconds: the time that the handler took, per call.
-        held: the deliveries that it has not reported yet.
+        unreported: the deliveries that it has not reported yet.
     """
 
     def __init__(self, handler: Callable[[Any], object], batch: bool, waiting: _WaitingWork, sink: ResultSink) -> None:
         self.seconds = Histogram()
-        self.held: Work | tuple[()] = ()
+        self.unreported: Work | tuple[()] = ()
         self._handler = handler
         self._batch = batch
         self._waiting = waiting
@@ -401,9 +401,9 @@ class _Worker:
                 if not self._waiting.wait():
                     return
                 continue
-            self.held = item
+            self.unreported = item
             results = self._handle(item)
-            self.held = ()
+            self.unreported = ()
             sink.report(results)
 
     def _handle(self, item: Work) -> Sequence[Result]:
@@ -443,13 +443,13 @@ class _ClaimingWorker(_Worker):
         self._groups = ClaimBatcher(waiting, share)
 
     def _handle(self, item: Work) -> Sequence[Result]:
-        self.held = deliveries = self._groups.take(item)
+        self.unreported = deliveries = self._groups.take(item)
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
             logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
-        self.held = ()
+        self.unreported = ()
         begun, left = self._groups.end(results)
         if left:
             self._sink.requeue(left)

@@ -146,13 +146,13 @@ class _SQLAlchemyBase(SQLStoreBase):
             _execute_steps(self._sql.lock(), connection)
         refuse_connection_in_autocommit(connection)
 
-    def _complete_in(self, connection: Connection, holds: Iterable[InboxClaim]) -> None:
+    def _complete_in(self, connection: Connection, inbox_claims: Iterable[InboxClaim]) -> None:
         """Complete the claims of deliveries in a transaction.
 
         Raises:
             IdempotencyStoreError: it must not be committed, for another holder has taken over.
         """
-        held = held_by(hold.claim for hold in holds)
+        held = held_by(one.claim for one in inbox_claims)
         completed, _ = _execute_steps(self._timed(self._completing(held)), connection)
         stale = [key for key, token in held if (key, token) not in completed]
         if stale:
@@ -178,11 +178,11 @@ def _worth_repeating(error: Exception, attempt: int) -> bool:
     return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
 
 
-def _holds_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
-    holds = [delivery.hold for delivery in deliveries if delivery.hold is not None]
-    if not deliveries or len(holds) < len(deliveries):
+def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
+    inbox_claims = [delivery.inbox_claim for delivery in deliveries if delivery.inbox_claim is not None]
+    if not deliveries or len(inbox_claims) < len(deliveries):
         raise UsageError("an inbox needs deliveries of a consumer with this store, while they are handled")
-    return holds
+    return inbox_claims
 
 
 def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> None:
@@ -198,10 +198,10 @@ def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> 
         )
 
 
-def _mark(holds: Iterable[InboxClaim], commit: CommitState) -> None:
+def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitState) -> None:
     """Note the state of the transaction that completes these claims."""
-    for hold in holds:
-        hold.commit = commit
+    for one in inbox_claims:
+        one.commit = commit
 
 
 def _execute_steps(steps: Steps[T], connection: Connection) -> T:
@@ -300,20 +300,20 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             UsageError: these are no deliveries that a consumer with this store is handling, or the block has ended the
                 transaction itself.
         """
-        holds = _holds_of(deliveries)
+        inbox_claims = _inbox_claims_of(deliveries)
         session, transaction, connection = self._begin_in_time()
         try:
             yield session
             with self._in_time(connection):
                 _check_active(transaction)
                 session.flush()
-                self._complete_in(connection, holds)
-                _mark(holds, CommitState.UNKNOWN)
+                self._complete_in(connection, inbox_claims)
+                _mark(inbox_claims, CommitState.UNKNOWN)
                 transaction.commit()
         except BaseException:
             self._roll_back(session, connection)
             raise
-        _mark(holds, CommitState.DONE)
+        _mark(inbox_claims, CommitState.DONE)
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
@@ -328,12 +328,12 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             ConfigurationError: the connection commits each statement by itself.
             UsageError: these are no deliveries that a consumer with this store is handling.
         """
-        holds = _holds_of(deliveries)
+        inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
             self._check_transaction(connection)
-            self._complete_in(connection, holds)
-        _mark(holds, CommitState.UNKNOWN)
+            self._complete_in(connection, inbox_claims)
+        _mark(inbox_claims, CommitState.UNKNOWN)
 
     def close(self) -> None:
         """End the threads; another call starts some again. The engine is yours."""
@@ -356,7 +356,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         try:
             transaction = session.begin()
             connection = session.connection()
-            with handle.holding(connection.connection.dbapi_connection, connection.invalidate):
+            with handle.using(connection.connection.dbapi_connection, connection.invalidate):
                 self._check_transaction(connection)
         except BaseException:
             session.close()
@@ -371,7 +371,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             return
         with self._executor.cutting(self._timeout) as handle:
             try:
-                with handle.holding(connection.connection.dbapi_connection, connection.invalidate):
+                with handle.using(connection.connection.dbapi_connection, connection.invalidate):
                     yield
             except Exception as error:
                 if handle.is_cut:
@@ -394,7 +394,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
     def _send_here(self, query: Transaction, handle: CancelHandle) -> Any:
         with (
             self._engine.connect() as connection,
-            handle.holding(connection.connection.dbapi_connection, connection.invalidate),
+            handle.using(connection.connection.dbapi_connection, connection.invalidate),
         ):
             return self._execute(connection, query)
 
@@ -443,7 +443,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
 
         See `SQLAlchemyStore.transaction`.
         """
-        holds = _holds_of(deliveries)
+        inbox_claims = _inbox_claims_of(deliveries)
         session, transaction, connection = await self._begin_in_time()
         try:
             yield session
@@ -453,15 +453,15 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             except IdempotencyStoreError as error:
                 self._log_failed_rollback(error)
             raise
-        await self._in_time(self._commit(session, transaction, connection, holds))
-        _mark(holds, CommitState.DONE)
+        await self._in_time(self._commit(session, transaction, connection, inbox_claims))
+        _mark(inbox_claims, CommitState.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
         """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
-        holds = _holds_of(deliveries)
+        inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await self._in_time(self._check_and_complete(connection, holds))
-        _mark(holds, CommitState.UNKNOWN)
+        await self._in_time(self._check_and_complete(connection, inbox_claims))
+        _mark(inbox_claims, CommitState.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         try:
@@ -487,22 +487,22 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         session: AsyncSession,
         transaction: AsyncSessionTransaction,
         connection: AsyncConnection,
-        holds: Sequence[InboxClaim],
+        inbox_claims: Sequence[InboxClaim],
     ) -> None:
         try:
             _check_active(transaction)
             await session.flush()
-            await connection.run_sync(self._complete_in, holds)
-            _mark(holds, CommitState.UNKNOWN)
+            await connection.run_sync(self._complete_in, inbox_claims)
+            _mark(inbox_claims, CommitState.UNKNOWN)
             await transaction.commit()
         except BaseException:  # here: after a timeout no other task may touch the session
             await self._roll_back(session)
             raise
         await session.close()
 
-    async def _check_and_complete(self, connection: AsyncConnection, holds: Sequence[InboxClaim]) -> None:
+    async def _check_and_complete(self, connection: AsyncConnection, inbox_claims: Sequence[InboxClaim]) -> None:
         await connection.run_sync(self._check_transaction)
-        await connection.run_sync(self._complete_in, holds)
+        await connection.run_sync(self._complete_in, inbox_claims)
 
     async def _roll_back(self, session: AsyncSession) -> None:
         try:

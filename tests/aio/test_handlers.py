@@ -361,7 +361,7 @@ def test_what_has_not_begun_can_be_recalled(store: Any) -> None:
         async with running(handle, store=store) as (tasks, sink):
             tasks.put(work)
             await begun.wait()
-            assert tasks.withdraw() == work[1:]
+            assert tasks.recall() == work[1:]
             gate.set()
             await sink.wait_for(1)
             assert sink.results == work[:1]
@@ -370,7 +370,7 @@ def test_what_has_not_begun_can_be_recalled(store: Any) -> None:
 
 
 def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
-    """What waits, and what is put in by now, is there to be withdrawn."""
+    """What waits, and what is put in by now, is there to be recalled."""
     seen: list[Delivery] = []
     work = items(12)
 
@@ -378,7 +378,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
         async def handle(item: Delivery) -> None:
             seen.append(item)
             if len(seen) == 2:
-                tasks.hold()
+                tasks.stop_starting()
 
         async with running(handle, store=store) as (tasks, sink):
             tasks.put(work[:10])
@@ -386,7 +386,7 @@ def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
             tasks.put(work[10:])
             assert await tasks.stop(DEADLINE)
             assert seen == work[:2]
-            assert sink.requeued + tasks.withdraw() == work[2:]
+            assert sink.requeued + tasks.recall() == work[2:]
 
     asyncio.run(main())
 

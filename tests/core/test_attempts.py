@@ -73,7 +73,7 @@ def test_without_an_id_nothing_is_remembered() -> None:
     book = AttemptTracker()
     for nameless in (delivery(message_id=None), delivery(message_id=""), delivery(type=b"\x09short")):
         book.remember(nameless, AttemptHistory(1))
-        assert book.recall(nameless) is None
+        assert book.find(nameless) is None
         book.forget(nameless)
     assert len(book) == 0
 
@@ -82,7 +82,7 @@ def test_broken_headers_do_not_hide_the_id() -> None:
     book = AttemptTracker()
     failures = AttemptHistory(1)
     book.remember(delivery(message_id="a", headers=BROKEN_TABLE), failures)
-    assert book.recall(delivery(message_id="a")) is failures
+    assert book.find(delivery(message_id="a")) is failures
 
 
 def test_of_two_counts_the_higher_is_known() -> None:
@@ -90,13 +90,13 @@ def test_of_two_counts_the_higher_is_known() -> None:
     book.remember(delivery(), AttemptHistory(2))
     for claimed, known in ((1, 2), (4, 4), (3, 4)):
         item = delivery()
-        item.recall_failures(AttemptHistory(claimed))
-        found = book.recall(item)
+        item.set_failures(AttemptHistory(claimed))
+        found = book.find(item)
         assert found is not None
         assert found.count == known
     stranger = delivery(message_id="m2")
-    stranger.recall_failures(AttemptHistory(3))
-    assert book.recall(stranger) is stranger.failures
+    stranger.set_failures(AttemptHistory(3))
+    assert book.find(stranger) is stranger.failures
 
 
 class Remembering(RuleBasedStateMachine):
@@ -128,7 +128,7 @@ class Remembering(RuleBasedStateMachine):
     def the_last_ones_are_known(self) -> None:
         assert len(self.book) == len(self.model)
         for message_id in "abcde":
-            assert self.book.recall(delivery(message_id=message_id)) is dict(self.model).get(message_id)
+            assert self.book.find(delivery(message_id=message_id)) is dict(self.model).get(message_id)
 
 
 TestRemembering = Remembering.TestCase
@@ -139,6 +139,6 @@ def test_of_more_than_the_capacity_the_one_that_failed_longest_ago_is_forgotten(
     book = AttemptTracker(2)
     for message_id in ("a", "b", "a", "c"):
         book.remember(delivery(message_id=message_id), AttemptHistory(2))
-    assert book.recall(delivery(message_id="b")) is None
+    assert book.find(delivery(message_id="b")) is None
     for message_id in ("a", "c"):
-        assert book.recall(delivery(message_id=message_id)) is not None
+        assert book.find(delivery(message_id=message_id)) is not None

@@ -99,7 +99,7 @@ def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
     breaker = tripped()
     assert allowed(breaker, 2.0) == 1
     breaker.handed_out()
-    breaker.withdrawn()
+    breaker.recalled()
     assert allowed(breaker, 2.0) == 1
 
 

@@ -386,7 +386,7 @@ def test_a_stop_that_keeps_sends_acks_and_leaves_the_rest_to_the_end_of_the_chan
     session = make()
     first, _ = deliver(session, items(2))
     session.stop(keep=True)
-    session.withdrawn([_])
+    session.recalled([_])
     session.delivered(items(1, 3), 0.0)
     assert not session.drained
     session.finished([first], 0.0)

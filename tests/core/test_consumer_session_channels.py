@@ -93,7 +93,7 @@ def test_what_waits_on_a_lost_channel_never_reaches_a_handler() -> None:
     assert session.take_work() == []
     assert session.take_output(99.0) == b""
     assert (session.held, session.deadline) == (0, None)
-    session.withdrawn([work[2]])
+    session.recalled([work[2]])
     assert session.drained
 
 
@@ -103,7 +103,7 @@ def test_what_is_recalled_late_is_not_requeued_on_the_next_channel() -> None:
     session.lost(1)
     session.opened(2, CHANNEL)
     deliver(session, items(1))
-    session.withdrawn([old])
+    session.recalled([old])
     assert session.take_output(0.0) == b""
     assert (session.running, session.outstanding, session.statistics.requeued) == (1, 1, 0)
 
@@ -153,7 +153,7 @@ def test_stop_requeues_what_has_not_begun_and_waits_for_what_runs() -> None:
     session.delivered(items(2, 7), 0.0)
     session.finished([work[0]], 0.0)
     session.stop()
-    session.withdrawn(work[4:])
+    session.recalled(work[4:])
     assert session.lifecycle.stopping
     assert not session.drained
     nacks = [encode_nack(CHANNEL, 2, False, True)] + [encode_nack(CHANNEL, tag, False, True) for tag in (5, 6, 7, 8)]
@@ -201,7 +201,7 @@ def test_stop_without_a_channel_sends_nothing() -> None:
     work = deliver(session, items(1))
     session.lost(1)
     session.stop()
-    session.withdrawn(work)
+    session.recalled(work)
     assert session.take_output(0.0) == b""
     assert session.drained
 

@@ -26,7 +26,7 @@ def test_a_stop_sends_nothing_until_the_subscription_has_ended() -> None:
     work = session.poll(0.0).dispatch
     session.finished(work[:1], 0.0)
     assert ConsumerSession.stop(session, 1.0)
-    session.withdrawn(work[1:2])
+    session.recalled(work[1:2])
     actions = session.poll(1.0)
     assert (actions.state, actions.data, actions.subscribe) == (
         ConsumerState.CANCELLING,
@@ -112,7 +112,7 @@ def test_a_recalled_delivery_that_timed_out_is_not_waited_for() -> None:
     session.cancelled(100.0)
     session.timed_out(ConsumerTimeout(60.0), 100.0, 0.0)
     assert session.drained
-    session.withdrawn([item])
+    session.recalled([item])
     assert (session.running, session.drained, item.state) == (0, True, DeliveryState.SETTLED)
 
 

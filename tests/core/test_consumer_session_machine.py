@@ -166,9 +166,9 @@ class Consuming(RuleBasedStateMachine):
         """One turn of the shell's loop: what it does after every event."""
         actions = self.session.poll(self.now)
         while actions.recall:
-            withdrawn = [item for group in self.work for item in group]
+            recalled = [item for group in self.work for item in group]
             self.work.clear()
-            self.session.postponed(withdrawn, self.now)
+            self.session.postponed(recalled, self.now)
             actions = self.session.poll(self.now)
         self.work.extend(item if isinstance(item, list) else [item] for item in actions.dispatch)
         for queue in actions.declare:
@@ -182,10 +182,10 @@ class Consuming(RuleBasedStateMachine):
                 for tag in tags:
                     del self.may_ack[self.generation, tag]
 
-    def withdraw(self) -> None:
-        withdrawn = [item for group in self.work for item in group]
+    def recall(self) -> None:
+        recalled = [item for group in self.work for item in group]
         self.work.clear()
-        self.session.withdrawn(withdrawn)
+        self.session.recalled(recalled)
 
     def finish(self, *results: Result) -> None:
         for result in results:
@@ -223,7 +223,7 @@ class Consuming(RuleBasedStateMachine):
         self.outlived |= copies & set(map(base, self.broker.unacked.values()))
         self.broker.close()
         self.session.lost(self.generation)
-        self.withdraw()
+        self.recall()
         self.may_ack.clear()
         self.turn()
 
@@ -362,7 +362,7 @@ class Consuming(RuleBasedStateMachine):
         if not really:
             return
         self.session.cancelled(self.now)
-        self.withdraw()
+        self.recall()
         self.turn()
         assert not self.work
         self.turn()
@@ -416,7 +416,7 @@ class Consuming(RuleBasedStateMachine):
         assert not self.broker.unacked
         assert self.handled | self.dead == {f"m{number}" for number in range(1, self.published + 1)}
         self.session.stop(self.now)
-        self.withdraw()
+        self.recall()
         assert self.session.drained
 
     def settled_well(self, item: Delivery, where: set[str]) -> None:

@@ -155,7 +155,7 @@ def test_what_no_handler_has_begun_with_has_not_failed() -> None:
     fail(session, given_up, verdict="no")
     republish = only_republish(session)
     [late] = deliver(session, items(1, 5), 99.9)
-    session.withdrawn([waiting])
+    session.recalled([waiting])
     assert session.take_notices()
     struck(session)
     assert [notice.delivery for notice in session.take_notices()] == [hung]
@@ -198,7 +198,7 @@ def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
     hung, waiting = deliver(session, items(2))
     [runs] = deliver(session, items(1, 3), 50.0)
     session.drain()
-    session.withdrawn([waiting])
+    session.recalled([waiting])
     session.timed_out(ConsumerTimeout(consumer_tag="ctag"), 60.0, 1_000.0)
     assert session.take_output(60.0) == encode_nack(CHANNEL, 2, False, requeue=True)
     assert not session.drained

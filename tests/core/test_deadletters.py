@@ -30,7 +30,7 @@ def view(republish: RepublishRequest) -> Properties:
 
 def test_it_says_where_from_why_who_and_how_often() -> None:
     item = delivery(exchange="shop", routing_key="new.order", headers={"tenant": "a"}, message_id="m1")
-    item.recall_failures(failures(2, at=1_700_000_000.9))
+    item.set_failures(failures(2, at=1_700_000_000.9))
     made = dead_letter(item, "bad\x00currency")
     assert (made.exchange, made.routing_key, made.body) == ("", "orders.dead", b"body")
     assert made.reason == "bad\\x00currency"
@@ -61,7 +61,7 @@ def test_without_a_failure_there_is_nothing_to_say_of_one() -> None:
 
 def test_failures_that_only_others_saw_are_counted() -> None:
     item = delivery()
-    item.recall_failures(failures(0))
+    item.set_failures(failures(0))
     item.failures.count = 3
     table = view(dead_letter(item)).headers
     assert table[headers.ATTEMPTS] == 3
@@ -105,7 +105,7 @@ def test_every_other_byte_is_copied() -> None:
 
 def test_a_dead_letter_that_is_dead_lettered_again_keeps_its_origin_and_loses_old_news() -> None:
     item = delivery(exchange="shop", routing_key="new.order")
-    item.recall_failures(failures(5))
+    item.set_failures(failures(5))
     first = dead_letter(item)
     again = Delivery("ctag", 2, False, "", "orders.dead", first.properties, first.body)
     again.came_from(ChannelGeneration(1, 1, "orders.dead"))

@@ -63,7 +63,7 @@ def test_an_expiration_that_is_no_number_is_none() -> None:
 def test_the_attempt_is_one_more_than_what_failed() -> None:
     item = delivery()
     assert item.attempt == 1
-    item.recall_failures(failures(2))
+    item.set_failures(failures(2))
     assert item.attempt == 3
 
 

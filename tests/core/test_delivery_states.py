@@ -62,7 +62,7 @@ def recalled() -> None:
     session.finished([Failed(first, failure())], 0.0)
     assert session.take_pause()
     session.postponed([second], 0.0)
-    session.withdrawn([third])
+    session.recalled([third])
 
 
 def timed_out() -> None:

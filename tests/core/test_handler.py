@@ -231,10 +231,10 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
     begun: list[Delivery] = []
 
     def handler(item: Delivery) -> None:
-        assert item.hold is not None
+        assert item.inbox_claim is not None
         if item.message_id == "m1":
             item.transaction()
-            item.hold.commit = CommitState.DONE
+            item.inbox_claim.commit = CommitState.DONE
 
     runner = Runner(handler, transaction=begun.append)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
@@ -247,8 +247,8 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
 
 def lose_the_answer(item: Delivery) -> None:
     """As where the connection is lost in a COMMIT."""
-    assert item.hold is not None
-    item.hold.commit = CommitState.UNKNOWN
+    assert item.inbox_claim is not None
+    item.inbox_claim.commit = CommitState.UNKNOWN
     raise ConnectionResetError("no answer to COMMIT")
 
 
@@ -284,7 +284,7 @@ def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_att
 
     def handler(argument: Any) -> None:
         for item in argument if batch else [argument]:
-            item.hold.commit = CommitState.UNKNOWN
+            item.inbox_claim.commit = CommitState.UNKNOWN
         raise ConnectionResetError
 
     runner = Runner(handler, batch=batch, transaction=nothing)
@@ -339,7 +339,7 @@ def test_the_higher_of_two_counts_holds() -> None:
     runner = Runner(max_attempts=5)
     runner.store.release_many(runner.store.claim_many(["q|orders|m1"], 1.0), failed=True)
     item = delivery()
-    item.recall_failures(failures(3))
+    item.set_failures(failures(3))
     assert runner(item) == [item]
     assert item.attempt == 4
 

@@ -51,7 +51,7 @@ def test_everything_that_would_do_harm_gives_way_and_comes_back() -> None:
     item = delivery(
         exchange="shop", routing_key="new.order", headers=table, user_id=short("guest"), expiration=short("1500")
     )
-    item.recall_failures(failures(2, at=1_700_000_000.0))
+    item.set_failures(failures(2, at=1_700_000_000.0))
     packed = encode_retry_headers(item)
     assert packed is not None
     view = Properties(packed)
@@ -84,7 +84,7 @@ def test_names_that_are_no_text_come_back() -> None:
 
 def test_failures_that_only_others_saw_are_counted() -> None:
     item = delivery()
-    item.recall_failures(failures(0))
+    item.set_failures(failures(0))
     item.failures.count = 3
     out, _ = through(item)
     assert out.failures is not None
@@ -106,7 +106,7 @@ def test_a_dead_letter_that_waits_stays_one() -> None:
         headers.FIRST_FAILURE: datetime(2024, 1, 1, tzinfo=UTC),
     }
     item = delivery(routing_key="orders.dead", headers=table)
-    item.recall_failures(failures(1))
+    item.set_failures(failures(1))
     out, _ = through(item)
     assert out.headers == table
     assert out.attempt == 2
@@ -198,7 +198,7 @@ def test_anything_readable_comes_out_as_it_went_in(
     item = Delivery(
         "ctag", 1, False, exchange, "k", properties(headers=table or None, user_id=short(user), **more), b""
     )
-    item.recall_failures(failures(failed) if failed else None)
+    item.set_failures(failures(failed) if failed else None)
     out, _ = through(item)
     assert same(out, item)
     assert out.attempt == failed + 1

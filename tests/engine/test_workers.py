@@ -367,7 +367,7 @@ def test_what_no_handler_has_begun_with_can_be_recalled(store: MemoryStore | Non
     with running(gate, store=store) as (workers, sink):
         workers.put(work)
         gate.wait_begun()
-        assert workers.withdraw() == work[1:]
+        assert workers.recall() == work[1:]
         gate.let_through.release()
         sink.wait_for(1)
         assert gate.seen == work[:1]
@@ -380,12 +380,12 @@ def test_batches_are_recalled_item_by_item() -> None:
     with running(gate, batch=True) as (workers, _):
         workers.put([work[:2], work[2:4], work[4:]])
         gate.wait_begun()
-        assert workers.withdraw() == work[2:]
+        assert workers.recall() == work[2:]
         gate.let_through.release()
 
 
 def test_workers_that_stop_finish_what_waits() -> None:
-    """Who wants it back withdraws it before."""
+    """Who wants it back recalls it before."""
     seen: list[Delivery] = []
     with running(seen.append) as (workers, sink):
         workers.put(items(50))
@@ -499,7 +499,7 @@ def test_what_was_claimed_together_is_requeued_when_all_is_recalled() -> None:
         for _ in range(8):
             gate.wait_begun()
         # 1, 2 and 4 together are done; of the next eight, or what was left, one has begun.
-        assert workers.withdraw() == []
+        assert workers.recall() == []
         gate.let_through.release()
         assert sink.wait_for_requeued(3) == work[8:]
         assert sink.wait_for(8) == work[:8]

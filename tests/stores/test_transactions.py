@@ -27,13 +27,13 @@ INSERT = text("INSERT INTO effects (id) VALUES (:id)")
 def held(claim: Claim, transaction: Callable[..., Any]) -> Delivery:
     """A delivery whose handler runs, with this claim."""
     made = delivery(message_id=claim.key)
-    made.hold = InboxClaim(claim, transaction)
+    made.inbox_claim = InboxClaim(claim, transaction)
     return made
 
 
 def commit_of(one: Delivery) -> CommitState:
-    assert one.hold is not None
-    return one.hold.commit
+    assert one.inbox_claim is not None
+    return one.inbox_claim.commit
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_an_error_in_a_transaction_is_the_databases_own(store: SQLAlchemyStore, 
 
 
 def claim_of(one: Delivery) -> Claim:
-    assert one.hold is not None
-    return one.hold.claim
+    assert one.inbox_claim is not None
+    return one.inbox_claim.claim
 
 
 @pytest.mark.parametrize("ends", [Session.commit, Session.rollback])

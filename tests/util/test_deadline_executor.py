@@ -43,7 +43,7 @@ def test_a_call_that_waits_for_its_socket_is_ended() -> None:
     ended = threading.Event()
 
     def wait(lifeline: CancelHandle) -> bytes:
-        with lifeline.holding(connection, ended.set):
+        with lifeline.using(connection, ended.set):
             answer = connection.near.recv(1)
         ended.set()
         return answer
@@ -70,7 +70,7 @@ def test_a_call_that_comes_to_its_connection_too_late_gives_it_up() -> None:
 
     def late(lifeline: CancelHandle) -> None:
         assert go_on.wait(10)
-        with lifeline.holding(object(), given_up.set):
+        with lifeline.using(object(), given_up.set):
             raise AssertionError("nobody waits")
 
     with pytest.raises(TimeoutError):
@@ -94,7 +94,7 @@ def test_where_every_thread_hangs_further_calls_fail_at_once() -> None:
 def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
     calls, connection = DaemonExecutor("test"), Connection()
     begun = time.monotonic()
-    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+    with calls.cutting(0.05) as lifeline, lifeline.using(connection, lambda: None):
         assert connection.near.recv(1) == b""
     assert lifeline.is_cut
     assert time.monotonic() - begun < 5
@@ -105,7 +105,7 @@ def test_a_block_that_waits_for_its_socket_is_ended_on_its_own_thread() -> None:
 def test_a_block_that_ends_in_time_leaves_its_connection_alone() -> None:
     """Also when its time is over afterwards; its thread is there for the next one."""
     calls, connection = DaemonExecutor("test", most=1), Connection()
-    with calls.cutting(60) as lifeline, lifeline.holding(connection, lambda: None):
+    with calls.cutting(60) as lifeline, lifeline.using(connection, lambda: None):
         pass
     lifeline.cut()  # as late as can be
     connection.far.send(b"x")
@@ -123,7 +123,7 @@ def test_where_every_thread_hangs_a_block_has_its_time_looked_at_all_the_same() 
     with pytest.raises(TimeoutError, match="without an answer"):
         calls.call(lambda _: 7, 5)
     assert calls.call(lambda _: 7, 5, beyond=True) == 7
-    with calls.cutting(0.05) as lifeline, lifeline.holding(connection, lambda: None):
+    with calls.cutting(0.05) as lifeline, lifeline.using(connection, lambda: None):
         assert connection.near.recv(1) == b""
     over.set()
     calls.close()

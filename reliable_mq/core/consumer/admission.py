@@ -133,7 +133,7 @@ class Admission:
 
     def _given_up(self, delivery: Delivery) -> str | None:
         if delivery.redelivered or delivery.failures is not None:
-            delivery.recall_failures(self._attempts.recall(delivery))
+            delivery.set_failures(self._attempts.find(delivery))
         failures = delivery.failures
         if failures is None:
             return None

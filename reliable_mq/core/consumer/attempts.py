@@ -277,7 +277,7 @@ class AttemptTracker:
     def __len__(self) -> int:
         return len(self._failures)
 
-    def recall(self, delivery: Delivery) -> AttemptHistory | None:
+    def find(self, delivery: Delivery) -> AttemptHistory | None:
         """Return the attempts of a message: remembered, or else those of its delivery."""
         claimed = delivery.failures
         known = self._failures.get(_identity(delivery)) if self._failures else None

@@ -98,7 +98,7 @@ class CircuitBreaker:
         self._probe |= not beside
         self._beside |= beside
 
-    def withdrawn(self) -> None:
+    def recalled(self) -> None:
         """Forget the probe: it was recalled, or its channel is lost."""
         self._probe = self._beside = False
 

@@ -101,11 +101,11 @@ class Delivery(RawDelivery):
         state: its place in the consumer.
         claim: the claim under which its handler has finished, for as long as the idempotency store has not taken that.
         flaw: the error in its properties, once they were found broken.
-        hold: its claim in the idempotency store while its handler runs; None without one that has transactions.
+        inbox_claim: its claim in the idempotency store while its handler runs; None without one that has transactions.
         store_failures: how often the idempotency store failed for it.
     """
 
-    __slots__ = ("_decoded", "_failures", "_source", "claim", "flaw", "hold", "state", "store_failures")
+    __slots__ = ("_decoded", "_failures", "_source", "claim", "flaw", "inbox_claim", "state", "store_failures")
 
     _source: ChannelGeneration
 
@@ -131,7 +131,7 @@ class Delivery(RawDelivery):
         self._failures: AttemptHistory | None = None
         self.claim: Claim | None = None
         self.flaw: str | None = None
-        self.hold: InboxClaim | None = None
+        self.inbox_claim: InboxClaim | None = None
         self.store_failures = 0
         self._decoded: Properties | None = None
 
@@ -149,7 +149,7 @@ class Delivery(RawDelivery):
         """Its attempts that failed so far, if any did."""
         return self._failures
 
-    def recall_failures(self, failures: AttemptHistory | None) -> None:
+    def set_failures(self, failures: AttemptHistory | None) -> None:
         """Set the attempts that failed so far."""
         self._failures = failures
 
@@ -191,12 +191,12 @@ class Delivery(RawDelivery):
         Raises:
             UsageError: the consumer has no idempotency store, or one without transactions.
         """
-        if self.hold is None:
+        if self.inbox_claim is None:
             raise UsageError(
                 f"{self!r} has no transaction: its consumer has no idempotency store with transactions, as "
                 "SQLAlchemyStore has"
             )
-        return self.hold.transaction(self)
+        return self.inbox_claim.transaction(self)
 
     def json(self) -> Any:
         """Parse the body as JSON.

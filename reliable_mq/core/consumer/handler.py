@@ -264,14 +264,14 @@ def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
 
 def _is_completed(delivery: Delivery) -> bool:
     """Whether the handler has completed the claim, in a transaction of the store."""
-    return delivery.hold is not None and delivery.hold.commit is CommitState.DONE
+    return delivery.inbox_claim is not None and delivery.inbox_claim.commit is CommitState.DONE
 
 
 def _failed_or_unknown(result: Failed, released: object) -> Result:
     """Return the result after a failure. ``released``: True, False or an error's text."""
     detail = released if isinstance(released, str) else ""
-    hold = result.delivery.hold
-    if (detail or not released) and hold is not None and hold.commit is CommitState.UNKNOWN:
+    inbox_claim = result.delivery.inbox_claim
+    if (detail or not released) and inbox_claim is not None and inbox_claim.commit is CommitState.UNKNOWN:
         said = f"{result.failure.exception_type}: {result.failure.exception_message}"
         return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
     return replace(result, detail=detail) if detail else result
@@ -345,7 +345,7 @@ def _claim(
         if claim.status is ClaimStatus.NEW:
             new[delivery] = claim
             if claiming.transaction is not None:
-                delivery.hold = InboxClaim(claim, claiming.transaction)
+                delivery.inbox_claim = InboxClaim(claim, claiming.transaction)
             if claim.attempts:
                 failures = delivery.begin_failures()
                 failures.count = max(failures.count, claim.attempts)

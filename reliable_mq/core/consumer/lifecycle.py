@@ -181,7 +181,7 @@ class ConsumerLifecycle:
         if self.state in _STOPPING:
             return False
         self._changes.clear()
-        self.keeps = self.holds_role
+        self.keeps = self.is_single_active
         if self.subscribed and not self.keeps:
             self.state = ConsumerState.CANCELLING
             self._changes.append(ChannelStep.UNSUBSCRIBE)
@@ -219,7 +219,7 @@ class ConsumerLifecycle:
     def change_prefetch(self, prefetch: int) -> bool:
         """Subscribe anew with this prefetch; False: as soon as nothing is unacked."""
         self._wanted = prefetch
-        if self.holds_role:
+        if self.is_single_active:
             return False
         if self.subscribed:  # else `opened` compares it with the one that the broker was told
             self.prefetch = prefetch
@@ -228,7 +228,7 @@ class ConsumerLifecycle:
         return True
 
     @property
-    def holds_role(self) -> bool:
+    def is_single_active(self) -> bool:
         """Whether this is the single active consumer, which a new subscription would end."""
         return self.subscribed and self._single_active
 

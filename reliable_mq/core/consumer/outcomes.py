@@ -139,7 +139,7 @@ class OutcomeHandler:
             if delay is not None and not self._retry.retries(TimeoutError):
                 failures.verdict = self._unretried(failure)
         else:
-            failures = self._settlement.attempts.recall(delivery) or AttemptHistory()
+            failures = self._settlement.attempts.find(delivery) or AttemptHistory()
             failures.alone = True
             self._settlement.attempts.remember(delivery, failures)
         delivery.state = DeliveryState.TIMED_OUT
@@ -243,7 +243,7 @@ class OutcomeHandler:
 
     def _count_for_breaker(self, breaker: CircuitBreaker, handled: int, failed: int, now: float) -> None:
         if not handled and not failed:
-            breaker.withdrawn()  # the store had no result, or another one: that tells nothing about the handler
+            breaker.recalled()  # the store had no result, or another one: that tells nothing about the handler
             return
         change = breaker.settled(handled, failed, now)
         if change is Transition.PAUSED:
@@ -388,7 +388,7 @@ class OutcomeHandler:
         self._statistics.failed += 1
         attempts = self._settlement.attempts
         if delivery.redelivered or delivery.source is not self._settlement.source:
-            delivery.recall_failures(attempts.recall(delivery))  # another handler of it may have failed in the meantime
+            delivery.set_failures(attempts.find(delivery))  # another handler of it may have failed in the meantime
         failures = delivery.begin_failures()
         failures.add(failure)
         attempts.remember(delivery, failures)

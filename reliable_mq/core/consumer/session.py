@@ -252,7 +252,7 @@ class ConsumerSession:
     def cancelled(self, now: float) -> bool:
         """End a subscription that the broker cancelled; False if there is none.
 
-        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        Dispatched deliveries that no handler began with are to be `recalled`.
         """
         if not self.lifecycle.cancelled(now):
             return False
@@ -264,7 +264,7 @@ class ConsumerSession:
         """Fail the deliveries that the broker took back by its consumer timeout.
 
         Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
-        to be `withdrawn` before. Nothing is requeued to a stream, which is read again.
+        to be `recalled` before. Nothing is requeued to a stream, which is read again.
 
         Args:
             timeout: the message of the broker.
@@ -297,14 +297,14 @@ class ConsumerSession:
     def lost(self, generation: int) -> None:
         """Forget a lost channel.
 
-        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        Dispatched deliveries that no handler began with are to be `recalled`.
         """
         if self._settlement.source is None or generation != self._settlement.source.generation:
             return
         self._settlement.lost(self._take_queued())
         self._timeouts.clear()
         if self._breaker is not None:
-            self._breaker.withdrawn()
+            self._breaker.recalled()
         if self._quarantine is not None:
             self._quarantine.lost(self._timed_out)
         self._timed_out = None
@@ -317,7 +317,7 @@ class ConsumerSession:
         self._running -= len(results)
         self._outcomes.finished(results, now, now if since is None else since)
 
-    def withdrawn(self, deliveries: Sequence[Delivery]) -> None:
+    def recalled(self, deliveries: Sequence[Delivery]) -> None:
         """Requeue dispatched deliveries that no handler began with, nor will."""
         self._running -= len(deliveries)
         self._settlement.requeue(self._outcomes.still_running(deliveries))
@@ -344,7 +344,7 @@ class ConsumerSession:
     def stop(self, now: float) -> bool:
         """Begin to stop; False where it has begun before.
 
-        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        Dispatched deliveries that no handler began with are to be `recalled`.
         """
         if not self.lifecycle.stop(now):
             return False
@@ -354,7 +354,7 @@ class ConsumerSession:
     def end(self) -> None:
         """Stop at once.
 
-        Dispatched deliveries that no handler began with are to be `withdrawn`.
+        Dispatched deliveries that no handler began with are to be `recalled`.
         """
         self.lifecycle.end()
         self._end_subscription()
@@ -371,7 +371,7 @@ class ConsumerSession:
         Returns:
             False where that waits until nothing is unacked, to keep the role of the single active consumer.
         """
-        if not self.lifecycle.holds_role:
+        if not self.lifecycle.is_single_active:
             self.set_prefetch(prefetch)
             self._bound(prefetch, self.lifecycle.prefetch + self._acks.outstanding)
         return self.lifecycle.change_prefetch(prefetch)

@@ -112,7 +112,7 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
         ConsumeError: they cannot be read.
     """
     ours = delivery.headers_beginning(headers.PREFIX)
-    delivery.recall_failures(failures_from_headers(ours))
+    delivery.set_failures(failures_from_headers(ours))
     version, table = ours.get(headers.FORMAT), ours.get(headers.RETRY)
     if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
         return PLAIN
