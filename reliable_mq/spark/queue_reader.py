@@ -438,7 +438,7 @@ class QueueReader(NullListener):
             )
         if own:
             self.statistics.acked.update(delivery.queue for delivery in own)
-            self._acks.finished(self._acks.generation, tags, time.monotonic())
+            self._acks.finished(tags, time.monotonic())
             self._io.write(b"".join(encode_ack(self._channel, *frame) for frame in self._acks.flush()))
         self._forget(deliveries)
         self._adjust()
@@ -450,7 +450,7 @@ class QueueReader(NullListener):
             return
         self.statistics.requeued.update(delivery.queue for delivery in own)
         logger.info("returning %d deliveries that are in no committed batch", len(own))
-        acks, nacks = self._acks.requeue(self._acks.generation, tags)
+        acks, nacks = self._acks.requeue(tags)
         frames = [encode_ack(self._channel, *frame) for frame in acks]
         frames += [encode_nack(self._channel, *frame, requeue=True) for frame in nacks]
         self._io.write(b"".join(frames))

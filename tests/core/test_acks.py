@@ -31,9 +31,9 @@ def batcher(*, ack_every: int = 10, ack_interval: float = 1.0, prefetch: int = 1
 
 def test_contiguous_completions_are_acked_by_count_with_one_frame() -> None:
     acks = batcher(delivered=50)
-    assert acks.finished(GENERATION, range(1, 10), 0.0) == 9
+    assert acks.finished(range(1, 10), 0.0) == 9
     assert acks.due(0.0) == []
-    acks.finished(GENERATION, [10, 11], 0.0)
+    acks.finished([10, 11], 0.0)
     assert acks.due(0.0) == [(11, True)]
     assert (acks.statistics.acked, acks.statistics.acks_sent, acks.statistics.acks_saved) == (11, 1, 10)
     assert acks.outstanding == 39
@@ -42,7 +42,7 @@ def test_contiguous_completions_are_acked_by_count_with_one_frame() -> None:
 def test_a_single_completion_is_acked_without_multiple_when_its_interval_is_over() -> None:
     acks = batcher(delivered=3)
     assert acks.deadline is None
-    acks.finished(GENERATION, [1], 5.0)
+    acks.finished([1], 5.0)
     assert acks.deadline == 6.0
     assert acks.due(5.9) == []
     assert acks.due(6.0) == [(1, False)]
@@ -52,7 +52,7 @@ def test_a_single_completion_is_acked_without_multiple_when_its_interval_is_over
 
 def test_multiple_stops_before_a_gap_and_what_is_beyond_waits_for_the_interval() -> None:
     acks = batcher(ack_every=3, delivered=10)
-    acks.finished(GENERATION, [1, 2, 3, 5, 7], 0.0)
+    acks.finished([1, 2, 3, 5, 7], 0.0)
     assert acks.due(0.0) == [(3, True)]
     assert acks.deadline == 1.0
     assert acks.due(1.0) == [(5, False), (7, False)]
@@ -60,32 +60,32 @@ def test_multiple_stops_before_a_gap_and_what_is_beyond_waits_for_the_interval()
 
 def test_a_gap_that_closes_makes_one_frame_of_all() -> None:
     acks = batcher(ack_every=4, delivered=10)
-    acks.finished(GENERATION, [4, 2, 3], 0.0)
+    acks.finished([4, 2, 3], 0.0)
     assert acks.due(0.0) == []
-    acks.finished(GENERATION, [1], 0.5)
+    acks.finished([1], 0.5)
     assert acks.due(0.5) == [(4, True)]
     assert acks.statistics.acks_saved == 3
 
 
 def test_multiple_names_the_highest_tag_that_is_still_outstanding() -> None:
     acks = batcher(delivered=10)
-    acks.finished(GENERATION, [3], 0.0)
+    acks.finished([3], 0.0)
     assert acks.due(1.0) == [(3, False)]
-    acks.finished(GENERATION, [1, 2], 2.0)
+    acks.finished([1, 2], 2.0)
     assert acks.flush() == [(2, True)]  # not 3: naming a settled tag is a channel error
 
 
 def test_one_slow_handler_does_not_starve_the_prefetch() -> None:
     acks = batcher(ack_every=5, ack_interval=60.0, prefetch=10, delivered=10)
-    acks.finished(GENERATION, [2, 3, 4, 5], 0.0)
+    acks.finished([2, 3, 4, 5], 0.0)
     assert acks.due(0.0) == []
-    acks.finished(GENERATION, [6], 0.0)
+    acks.finished([6], 0.0)
     assert acks.due(0.0) == [(2, False), (3, False), (4, False), (5, False), (6, False)]
 
 
 def test_half_of_the_prefetch_acks_the_prefix_first_and_keeps_what_is_beyond() -> None:
     acks = batcher(ack_every=8, ack_interval=60.0, prefetch=10, delivered=10)
-    acks.finished(GENERATION, [1, 2, 3, 5, 6], 0.0)
+    acks.finished([1, 2, 3, 5, 6], 0.0)
     assert acks.due(0.0) == [(3, True)]
     assert acks.outstanding == 7
     assert acks.deadline == 60.0
@@ -95,16 +95,16 @@ def test_how_many_more_must_finish_before_a_frame_is_due() -> None:
     """By the count of the contiguous ones, or by half of the prefetch, whichever is first; never less than one."""
     acks = batcher(ack_every=4, ack_interval=60.0, prefetch=20, delivered=20)
     assert acks.due_after == 4
-    acks.finished(GENERATION, [1, 3], 0.0)
+    acks.finished([1, 3], 0.0)
     assert acks.due_after == 3
-    acks.finished(GENERATION, range(6, 13), 0.0)
+    acks.finished(range(6, 13), 0.0)
     assert acks.due_after == 1
     assert acks.due(0.0) == []
-    acks.finished(GENERATION, [2, 4], 0.0)
+    acks.finished([2, 4], 0.0)
     assert acks.due_after == 1
     assert acks.due(0.0) == [(4, True)]
     unlimited = batcher(ack_every=3, ack_interval=60.0, prefetch=0, delivered=20)
-    unlimited.finished(GENERATION, [1, *range(3, 20)], 0.0)
+    unlimited.finished([1, *range(3, 20)], 0.0)
     assert unlimited.due_after == 2
 
 
@@ -112,24 +112,24 @@ def test_where_no_handler_runs_what_is_finished_is_acked_unless_something_was_ju
     acks = AckBatcher(ack_every=3, ack_interval=1.0, prefetch=100, rest=0.25)
     acks.opened(GENERATION)
     acks.delivered(1, 10)
-    acks.finished(GENERATION, [1], 5.0)
+    acks.finished([1], 5.0)
     assert (acks.deadline_if(idle=False), acks.deadline_if(idle=True)) == (6.0, 0.25)
     assert acks.due(5.0) == []
     assert acks.due(5.0, idle=True) == [(1, False)]
     assert acks.deadline_if(idle=True) is None
     assert acks.rested_at == 5.25
-    acks.finished(GENERATION, [2, 4], 5.125)
+    acks.finished([2, 4], 5.125)
     assert acks.due(5.125, idle=True) == []
     assert acks.deadline_if(idle=True) == 5.25
     assert acks.due(5.25, idle=True) == [(2, False), (4, False)]
-    acks.finished(GENERATION, [3, 5, 6], 5.5)
+    acks.finished([3, 5, 6], 5.5)
     assert acks.due(5.5) == [(6, True)]
     assert acks.rested_at == 5.75, "whatever the frames were for"
 
 
 def test_without_a_rest_it_makes_no_difference_whether_a_handler_runs() -> None:
     acks = batcher(delivered=3)
-    acks.finished(GENERATION, [1], 5.0)
+    acks.finished([1], 5.0)
     assert acks.due(5.0, idle=True) == []
     assert acks.deadline_if(idle=True) == 6.0
     assert acks.rested_at == float("inf")
@@ -137,19 +137,19 @@ def test_without_a_rest_it_makes_no_difference_whether_a_handler_runs() -> None:
 
 def test_a_prefetch_of_one_acks_each() -> None:
     acks = batcher(ack_every=1, ack_interval=60.0, prefetch=1, delivered=1)
-    acks.finished(GENERATION, [1], 0.0)
+    acks.finished([1], 0.0)
     assert acks.due(0.0) == [(1, False)]
 
 
 def test_without_a_prefetch_only_count_and_time_decide() -> None:
     acks = batcher(ack_every=3, prefetch=0, delivered=1000)
-    acks.finished(GENERATION, range(2, 1000), 0.0)
+    acks.finished(range(2, 1000), 0.0)
     assert acks.due(0.0) == []
 
 
 def test_changing_the_prefetch_changes_when_it_is_half_used() -> None:
     acks = batcher(ack_every=5, ack_interval=60.0, delivered=10)
-    acks.finished(GENERATION, [1, 2, 3, 4], 0.0)
+    acks.finished([1, 2, 3, 4], 0.0)
     assert acks.due(0.0) == []
     acks.set_prefetch(8)
     assert acks.due(0.0) == [(4, True)]
@@ -165,30 +165,21 @@ def test_without_a_number_of_its_own_it_acks_at_half_of_the_prefetch(prefetch: i
 def test_the_lowest_tag_is_above_all_that_is_finished_without_a_gap() -> None:
     acks = batcher(delivered=5)
     assert acks.first_unfinished == 1
-    acks.finished(GENERATION, [1, 2, 4], 0.0)
+    acks.finished([1, 2, 4], 0.0)
     assert acks.first_unfinished == 3
     acks.take_out(GENERATION, 3)
     assert acks.first_unfinished == 5
 
 
 @pytest.mark.parametrize(
-    ("tags", "generation", "refused"),
-    [
-        ([4], GENERATION, 1),
-        ([0], GENERATION, 1),
-        ([1], GENERATION, 1),
-        ([2, 2], GENERATION, 1),
-        ([2, 9], GENERATION, 1),
-        ([2, 3], GENERATION - 1, 2),
-    ],
-    ids=["unknown", "zero", "finished before", "twice at once", "one unknown among known", "another generation"],
+    ("tags", "refused"),
+    [([4], 1), ([0], 1), ([1], 1), ([2, 2], 1), ([2, 9], 1)],
+    ids=["unknown", "zero", "finished before", "twice at once", "one unknown among known"],
 )
-def test_what_is_unknown_repeated_or_stale_is_counted_and_changes_nothing(
-    tags: list[int], generation: int, refused: int
-) -> None:
+def test_what_is_unknown_or_repeated_is_counted_and_changes_nothing(tags: list[int], refused: int) -> None:
     acks = batcher(delivered=3)
-    acks.finished(GENERATION, [1], 0.0)
-    assert acks.finished(generation, tags, 0.0) == len(tags) - refused
+    acks.finished([1], 0.0)
+    assert acks.finished(tags, 0.0) == len(tags) - refused
     assert acks.statistics.stale == refused
     good = 1 + len(tags) - refused
     assert acks.flush() == [(good, good > 1)]
@@ -196,27 +187,27 @@ def test_what_is_unknown_repeated_or_stale_is_counted_and_changes_nothing(
 
 def test_a_refused_completion_does_not_start_the_interval() -> None:
     acks = batcher(delivered=1)
-    acks.finished(GENERATION, [9], 0.0)
+    acks.finished([9], 0.0)
     assert acks.deadline is None
 
 
 def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap_for_others() -> None:
     acks = batcher(delivered=4)
-    acks.finished(GENERATION, [1, 4], 0.0)
+    acks.finished([1, 4], 0.0)
     assert acks.take_out(GENERATION, 2)
     assert not acks.take_out(GENERATION, 2)
     assert not acks.take_out(GENERATION, 9)
     assert not acks.take_out(GENERATION + 1, 3)
     assert acks.statistics.stale == 3
     assert acks.flush() == [(1, False), (4, False)]
-    acks.finished(GENERATION, [3], 0.0)
+    acks.finished([3], 0.0)
     assert acks.flush() == [(3, False)]
     assert acks.outstanding == 0
 
 
 def test_rejecting_the_gap_makes_what_was_beyond_contiguous() -> None:
     acks = batcher(ack_every=3, delivered=5)
-    acks.finished(GENERATION, [2, 3, 4], 0.0)
+    acks.finished([2, 3, 4], 0.0)
     assert acks.due(0.0) == []
     acks.take_out(GENERATION, 1)
     assert acks.due(0.0) == [(4, True)]
@@ -224,7 +215,7 @@ def test_rejecting_the_gap_makes_what_was_beyond_contiguous() -> None:
 
 def test_a_new_channel_begins_anew_though_the_loss_of_the_last_was_not_told() -> None:
     acks = batcher(delivered=5)
-    acks.finished(GENERATION, [1, 2], 0.0)
+    acks.finished([1, 2], 0.0)
     acks.opened(GENERATION + 1)
     assert (acks.outstanding, acks.flush()) == (0, [])
     acks.delivered(1, 1)
@@ -232,30 +223,28 @@ def test_a_new_channel_begins_anew_though_the_loss_of_the_last_was_not_told() ->
 
 def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
     acks = batcher(delivered=5)
-    acks.finished(GENERATION, [1, 3], 0.0)
+    acks.finished([1, 3], 0.0)
     assert acks.lost() == 5
     assert acks.flush() == []
     assert acks.deadline is None
-    assert acks.finished(GENERATION, [2], 0.0) == 0
+    assert acks.finished([2], 0.0) == 0
     acks.opened(GENERATION + 1)
     acks.delivered(1, 2)
-    assert acks.finished(GENERATION, [1], 0.0) == 0
-    assert acks.finished(GENERATION + 1, [1], 0.0) == 1
+    assert acks.finished([1], 0.0) == 1
     assert acks.flush() == [(1, False)]
 
 
 def test_a_requeue_uses_multiple_only_where_nothing_else_is_below() -> None:
     acks = batcher(delivered=10)
-    acks.finished(GENERATION, [1, 2, 6], 0.0)
-    assert acks.requeue(GENERATION, [3, 4, 7, 8, 42]) == (
+    acks.finished([1, 2, 6], 0.0)
+    assert acks.requeue([3, 4, 7, 8, 42]) == (
         [(2, True), (6, False)],
         [(4, True), (7, False), (8, False)],
     )
     assert acks.statistics.stale == 1
     assert acks.outstanding == 3
-    assert acks.requeue(GENERATION + 1, [5]) == ([], [])
-    assert acks.requeue(GENERATION, [5]) == ([], [(5, False)])
-    assert acks.requeue(GENERATION, [10, 9]) == ([], [(10, True)])
+    assert acks.requeue([5]) == ([], [(5, False)])
+    assert acks.requeue([10, 9]) == ([], [(10, True)])
 
 
 def test_a_delivery_that_was_missed_is_an_error() -> None:
@@ -289,7 +278,7 @@ def test_a_delivery_costs_the_same_among_a_thousand_and_among_a_million(
         began = process_time()
         for start in range(0, len(tags), 20):
             acks.delivered(outstanding + start + 1, outstanding + start + 20)
-            acks.finished(GENERATION, tags[start : start + 20], 0.0)
+            acks.finished(tags[start : start + 20], 0.0)
             acks.due(0.0)
         return process_time() - began
 
@@ -303,12 +292,12 @@ def test_a_straggler_that_ends_costs_the_same_after_a_thousand_and_after_a_milli
 
     def cost(behind: int) -> float:
         acks = batcher(delivered=behind)
-        acks.finished(GENERATION, range(2, behind), 0.0)
+        acks.finished(range(2, behind), 0.0)
         acks.flush()
-        acks.finished(GENERATION, [behind], 0.0)
+        acks.finished([behind], 0.0)
         began = process_time()
         for _ in range(20):
-            acks.finished(GENERATION, [1], 0.0)
+            acks.finished([1], 0.0)
         spent = process_time() - began
         assert acks.flush() == [(behind, True)]
         return spent
@@ -319,20 +308,20 @@ def test_a_straggler_that_ends_costs_the_same_after_a_thousand_and_after_a_milli
 @pytest.mark.parametrize("others", [10, 1_000])
 def test_when_a_straggler_ends_its_gap_closes_up_to_the_next_one(others: int) -> None:
     acks = batcher(prefetch=0, delivered=others)
-    acks.finished(GENERATION, range(2, others - 5), 0.0)
+    acks.finished(range(2, others - 5), 0.0)
     acks.flush()
-    acks.finished(GENERATION, [others, others - 3, others - 5], 0.0)
-    acks.finished(GENERATION, [1], 0.0)
+    acks.finished([others, others - 3, others - 5], 0.0)
+    acks.finished([1], 0.0)
     assert acks.flush() == [(others - 5, True), (others - 3, False), (others, False)]
 
 
 def test_when_a_straggler_ends_last_the_next_delivery_is_the_prefix_again() -> None:
     acks = batcher(prefetch=0, delivered=1_000)
-    acks.finished(GENERATION, range(2, 1_001), 0.0)
+    acks.finished(range(2, 1_001), 0.0)
     acks.flush()
     acks.take_out(GENERATION, 1)
     acks.delivered(1_001, 1_002)
-    acks.finished(GENERATION, [1_001, 1_002], 0.0)
+    acks.finished([1_001, 1_002], 0.0)
     assert acks.flush() == [(1_002, True)]
 
 
@@ -401,13 +390,13 @@ class Acknowledging(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         tags = data.draw(st.lists(st.sampled_from(self.unfinished), min_size=1, max_size=6, unique=True))
-        assert self.acks.finished(self.generation, tags, self.now) == len(tags)
+        assert self.acks.finished(tags, self.now) == len(tags)
         self.finished.update(dict.fromkeys(tags, self.now))
 
-    @rule(tags=st.lists(st.integers(0, 20), min_size=1, max_size=4), older=st.booleans())
-    def finish_anything(self, tags: list[int], older: bool) -> None:
-        good = set() if older else set(tags) & set(self.unfinished)
-        assert self.acks.finished(self.generation - older, tags, self.now) == len(good)
+    @rule(tags=st.lists(st.integers(0, 20), min_size=1, max_size=4))
+    def finish_anything(self, tags: list[int]) -> None:
+        good = set(tags) & set(self.unfinished)
+        assert self.acks.finished(tags, self.now) == len(good)
         self.stale += len(tags) - len(good)
         self.finished.update(dict.fromkeys(good, self.now))
 
@@ -419,11 +408,11 @@ class Acknowledging(RuleBasedStateMachine):
         if good:
             self.outstanding.remove(tag)
 
-    @rule(tags=st.sets(st.integers(1, 20), min_size=1), older=RARELY)
-    def requeue(self, tags: set[int], older: bool) -> None:
-        good = set() if older else tags & set(self.unfinished)
+    @rule(tags=st.sets(st.integers(1, 20), min_size=1))
+    def requeue(self, tags: set[int]) -> None:
+        good = tags & set(self.unfinished)
         self.stale += len(tags) - len(good)
-        acks, nacks = self.acks.requeue(self.generation - older, tags)
+        acks, nacks = self.acks.requeue(tags)
         self.carry_out(acks)
         assert not self.finished
         returned: set[int] = set()

@@ -36,7 +36,7 @@ class Channel:
         return deliveries
 
     def finish(self, *deliveries: Delivery) -> None:
-        self.acks.finished(1, [one.delivery_tag for one in deliveries], 0.0)
+        self.acks.finished([one.delivery_tag for one in deliveries], 0.0)
         self.acks.flush()
 
 

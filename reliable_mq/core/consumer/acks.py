@@ -15,8 +15,8 @@ Invariants:
 
 - a tag is acked only after it was finished, and never under a ``multiple`` that reaches an unfinished one;
 - a tag is settled by at most one frame: acked, rejected or requeued, never twice;
-- a tag that is unknown, finished before, or of another generation than the open channel's is refused, counted and
-  changes nothing;
+- a tag that is unknown, finished before, or of another channel is refused, counted and changes nothing: `finished` and
+  `requeue` are called with tags of the open channel only, `take_out` compares the generation;
 - a finished delivery is acked at the latest ``ack_interval`` after it was finished, or when finished and unacked
   deliveries fill half of the prefetch, whichever is first; contiguous ones also when there are ``ack_every`` of them;
 - while no handler runs, there is nothing to wait for: finished deliveries are acked as soon as none was for ``rest``
@@ -194,13 +194,11 @@ class AckBatcher:
         self._unfinished.update(range(first, last + 1))
         self._last_tag = last
 
-    def finished(self, generation: int, tags: Collection[int], now: float) -> int:
-        """Mark tags as finished. Return how many of them were unfinished, and are now."""
+    def finished(self, tags: Collection[int], now: float) -> int:
+        """Mark tags of the open channel as finished. Return how many were unfinished."""
         unfinished = self._unfinished
         accepted = set(tags)
-        if generation != self.generation:
-            accepted.clear()
-        elif not accepted <= unfinished:
+        if not accepted <= unfinished:
             accepted &= unfinished
         count = len(accepted)
         self.statistics.stale += len(tags) - count
@@ -251,13 +249,12 @@ class AckBatcher:
         self._ack_ahead(frames)
         return frames
 
-    def requeue(self, generation: int, tags: Collection[int]) -> tuple[Frames, Frames]:
-        """Requeue tags: return the acks to send first, and the ``basic.nack`` frames."""
-        accepted = set(tags)
-        if generation != self.generation:
-            accepted.clear()
-        else:
-            accepted &= self._unfinished
+    def requeue(self, tags: Collection[int]) -> tuple[Frames, Frames]:
+        """Return the acks to send first, and the ``basic.nack`` frames that requeue tags.
+
+        The tags are of the open channel.
+        """
+        accepted = self._unfinished.intersection(tags)
         self.statistics.stale += len(tags) - len(accepted)
         self.statistics.requeued += len(accepted)
         acks = self.flush()

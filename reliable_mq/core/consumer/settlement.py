@@ -301,7 +301,7 @@ class Settlement:
         self._flush |= at_once
         for delivery in deliveries:
             delivery.state = _FINISHED
-        return self.acks.finished(self.acks.generation, [delivery.delivery_tag for delivery in deliveries], now)
+        return self.acks.finished([delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
         """Hold a delivery, or a publish of it, until then; requeue it in a stop."""
@@ -399,7 +399,7 @@ class Settlement:
         return True
 
     def _send_requeued(self, source: ChannelGeneration) -> None:
-        acks, nacks = self.acks.requeue(source.generation, self._requeued)
+        acks, nacks = self.acks.requeue(self._requeued)
         self._requeued.clear()
         self._send_acks(source, acks)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
