@@ -37,10 +37,7 @@ from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.consumer.handler import (
-    ClaimKeys,
-    Complete,
     NotStarted,
-    Release,
     RunHandler,
     Skipped,
     SkipReason,
@@ -49,7 +46,16 @@ from reliable_mq.core.consumer.handler import (
     settling,
 )
 from reliable_mq.core.statistics import Histogram
-from reliable_mq.engine.workers import LOOK_INTERVAL, ClaimBatcher, WorkerPool, all_failed, all_lost, judged, pauses
+from reliable_mq.engine.workers import (
+    LOOK_INTERVAL,
+    ClaimBatcher,
+    WorkerPool,
+    all_failed,
+    all_lost,
+    judged,
+    pauses,
+    store_call,
+)
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 
@@ -88,16 +94,10 @@ class StoreAdapter:
 
     async def ask(self, step: Step) -> Any:
         """Call the store, and wait for its answer. Raises its exceptions."""
-        if isinstance(step, ClaimKeys):
-            question = partial(self._store.claim_many, step.keys, step.lease)
-        elif isinstance(step, Complete):
-            question = partial(self._store.complete_many, step.claims)
-        else:
-            assert isinstance(step, Release)  # noqa: S101  # there is no other
-            question = partial(self._store.release_many, step.claims, failed=step.failed)
+        call = store_call(self._store, step)
         if self._begin is None:
-            return question()
-        answer = self._begin(question)
+            return call()
+        answer = self._begin(call)
         self._asked.add(answer)
         try:
             while not answer.done():

@@ -60,5 +60,18 @@ ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
 #: Before the name of a header, in lower case, that had to give way until the message is handed out again.
 ORIGINAL: Final = "x-reliable-mq-original-"
 
-#: What FORMAT holds.
+#: The value of FORMAT.
 FORMAT_VERSION: Final = 1
+
+#: RabbitMQ's counts of the deliveries from one queue; they are no part of the message, and would
+#: mislead in another queue.
+BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+
+
+def wire_text(value: str) -> str | bytes:
+    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape")
+    return value

@@ -166,7 +166,7 @@ class ConsumerStatistics:
     failed: int = _count("Attempts that failed.", "failed_attempts")
     retried: int = _count("Failed attempts that are tried again.")
     delayed: int = _count("Messages moved to a delay queue for retry: confirmed there, then acked.")
-    pauses: int = _count("Times that the circuit breaker paused the consumer.")
+    pauses: int = _count("Times that the kill switch paused the consumer.")
     quarantined: int = _count("Messages moved to the quarantine of their queue: confirmed there, then acked.")
     dead_lettered: int = _count("Messages dead-lettered: their dead letter was confirmed, then they were acked.")
     rejected_unseen: int = _count("Deliveries dead-lettered without a handler: undecodable, too large, newer format.")
@@ -192,7 +192,7 @@ class ConsumerStatus:
 
     unacked: int = field(metadata=_gauge("Deliveries received and not acked: waiting, in a handler or held."))
     connected: bool = field(metadata=_gauge("1 while subscribed."))
-    paused: bool = field(metadata=_gauge("1 while the circuit breaker pauses the consumer."))
+    paused: bool = field(metadata=_gauge("1 while the kill switch pauses the consumer."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))
     event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
+from reliable_mq.core.headers import BROKER_COUNTS
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["BROKER_COUNTS", "DeadMessage", "Origin"]
-
-#: Headers that RabbitMQ adds to a delivery of a quorum queue; they are no part of the message.
-BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+__all__ = ["DeadMessage", "Origin"]
 
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 _KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.PREFIX + "original-")

@@ -18,9 +18,9 @@ from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumerSession
@@ -377,7 +377,7 @@ class ConsumerOptions:
             stream_offset=StreamOffset() if self.is_stream else None,
             delay_queues=self._delay_queues,
             broker_retries=self._broker_retries,
-            breaker=None if self._kill_switch is None else CircuitBreaker(self._kill_switch),
+            kill_switch=None if self._kill_switch is None else KillSwitchMonitor(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
             grouped=self.store is not None,
             quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.quarantine_tag),

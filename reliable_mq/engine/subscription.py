@@ -170,7 +170,7 @@ class BaseSubscription:
         self._options = options
         self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
-        self._maker: QueueRecord | None = None  # the same, where anybody wants to know
+        self._maker: QueueRecord | None = None  # `_record` while new queues are recorded; else None
         self._in_quarantine = False  # subscribed to quarantine
         self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that have cost the last channel
         self._version: tuple[int, ...] = ()  # of the broker
@@ -538,7 +538,7 @@ class BaseSubscription:
         return [*self.handlers.recall(), *quarantined]
 
     def _time_out(self, timeout: ConsumerTimeout) -> None:
-        """Fail the running deliveries that the broker took back."""
+        """Fail the running deliveries that timed out."""
         now = time.monotonic()
         self._take_in(now)
         self._recall()

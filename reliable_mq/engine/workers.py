@@ -62,6 +62,7 @@ __all__ = [
     "all_lost",
     "judged",
     "pauses",
+    "store_call",
 ]
 
 _CLAIMED_TOGETHER = 64  # deliveries that are claimed at once, at most
@@ -253,7 +254,7 @@ class WorkerPool:
                 step = next(steps)
                 while True:
                     try:
-                        answer = ask(self._store, step)
+                        answer = store_call(self._store, step)()
                     except Exception as error:  # noqa: BLE001  # the generator decides what it means
                         step = steps.throw(error)
                     else:
@@ -464,7 +465,7 @@ class _ClaimingWorker(_Worker):
             while True:
                 try:
                     if type(step) is not RunHandler:
-                        answer = ask(self._store, step)
+                        answer = store_call(self._store, step)()
                         now = clock()
                     elif may_begin(now):  # far more often than the others: one look at the clock for each
                         started = now
@@ -487,14 +488,14 @@ class _ClaimingWorker(_Worker):
                 self.seconds.observe_all(seconds)
 
 
-def ask(store: IdempotencyStore, step: Step) -> object:
-    """Carry out a step of `handling` with a store."""
+def store_call(store: Any, step: Step) -> Callable[[], Any]:
+    """Return the call of a store that carries out a step of `handling`."""
     if isinstance(step, ClaimKeys):
-        return store.claim_many(step.keys, step.lease)
+        return partial(store.claim_many, step.keys, step.lease)
     if isinstance(step, Complete):
-        return store.complete_many(step.claims)
+        return partial(store.complete_many, step.claims)
     assert isinstance(step, Release)  # noqa: S101  # there is no other
-    return store.release_many(step.claims, failed=step.failed)
+    return partial(store.release_many, step.claims, failed=step.failed)
 
 
 def pauses() -> Iterator[float]:

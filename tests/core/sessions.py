@@ -7,13 +7,13 @@ from random import Random
 from typing import Any
 
 from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
-from reliable_mq.core.consumer import circuit_breaker
+from reliable_mq.core.consumer import kill_switch as switches
 from reliable_mq.core.consumer import quarantine as quarantines
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
 from reliable_mq.core.consumer.lifecycle import PAUSE, ChannelStep, ConsumerLifecycle, SubscriptionChange
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import Actions, ConsumerSession
@@ -28,7 +28,7 @@ ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
 
 
-class CheckedBreaker(follows(circuit_breaker.TRANSITIONS, "_state"), CircuitBreaker):  # type: ignore[misc]
+class CheckedKillSwitch(follows(switches.TRANSITIONS, "_state"), KillSwitchMonitor):  # type: ignore[misc]
     pass
 
 
@@ -132,7 +132,7 @@ def make(
         delay_queues=DelayQueues("orders", policy) if queues else None,
         quarantine=CheckedQuarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
         broker_retries=broker_retries,
-        breaker=None if kill_switch is None else CheckedBreaker(kill_switch),
+        kill_switch=None if kill_switch is None else CheckedKillSwitch(kill_switch),
         consumer_timeout=consumer_timeout,
         grouped=grouped,
         lifecycle=ConsumerLifecycle(single_active=single_active),

@@ -21,7 +21,7 @@ from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import CheckedDelivery, delivery, failure
-from tests.core.sessions import ISOLATED, CheckedBreaker, CheckedQuarantine
+from tests.core.sessions import ISOLATED, CheckedKillSwitch, CheckedQuarantine
 from tests.properties import machine
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -138,7 +138,7 @@ class Consuming(RuleBasedStateMachine):
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             batcher=Batcher(3, 2.0) if self.batch else None,
             delay_queues=DelayQueues("orders", policy) if self.queues else None,
-            breaker=None if self.switch is None else CheckedBreaker(self.switch),
+            kill_switch=None if self.switch is None else CheckedKillSwitch(self.switch),
             quarantine=None if self.switch is None else CheckedQuarantine(Quarantine.of(Queue("orders")), ISOLATED),
             consumer_timeout=None if self.switch is None else 40.0,
         )

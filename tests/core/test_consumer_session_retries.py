@@ -187,12 +187,15 @@ def test_the_log_does_not_say_the_exception_twice() -> None:
 
 def test_the_log_of_a_message_that_has_not_failed_counts_no_attempts() -> None:
     notice = LogEvent(LogEventKind.CANCELLED, delivery(message_id="m1"), "its handler was cancelled")
-    assert notice.line("c") == "message 'm1' of queue 'orders' not handled, and no attempt: its handler was cancelled"
+    assert (
+        notice.line("c")
+        == "message 'm1' of queue 'orders' not handled, no attempt is counted: its handler was cancelled"
+    )
 
 
 def test_the_log_says_of_what_consumer_it_speaks_where_it_speaks_of_no_message() -> None:
     assert LogEvent(LogEventKind.PAUSED, None, "text").line("c") == (
-        "consumer 'c': hands out nothing for now, too many handlings fail: text"
+        "consumer 'c': kill switch pauses dispatch, too many handlers fail: text"
     )
 
 

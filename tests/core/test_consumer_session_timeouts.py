@@ -88,7 +88,7 @@ def test_a_message_that_hangs_its_handler_has_failed_and_is_tried_again_after_th
     [notice] = session.take_notices()
     assert (notice.kind, notice.delivery) == (LogEventKind.TIMED_OUT, item)
     assert notice.line("c") == (
-        "message 'm1' of queue 'orders' taken back from its handler, which counts as a failed attempt: "
+        "message 'm1' of queue 'orders' timed out in its handler: "
         "no result within 10 s, the broker's consumer timeout; attempts failed: 1"
     )
     assert deliver(session, [again()], 100.0) == []

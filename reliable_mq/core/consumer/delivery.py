@@ -33,7 +33,7 @@ class DeliveryState(enum.Enum):
     HELD = "waits in this process: for its next attempt, for the store, or to be published again"
     REPUBLISHING = "a message takes its place: a dead letter, or one in a delay queue or in quarantine; not confirmed"
     FINISHED = "nothing is left to do but its ack, which the `AckBatcher` sends"
-    TIMED_OUT = "the broker took it back (consumer timeout) while its handler runs on"
+    TIMED_OUT = "the consumer timeout of the broker is over, and its handler runs on"
     SETTLED = "rejected, requeued, or left to the end of its channel: its result, if one comes, is dropped"
 
 

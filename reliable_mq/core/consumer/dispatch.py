@@ -3,8 +3,8 @@
 Invariants:
 
 - a delivery waits in one place at a time, in the order in which it came;
-- while the circuit breaker is open, one at a time is dispatched, as a probe: from quarantine only where no other waits,
-  since that one may hang;
+- while the kill switch pauses the consumer, one at a time is dispatched, as a probe: from quarantine only if no other
+  waits, since that one may hang;
 - a batch has at most ``batch_size`` deliveries, in the order in which they came, and waits for more at most
   ``batch_wait`` seconds from its first one on; a delivery that is tried again is alone in its batch, since an exception
   names no culprit.
@@ -22,7 +22,7 @@ from reliable_mq.retry import Ack, DeadLetter, RetryLater
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
+    from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.quarantine import Quarantine
 
 __all__ = ["Batcher", "Dispatcher", "Work", "verdicts"]
@@ -39,15 +39,17 @@ class Dispatcher:
     Args:
         batcher: groups deliveries for a batch handler; None for a plain one.
         quarantine: of the queue; None where there is none.
-        breaker: the circuit breaker; None where there is none.
+        kill_switch: watches the failures; None where there is none.
     """
 
-    __slots__ = ("_batcher", "_breaker", "_quarantine", "_quarantined", "_work")
+    __slots__ = ("_batcher", "_kill_switch", "_quarantine", "_quarantined", "_work")
 
-    def __init__(self, batcher: Batcher | None, quarantine: Quarantine | None, breaker: CircuitBreaker | None) -> None:
+    def __init__(
+        self, batcher: Batcher | None, quarantine: Quarantine | None, kill_switch: KillSwitchMonitor | None
+    ) -> None:
         self._batcher = batcher
         self._quarantine = quarantine
-        self._breaker = breaker
+        self._kill_switch = kill_switch
         self._work: list[Delivery] = []
         self._quarantined: list[Delivery] = []  # from quarantine; one at a time
 
@@ -83,11 +85,11 @@ class Dispatcher:
             self._batcher.add(deliveries, now)
 
     def due(self, now: float) -> None:
-        """Advance the timers of batches and of the circuit breaker to ``now``."""
+        """Advance the timers of batches and of the kill switch to ``now``."""
         if self._batcher is not None:
             self._batcher.due(now)
-        if self._breaker is not None:
-            self._breaker.due(now)
+        if self._kill_switch is not None:
+            self._kill_switch.due(now)
 
     def take(self) -> tuple[Sequence[Work], int]:
         """Take the deliveries, or batches, to dispatch now; and the number of deliveries."""
@@ -102,13 +104,13 @@ class Dispatcher:
 
     def take_quarantined(self, waits: Callable[[], bool]) -> list[Work]:
         """Take the deliveries from quarantine, unless they ``wait``."""
-        breaker = self._breaker
+        kill_switch = self._kill_switch
         if not self._quarantined or waits():
             return []
-        if breaker is not None and breaker.paused:
-            if not breaker.allows or self._work or (self._batcher is not None and self._batcher.ready):
+        if kill_switch is not None and kill_switch.paused:
+            if not kill_switch.allows or self._work or (self._batcher is not None and self._batcher.ready):
                 return []
-            breaker.handed_out(beside=True)
+            kill_switch.handed_out(beside=True)
         taken, self._quarantined = self._quarantined, []
         for delivery in taken:
             delivery.state = _RUNNING
@@ -134,7 +136,7 @@ class Dispatcher:
         times = (
             None if self._batcher is None else self._batcher.deadline,
             None if self._quarantine is None else self._quarantine.deadline,
-            None if self._breaker is None else self._breaker.deadline,
+            None if self._kill_switch is None else self._kill_switch.deadline,
         )
         return min((time for time in times if time is not None), default=None)
 
@@ -155,11 +157,11 @@ class Dispatcher:
 
     def _allowed(self, work: list[T]) -> tuple[list[T], list[T]]:
         """Divide work into the part that may be dispatched now, and the rest."""
-        allowed = None if self._breaker is None or not work else self._breaker.allows
-        if self._breaker is None or allowed is None:
+        allowed = None if self._kill_switch is None or not work else self._kill_switch.allows
+        if self._kill_switch is None or allowed is None:
             return work, []
         if allowed:
-            self._breaker.handed_out()
+            self._kill_switch.handed_out()
         return work[:allowed], work[allowed:]
 
 

@@ -1,8 +1,8 @@
 """Apply outcomes of handlers and publishes: ack, retry, dead-letter or requeue.
 
 Invariants: a result of a lost channel changes nothing but the failed attempts that are remembered of its message; a
-result that comes after the consumer timeout has taken its delivery back not even those, since that was counted as a
-failed attempt; a delivery that failed is held, republished, rejected or requeued, and nothing else.
+result that comes after the consumer timeout of its delivery not even those, since that was counted as a failed
+attempt; a delivery that failed is held, republished, rejected or requeued, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
-from reliable_mq.core.consumer.circuit_breaker import Transition
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
+from reliable_mq.core.consumer.kill_switch import Transition
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from reliable_mq.core.consumer.attempts import Failure
-    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
+    from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.settlement import Settlement
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
@@ -51,11 +51,11 @@ class OutcomeHandler:
         broker_retries: whether the queue delays rejected deliveries, and counts them.
         claim_wait: seconds until a delivery that is claimed elsewhere is dispatched again.
         quarantine: of the queue; None where there is none.
-        breaker: the circuit breaker; None where there is none.
+        kill_switch: watches the failures; None where there is none.
 
     Attributes:
-        recall: whether to recall dispatched deliveries, since the circuit breaker has opened; for the reader to reset.
-        overrunning: handlers that run on with deliveries that the consumer timeout took back.
+        recall: whether to recall dispatched deliveries: the kill switch pauses the consumer; for the reader to reset.
+        overrunning: handlers that run on with deliveries that timed out.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OutcomeHandler:
         broker_retries: bool,
         claim_wait: float,
         quarantine: Quarantine | None,
-        breaker: CircuitBreaker | None,
+        kill_switch: KillSwitchMonitor | None,
     ) -> None:
         self._settlement = settlement
         self._statistics = settlement.statistics
@@ -78,7 +78,7 @@ class OutcomeHandler:
         self._broker_retries = broker_retries
         self._claim_wait = claim_wait
         self._quarantine = quarantine
-        self._breaker = breaker
+        self._kill_switch = kill_switch
         self.recall = False
         self.overrunning = 0
         self._logged: Failure | None = None  # of the last batch that failed
@@ -96,10 +96,10 @@ class OutcomeHandler:
         if self._settlement.automatic:
             self._finished_automatically(results)
             return
-        if self._breaker is not None:
+        if self._kill_switch is not None:
             handled_count = sum(isinstance(result, Delivery) for result in results)
-            self._count_for_breaker(
-                self._breaker, handled_count, sum(isinstance(result, Failed) for result in results), now
+            self._count_for_kill_switch(
+                self._kill_switch, handled_count, sum(isinstance(result, Failed) for result in results), now
             )
         if self.overrunning:
             results = [result for result in results if not self._late(result)]
@@ -118,7 +118,7 @@ class OutcomeHandler:
                     self._stale(result.delivery)
 
     def timed_out(self, delivery: Delivery, *, timeout: float, now: float, at: float, alone: bool) -> None:
-        """Count a failed attempt: the broker took the delivery back from its handler.
+        """Count a failed attempt: the consumer timeout of the broker is over.
 
         Args:
             delivery: which; its handler runs on.
@@ -185,14 +185,14 @@ class OutcomeHandler:
         if quarantine is None or not self._settlement.republish.quarantine(delivery, quarantine.queue, delay):
             return False
         when = f", in {delay:g} s" if delay else ""
-        self._settlement.log(LogEventKind.QUARANTINED, delivery, f"to {quarantine.queue.name!r}{when}")
+        self._settlement.log(LogEventKind.QUARANTINED, delivery, f"{quarantine.queue.name!r}{when}")
         return True
 
     def returned(self, delivery: Delivery, now: float) -> None:
         """Retry a delivery that came back to quarantine without a result.
 
-        That counts as a failed attempt.         Without a delay, it would kill one consumer of its queue after the
-        other, until none is left for its neighbours.
+        That counts as a failed attempt. Without a delay, it would kill one consumer of its queue after the other, until
+        none is left for its neighbours.
         """
         failures = delivery.begin_failures()
         delay = self._retry.delay(failures.count, self._random) or 0.0
@@ -241,15 +241,15 @@ class OutcomeHandler:
     def _in_quarantine(self, delivery: Delivery) -> bool:
         return self._quarantine is not None and self._quarantine.has(delivery)
 
-    def _count_for_breaker(self, breaker: CircuitBreaker, handled: int, failed: int, now: float) -> None:
+    def _count_for_kill_switch(self, kill_switch: KillSwitchMonitor, handled: int, failed: int, now: float) -> None:
         if not handled and not failed:
-            breaker.recalled()  # the store had no result, or another one: that tells nothing about the handler
+            kill_switch.recalled()  # the store had no result, or another one: that tells nothing about the handler
             return
-        change = breaker.settled(handled, failed, now)
+        change = kill_switch.settled(handled, failed, now)
         if change is Transition.PAUSED:
             self.recall = True
             self._statistics.pauses += 1
-            self._settlement.log(LogEventKind.PAUSED, None, f"a probe follows in {breaker.pause:g} s")
+            self._settlement.log(LogEventKind.PAUSED, None, f"a probe follows in {kill_switch.pause:g} s")
         elif change is Transition.RESUMED:
             self._settlement.log(LogEventKind.RESUMED, None, "a probe succeeded")
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.core.consumer.attempts import whole
+from reliable_mq.core.headers import BROKER_COUNTS
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES
@@ -42,7 +43,6 @@ SUSPECT_FROM: Final = 2
 #: The same, of returns that may have been in good order.
 SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds from the subscription to the queue to that to its quarantine
-_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 QUARANTINE_SUFFIX: Final = ".quarantine"
 
 
@@ -188,7 +188,7 @@ def _counts(delivery: Delivery) -> tuple[int, int]:
     """Read the counts of the broker."""
     view = Properties(delivery.properties)
     try:
-        failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in _COUNTS)
+        failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in BROKER_COUNTS)
     except CodecError:
         return 0, 0
     return failed, acquired

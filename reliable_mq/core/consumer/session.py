@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from random import Random
 
     from reliable_mq.core.consumer.acks import AckBatcher
-    from reliable_mq.core.consumer.circuit_breaker import CircuitBreaker
     from reliable_mq.core.consumer.dispatch import Batcher, Work
     from reliable_mq.core.consumer.handler import Result
+    from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.quarantine import Quarantine
     from reliable_mq.core.consumer.settlement import LogEvent
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Actions", "ConsumerSession"]
 
 _SPARE: Final = 1000  # unacked deliveries that are never too many, whatever the prefetch is
-_SHORTEST_LOOK: Final = 0.02  # seconds between two looks at results while handlers run, at least
+_SHORTEST_POLL: Final = 0.02  # seconds from one poll to the next while handlers run, at least
 
 
 class Actions(NamedTuple):
@@ -64,13 +64,13 @@ class Actions(NamedTuple):
 
     Attributes:
         state: of the consumer; once it has ENDED, the connection is to be closed after these actions.
-        recall: whether dispatched deliveries that no handler began with are to be taken back and `postponed`; then the
+        recall: whether dispatched deliveries that no handler began with are to be recalled and `postponed`; then the
             session is to be polled again, and there are no other actions.
-        dispatch: deliveries, or batches for a batch handler, to hand to handlers.
+        dispatch: deliveries for handlers, or batches for a batch handler.
         declare: queues to declare on the open channel; each is to be `declared`.
         publish: messages to publish, mandatory and confirmed; each is to be `published`.
         data: bytes to write on the open channel.
-        dispatch_quarantined: as `dispatch`, for the handler beside the others. It comes after `data`, and is empty
+        dispatch_quarantined: as `dispatch`, for the handler of quarantine. It comes after `data`, and is empty
             while a delivery is moved to quarantine: that may be the one that comes from there, which is to kill no
             process before its original is acked.
         subscribe: changes of the subscription to make on the open channel.
@@ -110,14 +110,14 @@ class ConsumerSession:
         stream_offset: of a stream; None for queues.
         delay_queues: for failed deliveries; None where these are held here.
         quarantine: of the queue; None where there is none.
-        breaker: the circuit breaker; None where there is none.
+        kill_switch: watches the failures; None where there is none.
         broker_retries: whether the queue delays rejected deliveries, and counts them.
         consumer_timeout: the broker's, in seconds; None where it has none.
         grouped: whether several deliveries may be with one handler, or with the worker that calls it.
         lifecycle: of the consumer.
 
     Attributes:
-        automatic: whether acks are.
+        automatic: whether the broker acks each delivery as it sends it.
         stream_offset: as given.
         lifecycle: as given.
         statistics: counts, written here and read by anyone.
@@ -140,7 +140,7 @@ class ConsumerSession:
         delay_queues: DelayQueues | None = None,
         quarantine: Quarantine | None = None,
         broker_retries: bool = False,
-        breaker: CircuitBreaker | None = None,
+        kill_switch: KillSwitchMonitor | None = None,
         consumer_timeout: float | None = None,
         grouped: bool = False,
         lifecycle: ConsumerLifecycle | None = None,
@@ -148,7 +148,7 @@ class ConsumerSession:
         self._queue = queue
         self._batcher = batcher
         self._quarantine = quarantine
-        self._breaker = breaker
+        self._kill_switch = kill_switch
         self.lifecycle: Final = ConsumerLifecycle() if lifecycle is None else lifecycle
         self._settlement = Settlement(
             acks=acks,
@@ -161,7 +161,7 @@ class ConsumerSession:
         self.automatic: Final = acks is None
         self.stream_offset: Final = stream_offset
         self.statistics: Final[ConsumerStatistics] = self._settlement.statistics
-        self._dispatcher = Dispatcher(batcher, quarantine, breaker)
+        self._dispatcher = Dispatcher(batcher, quarantine, kill_switch)
         self._outcomes = OutcomeHandler(
             settlement=self._settlement,
             retry=retry,
@@ -170,7 +170,7 @@ class ConsumerSession:
             broker_retries=broker_retries,
             claim_wait=claim_wait,
             quarantine=quarantine,
-            breaker=breaker,
+            kill_switch=kill_switch,
         )
         self._admission = Admission(
             attempts=self._settlement.attempts,
@@ -185,7 +185,7 @@ class ConsumerSession:
         self._grouped = grouped or batcher is not None
         self._timeouts = ConsumerTimeoutMonitor(consumer_timeout, self._acks)
         self._timed_out: list[Delivery] | None = None  # for which the channel is given up
-        self._most: int | None = None  # deliveries that a broker may leave unacked which respects the prefetch
+        self._most: int | None = None  # unacked deliveries; with more, the broker ignores the prefetch; None: no bound
         self._running = 0
 
     # Events: the channel
@@ -261,7 +261,7 @@ class ConsumerSession:
         return True
 
     def timed_out(self, timeout: ConsumerTimeout, now: float, at: float) -> None:
-        """Fail the deliveries that the broker took back by its consumer timeout.
+        """Fail the deliveries that timed out: the broker has requeued them.
 
         Either `lost` follows, or the broker has `cancelled` the subscription. Deliveries that no handler began with are
         to be `recalled` before. Nothing is requeued to a stream, which is read again.
@@ -303,8 +303,8 @@ class ConsumerSession:
             return
         self._settlement.lost(self._take_queued())
         self._timeouts.clear()
-        if self._breaker is not None:
-            self._breaker.recalled()
+        if self._kill_switch is not None:
+            self._kill_switch.recalled()
         if self._quarantine is not None:
             self._quarantine.lost(self._timed_out)
         self._timed_out = None
@@ -423,7 +423,7 @@ class ConsumerSession:
         subscribe: Sequence[SubscriptionChange] = ()
         if not steady:
             subscribe = lifecycle.advance(now, drained=self.drained, unacked=bool(self._acks.outstanding))
-        report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_LOOK else 1
+        report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_POLL else 1
         log, wake_at = settlement.take_log(), self._wake_at(now, report_after)
         return Actions(  # by position: that is twice as fast
             lifecycle.state,
@@ -473,8 +473,8 @@ class ConsumerSession:
 
     @property
     def paused(self) -> bool:
-        """Whether the circuit breaker holds deliveries back."""
-        return self._breaker is not None and self._breaker.paused
+        """Whether the kill switch pauses dispatch."""
+        return self._kill_switch is not None and self._kill_switch.paused
 
     @property
     def running(self) -> int:
@@ -497,8 +497,8 @@ class ConsumerSession:
         return self._acks.outstanding
 
     def _bound(self, prefetch: int, unacked: int = 0) -> None:
-        """Bound the unacked deliveries. A stream may send a whole chunk at once."""
-        bounded = prefetch and not self.automatic and self.stream_offset is None
+        """Bound the unacked deliveries: the broker ignores the prefetch if there are more."""
+        bounded = prefetch and not self.automatic and self.stream_offset is None  # a stream may send whole chunks
         self._most = 4 * (prefetch + unacked) + _SPARE if bounded else None
 
     # Deliveries that came in
@@ -566,6 +566,6 @@ class ConsumerSession:
         if lifecycle.steady:
             return at
         if at is not None and lifecycle.silent:
-            at = max(at, now + _SHORTEST_LOOK)
+            at = max(at, now + _SHORTEST_POLL)
         ends = lifecycle.deadline
         return ends if at is None or (ends is not None and ends < at) else at

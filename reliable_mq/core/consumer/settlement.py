@@ -1,7 +1,7 @@
 """Settle deliveries: ack, reject, requeue, or republish and then ack.
 
-Until then they are held here, if they wait for a time.
-Which of these happens is decided elsewhere (`ConsumerSession`, `OutcomeHandler`).
+A delivery that must wait is held here until it is due. `ConsumerSession` and `OutcomeHandler` decide which of these
+happens.
 
 Invariants:
 
@@ -187,21 +187,21 @@ class RepublishQueue:
 
 
 class LogEventKind(enum.Enum):
-    """What a line of the log is about."""
+    """The subject of a log line."""
 
     RETRIED = "retried"
     DEAD_LETTERED = "dead-lettered"
-    PAUSED = "hands out nothing for now, too many handlings fail"
-    RESUMED = "hands out again"
-    QUARANTINED = "has come back too often without a verdict, and is moved"
+    PAUSED = "kill switch pauses dispatch, too many handlers fail"
+    RESUMED = "kill switch resumes dispatch"
+    QUARANTINED = "has come back too often without an outcome, and is moved to quarantine"
     REJECTED = "rejected"
-    NOT_DECLARED = "delay queue not declared, what was to wait there is held here"
+    NOT_DECLARED = "delay queue not declared, its messages are held here"
     REPUBLISH_FAILED = "not published again, and stays unacked"
     STORE_FAILED = "idempotency store failed"
-    BATCH_FAILED = "and its batch failed, each is tried by itself"
-    CANCELLED = "not handled, and no attempt"
+    BATCH_FAILED = "failed with its batch, each of which is tried by itself"
+    CANCELLED = "not handled, no attempt is counted"
     OVERDUE = "unacked for long"
-    TIMED_OUT = "taken back from its handler, which counts as a failed attempt"
+    TIMED_OUT = "timed out in its handler"
     DROPPED = "failed, and acknowledged automatically"
 
 
@@ -275,7 +275,7 @@ class Settlement:
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
-        self._requeued: list[int] = []  # delivery tags that go back with the next output
+        self._requeued: list[int] = []  # delivery tags to requeue with the next output
         self._flush = False  # everything that is finished is acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from reliable_mq.codec import CodecError, Properties, encode_table, join_properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.core.headers import wire_text
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ _CLEARED: Final = ("user_id", "expiration")
 _DROPPED: Final = (
     "CC",
     "BCC",
-    # They tell of deliveries from the queue that it leaves, and would pass for those of the next.
-    "x-delivery-count",
-    "x-acquired-count",
+    *headers.BROKER_COUNTS,
     headers.ATTEMPT,
     headers.EXCEPTION_TYPE,
     headers.EXCEPTION_MESSAGE,
@@ -158,9 +157,9 @@ class DeadLetters:
             headers.ATTEMPTS: 0,
         }
         if not _is_ours(theirs) or headers.ORIGINAL_QUEUE not in theirs:
-            table[headers.ORIGINAL_QUEUE] = _text(delivery.queue)
-            table[headers.ORIGINAL_EXCHANGE] = _text(delivery.exchange)
-            table[headers.ORIGINAL_ROUTING_KEY] = _text(delivery.routing_key)
+            table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
+            table[headers.ORIGINAL_EXCHANGE] = wire_text(delivery.exchange)
+            table[headers.ORIGINAL_ROUTING_KEY] = wire_text(delivery.routing_key)
         failures = delivery.failures
         if failures is not None:
             table[headers.ATTEMPTS] = failures.count
@@ -178,8 +177,8 @@ def _moved(view: Properties, theirs: Mapping[str, object]) -> dict[str, object]:
     values = {
         headers.ORIGINAL_CC: theirs.get("CC"),
         headers.ORIGINAL_BCC: theirs.get("BCC"),
-        headers.ORIGINAL_USER_ID: None if view.user_id is None else _text(view.user_id),
-        headers.ORIGINAL_EXPIRATION: None if view.expiration is None else _text(view.expiration),
+        headers.ORIGINAL_USER_ID: None if view.user_id is None else wire_text(view.user_id),
+        headers.ORIGINAL_EXPIRATION: None if view.expiration is None else wire_text(view.expiration),
     }
     return {name: value for name, value in values.items() if value is not None}
 
@@ -199,15 +198,6 @@ def _readable(view: Properties) -> Mapping[str, object]:
 def _may_copy(properties: bytes) -> bool:
     """Whether a header table that we cannot read may hold a CC or BCC, which the broker would read."""
     return b"\x02CC" in properties or b"\x03BCC" in properties
-
-
-def _text(value: str) -> str | bytes:
-    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode("utf-8", "surrogateescape")
-    return value
 
 
 def _time(seconds: float) -> datetime:

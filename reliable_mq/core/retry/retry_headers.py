@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from reliable_mq.codec import CodecError, Properties, join_properties, rewrite_properties, split_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import failures_from_headers
+from reliable_mq.core.headers import wire_text
 from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
 from reliable_mq.errors import ConfigurationError, ConsumeError
 
@@ -38,8 +39,6 @@ DEATHS: Final = (
     "x-last-death-reason",
 )
 _MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", *DEATHS)}
-#: The broker's own count of this delivery's queue; in a message that is published it would only mislead.
-_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 _CLEARED: Final = ("user_id", "expiration")
 
 
@@ -73,15 +72,15 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         names = view.header_names()
         moved = {name: new for name, new in _MOVED.items() if name in names}
         table: dict[str, object] = {
-            "exchange": _text(delivery.exchange),
-            "routing-key": _text(delivery.routing_key),
+            "exchange": wire_text(delivery.exchange),
+            "routing-key": wire_text(delivery.routing_key),
             "path": list(path),
             "suspect": suspect,
             "moved": list(moved),
         }
         for name, value in (("user-id", view.user_id), ("expiration", view.expiration)):
             if value is not None:
-                table[name] = _text(value)
+                table[name] = wire_text(value)
         if failures is not None:
             if failures.lost:
                 table["lost"] = failures.lost
@@ -98,7 +97,7 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         }
         stale = [new for name, new in _MOVED.items() if name in moved]
         return rewrite_properties(
-            raw, set_headers=ours, drop_headers=(*_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
+            raw, set_headers=ours, drop_headers=(*headers.BROKER_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
         )
     except (CodecError, ConfigurationError):
         return None
@@ -148,16 +147,7 @@ def _path(value: object) -> tuple[int, ...]:
     return steps if len(steps) == len(value) and all(0 < step <= LONGEST for step in steps) else ()
 
 
-def _text(value: str) -> str | bytes:
-    """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return value.encode("utf-8", "surrogateescape")
-    return value
-
-
 def _bytes(value: object) -> bytes | None:
-    """Encode a result of `_text` as a short string; None if it is too long."""
+    """Encode a result of `wire_text` as a short string; None if it is too long."""
     encoded = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     return encoded if isinstance(encoded, bytes) and len(encoded) <= 255 else None

@@ -1,4 +1,4 @@
-"""The circuit breaker of a consumer, which users call its `KillSwitch`.
+"""The kill switch of a consumer: a circuit breaker around its handlers.
 
 It stops dispatching when too large a share of the handlers fails, probes after a pause, and resumes. After a probe that
 fails the next pause is twice as long.
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
     from reliable_mq.retry import KillSwitch
 
-__all__ = ["TRANSITIONS", "BreakerState", "CircuitBreaker", "Transition"]
+__all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState", "Transition"]
 
 _PARTS: Final = 10  # of the window, that leave it one by one
 
 
-class BreakerState(enum.Enum):
-    """Whether a circuit breaker lets deliveries be dispatched."""
+class KillSwitchState(enum.Enum):
+    """Whether deliveries are dispatched."""
 
     RUNNING = "any number is dispatched"
     PAUSED = "none is dispatched"
     PROBING = "one is dispatched at a time, to see whether handlers succeed again"
 
 
-_S = BreakerState
+_S = KillSwitchState
 #: Event -> state before -> states after. For tests and documentation, not read at run time.
-TRANSITIONS: Final[Mapping[str, Mapping[BreakerState, set[BreakerState]]]] = {
+TRANSITIONS: Final[Mapping[str, Mapping[KillSwitchState, set[KillSwitchState]]]] = {
     "too large a share of enough results within the window are failures": {_S.RUNNING: {_S.PAUSED}},
     "the pause is over": {_S.PAUSED: {_S.PROBING}},
     "the probe succeeded": {_S.PROBING: {_S.RUNNING}},
@@ -45,14 +45,14 @@ del _S
 
 
 class Transition(enum.Enum):
-    """A change of the circuit breaker that is logged."""
+    """A change of the kill switch that is logged."""
 
     PAUSED = "paused"
     RESUMED = "resumed"
 
 
-class CircuitBreaker:
-    """The state of the breaker. Not thread-safe; ``now`` is a monotonic clock.
+class KillSwitchMonitor:
+    """The state of a kill switch. Not thread-safe; ``now`` is a monotonic clock.
 
     Args:
         switch: its thresholds.
@@ -62,7 +62,7 @@ class CircuitBreaker:
 
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
-        self._state = BreakerState.RUNNING
+        self._state = KillSwitchState.RUNNING
         self._parts: deque[tuple[float, int, int]] = deque()  # since when, handlings, failures
         self._pause = switch.pause
         self._until = 0.0
@@ -71,26 +71,26 @@ class CircuitBreaker:
 
     @property
     def paused(self) -> bool:
-        """Whether deliveries are held back."""
-        return self._state is not BreakerState.RUNNING
+        """Whether dispatch is paused."""
+        return self._state is not KillSwitchState.RUNNING
 
     @property
     def deadline(self) -> float | None:
         """When a pause ends; None where nothing but a result changes the state."""
-        return self._until if self._state is BreakerState.PAUSED else None
+        return self._until if self._state is KillSwitchState.PAUSED else None
 
     def due(self, now: float) -> None:
         """End the pause if it is over."""
-        if self._state is BreakerState.PAUSED and now >= self._until:
-            self._state, self._probe, self._beside = BreakerState.PROBING, False, False
+        if self._state is KillSwitchState.PAUSED and now >= self._until:
+            self._state, self._probe, self._beside = KillSwitchState.PROBING, False, False
 
     @property
     def allows(self) -> int | None:
         """How many deliveries may be dispatched; None for any number."""
         return (
             None
-            if self._state is BreakerState.RUNNING
-            else int(self._state is BreakerState.PROBING and not self._probe)
+            if self._state is KillSwitchState.RUNNING
+            else int(self._state is KillSwitchState.PROBING and not self._probe)
         )
 
     def handed_out(self, *, beside: bool = False) -> None:
@@ -104,15 +104,15 @@ class CircuitBreaker:
 
     def settled(self, handled: int, failed: int, now: float) -> Transition | None:
         """Count results. Return the transition that they lead to, if any."""
-        if self._state is BreakerState.PAUSED:
+        if self._state is KillSwitchState.PAUSED:
             return None
-        if self._state is BreakerState.PROBING:
+        if self._state is KillSwitchState.PROBING:
             if not (self._probe or self._beside):
                 return None
             if failed:
                 self._pause = min(self._pause * 2, self._switch.longest_pause)
                 return self._paused(now)
-            self._state, self._pause = BreakerState.RUNNING, self._switch.pause
+            self._state, self._pause = KillSwitchState.RUNNING, self._switch.pause
             return Transition.RESUMED
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
@@ -127,7 +127,7 @@ class CircuitBreaker:
         return self._pause
 
     def _paused(self, now: float) -> Transition:
-        self._state, self._until = BreakerState.PAUSED, now + self._pause
+        self._state, self._until = KillSwitchState.PAUSED, now + self._pause
         self._parts.clear()
         return Transition.PAUSED
 

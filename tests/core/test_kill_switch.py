@@ -1,0 +1,157 @@
+"""The kill switch: it trips on a share of enough failures, probes one at a time, and resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq import ConfigurationError, KillSwitch
+from reliable_mq.core.consumer.kill_switch import TRANSITIONS, KillSwitchMonitor, Transition
+from tests.core.sessions import CheckedKillSwitch
+from tests.transitions import changes
+
+SWITCH = KillSwitch(share=0.5, window=10, minimum=4, pause=2, longest_pause=5)
+
+
+def allowed(monitor: KillSwitchMonitor, now: float) -> int | None:
+    monitor.due(now)
+    return monitor.allows
+
+
+def tripped() -> KillSwitchMonitor:
+    monitor = CheckedKillSwitch(SWITCH)
+    assert monitor.settled(0, 4, 0.0) is Transition.PAUSED
+    return monitor
+
+
+def test_every_transition_of_the_table_happens() -> None:
+    CheckedKillSwitch.seen.clear()
+    monitor = tripped()
+    for handled, now in ((0, 2.0), (1, 6.0)):
+        assert allowed(monitor, now) == 1
+        monitor.handed_out()
+        monitor.settled(handled, 1 - handled, now)
+    assert CheckedKillSwitch.seen == changes(TRANSITIONS)
+
+
+def test_it_trips_on_a_share_of_enough_handlings() -> None:
+    monitor = KillSwitchMonitor(SWITCH)
+    assert monitor.settled(0, 3, 0.0) is None
+    assert allowed(monitor, 0.0) is None
+    assert not monitor.paused
+    assert monitor.settled(3, 0, 1.0) is Transition.PAUSED
+    assert monitor.paused
+    assert allowed(monitor, 2.9) == 0
+    assert (monitor.deadline, monitor.pause) == (3.0, 2.0)
+
+
+def test_less_than_the_share_is_borne() -> None:
+    monitor = KillSwitchMonitor(SWITCH)
+    assert [monitor.settled(3, 2, now) for now in (0.0, 0.5, 5.0, 9.0)] == [None] * 4
+
+
+def test_what_has_left_the_window_does_not_count() -> None:
+    monitor = KillSwitchMonitor(SWITCH)
+    assert monitor.settled(0, 3, 0.0) is None
+    assert monitor.settled(0, 1, 10.0) is None
+
+
+def test_what_was_handed_out_before_the_pause_changes_nothing() -> None:
+    monitor = tripped()
+    assert monitor.settled(50, 50, 1.0) is None
+    assert allowed(monitor, 1.9) == 0
+    assert allowed(monitor, 2.0) == 1
+    assert monitor.settled(1, 0, 2.0) is None, "it was no probe"
+    assert monitor.paused
+
+
+def test_one_that_succeeds_ends_it() -> None:
+    monitor = tripped()
+    assert allowed(monitor, 2.0) == 1
+    monitor.handed_out()
+    assert allowed(monitor, 2.1) == 0
+    assert monitor.deadline is None
+    assert monitor.settled(1, 0, 2.5) is Transition.RESUMED
+    assert allowed(monitor, 2.5) is None
+
+
+def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
+    monitor = tripped()
+    now, pauses = 2.0, []
+    for _ in range(3):
+        assert allowed(monitor, now) == 1
+        monitor.handed_out()
+        assert monitor.settled(0, 1, now) is Transition.PAUSED
+        pauses.append(monitor.pause)
+        now += monitor.pause
+    assert pauses == [4.0, 5.0, 5.0]
+    assert allowed(monitor, now) == 1
+    monitor.handed_out()
+    monitor.settled(1, 0, now)
+    assert monitor.settled(0, 4, now) is Transition.PAUSED
+    assert monitor.pause == 2.0, "it begins anew"
+
+
+def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
+    monitor = tripped()
+    assert allowed(monitor, 2.0) == 1
+    monitor.handed_out()
+    monitor.recalled()
+    assert allowed(monitor, 2.0) == 1
+
+
+def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
+    """Nobody is to look at the clock again and again until there is."""
+    monitor = tripped()
+    monitor.due(2.0)
+    assert monitor.deadline is None
+    assert monitor.paused
+    assert monitor.allows == 1
+
+
+@pytest.mark.parametrize(("failed", "change"), [(0, Transition.RESUMED), (1, Transition.PAUSED)])
+def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Transition) -> None:
+    monitor = tripped()
+    monitor.due(2.0)
+    monitor.handed_out(beside=True)
+    assert monitor.allows == 1
+    assert monitor.settled(1 - failed, failed, 2.5) is change
+    if failed:
+        assert allowed(monitor, 2.5 + monitor.pause) == 1
+        assert monitor.settled(1, 0, 7.0) is None, "that one was before"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 4)), max_size=60))
+def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tuple[int, int, float]]) -> None:
+    monitor, now = CheckedKillSwitch(SWITCH), 0.0
+    for handled, failed, wait in results:
+        now += wait
+        if allowed(monitor, now) == 1:
+            monitor.handed_out()
+        monitor.settled(handled, failed, now)
+        assert len(monitor._parts) <= 11
+        monitor.due(now)
+        deadline = monitor.deadline
+        assert deadline is None or now < deadline <= now + SWITCH.longest_pause
+        assert deadline is not None or monitor.allows != 0 or monitor._probe
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"share": 0}, "share"),
+        ({"share": 1.1}, "share"),
+        ({"share": "half"}, "share"),
+        ({"window": 0}, "window"),
+        ({"minimum": 0}, "minimum"),
+        ({"minimum": 1.5}, "minimum"),
+        ({"pause": 0}, "pause"),
+        ({"pause": 10, "longest_pause": 5}, "longest_pause"),
+    ],
+)
+def test_nonsense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        KillSwitch(**wrong)
