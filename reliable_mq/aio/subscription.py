@@ -19,23 +19,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
-from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
-from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
-from reliable_mq.errors import PublishError, ReliableMQError
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseRepublisher, BaseSubscription
+from reliable_mq.errors import PublishError
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from reliable_mq.aio.confirmation import AsyncConfirmation
     from reliable_mq.aio.publisher import AsyncPublisher
     from reliable_mq.connection.interfaces import ConnectionListener
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "PulledDelivery"]
@@ -43,26 +42,21 @@ __all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "Pu
 logger = logging.getLogger(__name__)
 
 
-class AsyncRepublisher:
-    """Publishes dead letters and retries, confirmed. On one event loop.
+class AsyncRepublisher(BaseRepublisher):
+    """Publishes in a task of its own. On one event loop."""
 
-    Args:
-        publisher: not opened yet; closed by `close`.
-        answer: called with the outcome of each publish: None if it is confirmed, else an error.
-        name: of the task.
-    """
+    _publisher: AsyncPublisher
 
     def __init__(
-        self, publisher: AsyncPublisher, answer: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
+        self, publisher: AsyncPublisher, report: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
     ) -> None:
-        self._publisher = publisher
-        self._answer = answer
+        super().__init__(publisher, report)
         self._name = name
         self._waiting: deque[RepublishRequest] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def put(self, republish: RepublishRequest) -> None:
-        """Publish a message. Does not wait."""
+        """Publish a message. Does not block."""
         self._waiting.append(republish)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
@@ -98,16 +92,10 @@ class AsyncRepublisher:
             confirmation = await self._publisher.submit(
                 message, exchange=republish.exchange, routing_key=republish.routing_key
             )
-        except ReliableMQError as error:
-            self._answer(republish, error)
-        except Exception as error:
-            logger.exception("the copy of %s cannot be published", names([republish.delivery]))
-            self._answer(republish, PublishError(f"it cannot be published: {error!r}"))
+        except Exception as error:  # noqa: BLE001  # reported
+            self._not_submitted(republish, error)
         else:
             confirmation.add_done_callback(partial(self._settled, republish))
-
-    def _settled(self, republish: RepublishRequest, confirmation: AsyncConfirmation) -> None:
-        self._answer(republish, confirmation.exception())
 
 
 class AsyncSubscription(BaseSubscription):

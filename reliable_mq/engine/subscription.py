@@ -27,12 +27,12 @@ from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of, names
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
-from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, PublishError, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Queue
 
-__all__ = ["BaseSubscription", "ConsumerConnection", "Event", "HandlerPool", "RepublisherProtocol"]
+__all__ = ["BaseRepublisher", "BaseSubscription", "ConsumerConnection", "Event", "HandlerPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,30 @@ class Event(Protocol):
         """Whether it is set."""
 
 
-class RepublisherProtocol(Protocol):
-    """Publishes messages in place of deliveries; each outcome is reported once."""
+class BaseRepublisher:
+    """Publishes dead letters and retries, confirmed; an API adds how it calls the publisher.
 
-    def put(self, republish: RepublishRequest, /) -> None:
-        """Publish a message; `BaseSubscription.published` follows. Must not block."""
+    Args:
+        publisher: not opened yet; closed by ``close``.
+        report: called once with the outcome of each publish, on any thread: None if it is confirmed, else an error.
+    """
+
+    def __init__(self, publisher: Any, report: Callable[[RepublishRequest, ReliableMQError | None], None]) -> None:
+        self._publisher = publisher
+        self._report = report
+
+    def put(self, republish: RepublishRequest) -> None:
+        """Publish a message. Does not block."""
+        raise NotImplementedError
+
+    def _settled(self, republish: RepublishRequest, confirmation: Any) -> None:
+        self._report(republish, confirmation.exception())
+
+    def _not_submitted(self, republish: RepublishRequest, error: Exception) -> None:
+        if not isinstance(error, ReliableMQError):
+            logger.error("the copy of %s cannot be published", names([republish.delivery]), exc_info=error)
+            error = PublishError(f"it cannot be published: {error!r}")
+        self._report(republish, error)
 
 
 class HandlerPool(Protocol):
@@ -159,7 +178,7 @@ class BaseSubscription:
     def __init__(
         self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
     ) -> None:
-        self.republisher: RepublisherProtocol | None = None
+        self.republisher: BaseRepublisher | None = None
         self.quarantine_handlers: HandlerPool | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body

@@ -17,10 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq._util.threads import CallbackThread
-from reliable_mq.core.consumer.consumer_timeout import names
 from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
-from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
-from reliable_mq.errors import PublishError, ReliableMQError
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseRepublisher, BaseSubscription
+from reliable_mq.errors import PublishError
 from reliable_mq.message import Message
 from reliable_mq.sync.io_thread import IOThread
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
+    from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings
-    from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.sync.publisher import Publisher
 
 __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
@@ -41,20 +40,15 @@ __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
 logger = logging.getLogger(__name__)
 
 
-class Republisher:
-    """Publishes dead letters and retries, confirmed. Thread-safe.
+class Republisher(BaseRepublisher):
+    """Publishes on a thread of its own. Thread-safe."""
 
-    Args:
-        publisher: not opened yet; closed by `close`.
-        answer: called with the outcome of each publish, on a thread of this object: None if it is confirmed, else an
-            error.
-    """
+    _publisher: Publisher
 
     def __init__(
-        self, publisher: Publisher, answer: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
+        self, publisher: Publisher, report: Callable[[RepublishRequest, ReliableMQError | None], None], name: str
     ) -> None:
-        self._publisher = publisher
-        self._answer = answer
+        super().__init__(publisher, report)
         self._thread = CallbackThread(name)
 
     def put(self, republish: RepublishRequest) -> None:
@@ -76,16 +70,10 @@ class Republisher:
             confirmation = self._publisher.submit(
                 message, exchange=republish.exchange, routing_key=republish.routing_key
             )
-        except ReliableMQError as error:
-            self._answer(republish, error)
-        except Exception as error:
-            logger.exception("the copy of %s cannot be published", names([republish.delivery]))
-            self._answer(republish, PublishError(f"it cannot be published: {error!r}"))
+        except Exception as error:  # noqa: BLE001  # reported
+            self._not_submitted(republish, error)
         else:
             confirmation.add_done_callback(partial(self._settled, republish))
-
-    def _settled(self, republish: RepublishRequest, confirmation: Confirmation) -> None:
-        self._answer(republish, confirmation.exception())
 
 
 class Subscription(BaseSubscription):
