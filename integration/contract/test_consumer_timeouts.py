@@ -65,7 +65,7 @@ def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_n
     attempts = [number for one, number in zip(handler.begun, handler.attempts, strict=True) if one.body == b"hangs"]
     assert attempts == [1, 2]
     assert len(handler.begun) == 40 + 2
-    assert "message 'hangs' of queue 'orders', for 2.25 s; the broker takes back" in caplog.text
+    assert "message 'hangs' of queue 'orders', for 2.25 s; the broker requeues" in caplog.text
     [dead] = dead_letters(vhost, "orders.dead", 1)
     headers = dead["properties"]["headers"]
     assert (headers[PREFIX + "attempts"], headers[PREFIX + "exception-type"]) == (2, "TimeoutError")

@@ -45,7 +45,7 @@ _CANCEL_TIMEOUT: Final = 5.0  # seconds for handlers that are cancelled, and for
 
 @contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` for each signal in the block, if the running loop can handle signals and nobody else does."""
+    """Call ``stop`` for each signal in the block, unless somebody else handles it."""
     loop = asyncio.get_running_loop()
     watch = _watches.setdefault(loop, _SignalWatch(loop))
     watch.add(stop)
@@ -94,7 +94,7 @@ class _SignalWatch:
 
 
 def _is_default(handler: object) -> bool:
-    """Whether a handler is Python's own, or that of `asyncio.run`, which cancels the main task."""
+    """Whether a signal handler is Python's own, or that of `asyncio.run`."""
     if isinstance(handler, partial):
         return isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
     return handler in (signal.SIG_DFL, signal.default_int_handler)
@@ -104,7 +104,7 @@ _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _SignalWatch] = WeakKeyDi
 
 
 class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
-    """Calls a handler with the messages of a queue, and acks each when it has finished with it. For one event loop.
+    """Calls a handler with the messages of a queue, and acks them. For one event loop.
 
     A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is retried
     as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A handler
@@ -112,7 +112,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     or the process dies come again, so a handler must bear duplicates; with ``idempotency`` it need not.
 
     A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed:
-    its delivery goes back to the queue. One that blocks the event loop blocks everything on it, heartbeats too: from
+    its delivery is requeued. One that blocks the event loop blocks everything on it, heartbeats too: from
     half a heartbeat on, the log says so; after about two, the broker closes the connection.
 
     Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do; from then on the consumer
@@ -133,14 +133,14 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def run(self) -> None:
         """Consume until `stop`, or a signal (SIGTERM, SIGINT) if this is the main thread.
 
-        On stopping, no handler is called any more, deliveries that none has begun with go back to the broker, and the
-        others are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that. A
+        On stopping, no handler is called any more, deliveries that none has begun with are requeued, and the others
+        are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that. A
         signal for which the program, or a server that it runs in, has a handler of its own is left to that.
 
-        If the task is cancelled, so are the handlers that run; their deliveries go back.
+        If the task is cancelled, so are the handlers that run; their deliveries are requeued.
 
         Raises:
-            TopologyMismatch: the queue differs from what is declared, or does not exist.
+            TopologyMismatch: the queue differs from its declaration, or does not exist.
             BrokerUnavailable: connecting cannot succeed, or was given up as told.
             UsageError: it runs already, was stopped, has no handler, or is used on another event loop.
         """
@@ -190,13 +190,16 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
 
         Raises:
             BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: the queue differs from what is declared, or does not exist.
+            TopologyMismatch: the queue differs from its declaration, or does not exist.
             UsageError: it was stopped, or is used on another event loop.
         """
         await self._connect(required=True)
 
     async def __aenter__(self) -> Self:
-        """Consume in the background. If the broker cannot be reached now, it goes on trying; errors as for `run`."""
+        """Consume in the background; errors as for `run`.
+
+        If the broker cannot be reached now, it goes on trying.
+        """
         subscription = self._start(enter=True)
         try:
             await self._await_first_attempts(subscription)
@@ -208,7 +211,10 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and wait for it. Raises the error that ended it, but never in place of an exception of the body."""
+        """Stop, and wait for the end; raise the error that ended the consumer.
+
+        It never takes the place of an exception of the body.
+        """
         await self.close()
         error = None if self._subscription is None else self._subscription.error
         if error is not None and exc_type is None:
@@ -217,17 +223,17 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     def __del__(self) -> None:
         subscription = self._subscription
         if subscription is not None and not subscription.ended.is_set() and os.getpid() == self._made_in:
-            text = f"{self!r} was not closed: what it holds goes back when its event loop ends"
+            text = f"{self!r} was not closed: its deliveries are requeued when its event loop ends"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     @asynccontextmanager
     async def get(self, max_messages: int = 1, timeout: Duration = 0.0) -> AsyncIterator[list[PulledDelivery]]:
-        """Take deliveries on request instead of having a handler called: ``async with consumer.get(10) as deliveries``.
+        """Take deliveries on request instead of having a handler called.
 
-        The block gets the messages that are in the queue, up to ``max_messages``; if there are none, the first to come
-        within ``timeout``, or nothing. Each delivery may be settled by itself (``ack()``, ``retry()``,
-        ``dead_letter(reason)``, which do not wait). When the block ends, the others are acked; when it raises, or is
-        cancelled, they go back to the queue.
+        As in ``async with consumer.get(10) as deliveries``. The block gets the messages that are in the queue, up to
+        ``max_messages``; if there are none, the first to come within ``timeout``, or nothing. Each delivery may be
+        settled by itself (``ack()``, ``retry()``, ``dead_letter(reason)``, which do not wait). When the block ends, the
+        others are acked; when it raises, or is cancelled, they are requeued.
 
         The first call connects, unless ``async with`` has. Tasks take turns.
 
@@ -262,7 +268,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
     # Starting and ending
 
     def _start(self, *, enter: bool = False) -> AsyncSubscription:
-        """Return the subscription, started. ``enter``: for the one `run` or ``async with`` that there may be."""
+        """Return the subscription, started; ``enter``: by `run` or ``async with``, once."""
         self._check_process()
         self._check_startable(enter)
         self._check_loop()
@@ -278,7 +284,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             raise UsageError("this consumer belongs to another event loop; make one for each")
 
     async def _connect(self, *, required: bool) -> AsyncSubscription:
-        """Start, and wait for the first attempts. After an error nothing is left of what this call has started."""
+        """Start, and wait for the first attempts; undo the start if they fail."""
         first = self._subscription is None
         subscription = self._start()
         try:
@@ -294,7 +300,10 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         return subscription
 
     async def _await_first_attempts(self, subscription: AsyncSubscription, *, required: bool = False) -> None:
-        """Wait until each host had its first attempt. Raises an error that time cannot heal, or any if ``required``."""
+        """Wait until each host had its first attempt.
+
+        Raise an error that time cannot heal, or any if ``required``.
+        """
         error = await subscription.wait_connected(self._options.settings.first_attempts_timeout)
         if error is not None and (required or error is subscription.error):
             raise error
@@ -316,7 +325,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         self._finished()
 
     async def _finish_cancelled(self, subscription: AsyncSubscription) -> None:
-        """Cancel the handlers, and leave nothing behind: the task that waits for the end was cancelled."""
+        """Cancel the handlers, and wait for the end: the waiting task was cancelled."""
         self.stop()
         subscription.stop()
         for pool in self._pools:

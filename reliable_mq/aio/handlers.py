@@ -110,7 +110,7 @@ class StoreAdapter:
         return answer.result()
 
     def abandon(self) -> None:
-        """Wait for no answers any more."""
+        """Stop waiting for answers."""
         for answer in self._asked:
             answer.cancel()
         if self._threads is not None:
@@ -135,15 +135,15 @@ class BlockingStore:
         self._loop = asyncio.get_running_loop()
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """See `IdempotencyStore.claim_many`."""
+        """Claim keys, as `IdempotencyStore.claim_many`."""
         return self._wait(self._store.claim_many(keys, lease))
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See `IdempotencyStore.complete_many`."""
+        """Complete claims, as `IdempotencyStore.complete_many`."""
         return self._wait(self._store.complete_many(claims))
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
-        """See `IdempotencyStore.release_many`."""
+        """Release claims, as `IdempotencyStore.release_many`."""
         return self._wait(self._store.release_many(claims, failed=failed))
 
     def _wait(self, question: Coroutine[Any, Any, T]) -> T:
@@ -203,7 +203,7 @@ class TaskPool:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Sequence[Delivery]] = {}  # and the deliveries each has not reported
         self._idle: deque[asyncio.Future[None]] = deque()
-        self._stopped_starting = False  # nothing more is to begin
+        self._stopped_starting = False  # no handler is started any more
         self._closed = False
         self._numbers = itertools.count(1)
 
@@ -221,12 +221,12 @@ class TaskPool:
         return True
 
     def stop_starting(self) -> None:
-        """Begin with nothing more; waiting work can be recalled. Any thread."""
+        """Start no more handlers; waiting work can be recalled. Any thread."""
         self._stopped_starting = True
         self.epoch += 1
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has begun with; a task requeues its own."""
+        """Return the deliveries that no handler began with; a task requeues its own."""
         self.epoch += 1
         recalled: list[Delivery] = []
         for item in self.items:
@@ -284,7 +284,7 @@ class TaskPool:
                 while True:
                     try:
                         answer = await store.ask(step)
-                    except Exception as error:  # noqa: BLE001  # the generator decides what it means
+                    except Exception as error:  # noqa: BLE001  # the generator decides
                         step = steps.throw(error)
                     else:
                         step = steps.send(answer)
@@ -390,7 +390,7 @@ class TaskPool:
                 check_answer(answer, batch=True)
             found = verdicts(answer, item, given)
         except asyncio.CancelledError as error:
-            if not task.cancelling():  # it was what the handler awaited
+            if not task.cancelling():  # the handler awaited a cancelled task
                 return all_failed(_deliveries(item), error)
             return [Skipped(delivery, SkipReason.CANCELLED, _CANCELLED) for delivery in _deliveries(item)]
         except KeyboardInterrupt as error:
@@ -419,7 +419,7 @@ class TaskPool:
             detail = self._interrupted(error)
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in deliveries]
         except BaseException as error:
-            logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
+            logger.exception("handling %s was ended by an exception that no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
         finally:
             steps.close()
@@ -450,11 +450,11 @@ class TaskPool:
                 except asyncio.CancelledError as error:
                     if isinstance(step, RunHandler):
                         if not task.cancelling() and not isinstance(error, _Interrupted):
-                            step = steps.throw(error)  # it was what the handler awaited
+                            step = steps.throw(error)  # the handler awaited a cancelled task
                             continue
                         cancelled += _deliveries(step.argument)
                     step = steps.throw(NotStarted())
-                except BaseException as error:  # noqa: BLE001  # the generator decides what it means
+                except BaseException as error:  # noqa: BLE001  # the generator decides
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)
@@ -511,7 +511,7 @@ def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
 
 
 class ThreadPool:
-    """See `WorkerPool`, whose arguments these are; the threads are started at once."""
+    """Runs plain handlers on the threads of a `WorkerPool`, started at once."""
 
     def __init__(
         self,
@@ -541,11 +541,11 @@ class ThreadPool:
         self._workers.put(work)
 
     def stop_starting(self) -> None:
-        """Begin with nothing more. Any thread."""
+        """Start no more handlers. Any thread."""
         self._workers.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has begun with."""
+        """Return the deliveries that no handler began with."""
         return self._workers.recall()
 
     async def stop(self, patience: float) -> bool:
@@ -570,7 +570,7 @@ class ThreadPool:
             thread.close()
 
     def cancel(self) -> None:
-        """Nothing: a thread cannot be cancelled."""
+        """Do nothing: a thread cannot be cancelled."""
 
     def abort(self) -> None:
         """End the threads, each after its handler. Does not wait."""
@@ -578,7 +578,7 @@ class ThreadPool:
 
     @property
     def is_current(self) -> bool:
-        """No: a plain handler has no task to await anything in."""
+        """False: a plain handler has no task that could await anything."""
         return False
 
     @property

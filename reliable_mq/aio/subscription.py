@@ -99,7 +99,7 @@ class AsyncRepublisher(BaseRepublisher):
 
 
 class AsyncSubscription(BaseSubscription):
-    """See `BaseSubscription`. Made on the loop that it is to run on."""
+    """The connection of a consumer. Made on the loop that it is to run on."""
 
     ended: asyncio.Event
     republisher: AsyncRepublisher | None
@@ -108,7 +108,7 @@ class AsyncSubscription(BaseSubscription):
 
     @property
     def stalled_seconds(self) -> float:
-        """For how long the event loop has stood still, see `AsyncConnection`."""
+        """For how long the event loop has stood still, as `AsyncConnection` measures it."""
         return self._io.stalled_seconds
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
@@ -153,7 +153,7 @@ _LONGEST = 1e8  # seconds that a timer is set for
 
 
 class AsyncPullSubscription(AsyncSubscription, BasePullSubscription):
-    """A subscription that asks for each delivery; see `BasePullSubscription`."""
+    """A subscription that asks for each delivery."""
 
     _changed: _Changes
 
@@ -207,12 +207,12 @@ class _Changes:
         self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def notify_all(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -57,7 +57,7 @@ ORIGINAL_USER_ID: Final = "x-reliable-mq-original-user-id"
 ORIGINAL_EXPIRATION: Final = "x-reliable-mq-original-expiration"
 ORIGINAL_PROPERTIES: Final = "x-reliable-mq-original-properties"
 
-#: Before the name of a header, in lower case, that had to give way until the message is handed out again.
+#: Before the name of a header, in lower case, that is renamed until the message is dispatched again.
 ORIGINAL: Final = "x-reliable-mq-original-"
 
 #: The value of FORMAT.

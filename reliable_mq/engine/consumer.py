@@ -1,7 +1,8 @@
-"""The base of the consumers of both APIs: options, states, readings, and the parts of a consumer.
+"""The base of the consumers of both APIs.
 
-The parts are a subscription, which has the connection and the session; one or two pools that run the handler; and a
-publisher for retries and dead letters, which has a connection of its own. An API adds how its callers wait.
+It has the options, the state, the metrics and the parts of a consumer. The parts are a subscription, which has the
+connection and the session; one or two pools that run the handler; and a publisher for retries and dead letters, which
+has a connection of its own. An API adds how its callers wait.
 
 Invariants: a consumer runs once; a start that fails leaves nothing behind, and may be tried again.
 """
@@ -35,7 +36,7 @@ __all__ = ["END_TIMEOUT", "BaseConsumer", "RunState"]
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT: Final = 5.0  # seconds for threads and tasks that have nothing more to do
-_SETTLE_AT_LEAST: Final = 1.0  # seconds to tell the store of claims, when handlers have used up the time to stop
+_SETTLE_AT_LEAST: Final = 1.0  # seconds for retries of settlements, though handlers have used up the time to stop
 
 
 class RunState(enum.Enum):
@@ -88,7 +89,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Refuse options that this API cannot serve."""
 
     def _pool_type(self) -> Any:
-        """Return what runs the handler: a class, PoolT."""
+        """Return the class of the pools that run the handler."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -106,10 +107,11 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     @property
     def prefetch(self) -> int:
-        """Deliveries that may be unacked. Setting it takes effect at once; for a while both limits may add up.
+        """Deliveries that may be unacked.
 
-        On a ``Queue(..., single_active_consumer=True)`` it takes effect once nothing is unacked here for a moment, or
-        with the next channel: a new subscription gives the role away. A queue given by its name is not known to be one.
+        Setting it takes effect at once; for a while both limits may add up. On a `Queue` with
+        ``single_active_consumer=True`` it takes effect once nothing is unacked here for a moment, or with the next
+        channel: a new subscription gives the role away. A queue given by its name is not known to be one.
         """
         return self._options.prefetch
 
@@ -123,7 +125,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     @property
     def connected(self) -> bool:
-        """Whether it is subscribed, as far as is known."""
+        """Whether it is subscribed, as far as it is known."""
         return self._subscription is not None and self._subscription.connected
 
     @property
@@ -224,7 +226,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         return least if subscription.session.running else END_TIMEOUT
 
     def _time_to_settle(self) -> float:
-        """Return the seconds to tell the store of claims whose settlement it has not answered."""
+        """Return the seconds for retries of settlements without an answer."""
         left = self._options.stop_timeout if self._stop_by is None else self._stop_by - time.monotonic()
         return max(left, _SETTLE_AT_LEAST)
 

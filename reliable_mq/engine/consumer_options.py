@@ -1,4 +1,4 @@
-"""The options of a consumer: each is declared, described and checked here, for both APIs.
+"""The options of a consumer, declared, described and checked for both APIs.
 
 Invariants: an option that RabbitMQ would refuse, that contradicts another one, or that would lose messages by mistake
 is refused here, before anything is connected, with a text that names it; a session and a set-up made here fit each
@@ -303,9 +303,10 @@ class ConsumerOptions:
 
     @property
     def largest_body(self) -> int:
-        """Bytes of a body that are read; a larger one is rejected unread, and the broker dead-letters it.
+        """The largest body that is read, in bytes.
 
-        Unless that would lose it, because only this consumer knows of a dead-letter queue.
+        A larger one is rejected unread, and the broker dead-letters it; unless that would lose it, because only this
+        consumer knows of a dead-letter queue.
         """
         most, _ = self._limits
         ours_alone = self.dead_letter is not None and not self._broker_dead_letters
@@ -315,12 +316,12 @@ class ConsumerOptions:
 
     @property
     def republishes(self) -> bool:
-        """Whether anything is ever published: dead letters, or messages that wait in delay queues."""
+        """Whether dead letters, retries or suspects may be published."""
         return self.dead_letter is not None or self._delay_queues is not None or self._quarantine is not None
 
     @property
     def single_active(self) -> bool:
-        """Whether the queue gives its messages to one consumer at a time, as far as it is known here."""
+        """Whether the queue is known to have a single active consumer."""
         queue = self._queue
         if isinstance(queue, str):
             return False
@@ -328,7 +329,10 @@ class ConsumerOptions:
 
     @property
     def consumer_timeout(self) -> float | None:
-        """The broker's consumer timeout, in seconds, as far as it is known here; the queue's arguments override it."""
+        """The consumer timeout of the broker in seconds, as far as it is known.
+
+        Arguments of the queue override it.
+        """
         queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
         given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
         return min(given, default=self._consumer_timeout)
@@ -396,7 +400,10 @@ class ConsumerOptions:
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
     def new_publisher(self, kind: Callable[..., PublisherT]) -> PublisherT:
-        """Make the publisher for retries and dead letters, which leaves it to the session to try again, or to wait."""
+        """Make the publisher for retries and dead letters.
+
+        It does not retry: the session does.
+        """
         return kind(**self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise")
 
     def new_claiming(self) -> ClaimPolicy | None:
@@ -415,9 +422,9 @@ class ConsumerOptions:
     def setup(
         self, server: ServerInfo, consumer_tag: str, following: int | None, maker: NewQueueListener | None = None
     ) -> SetupGenerator:
-        """Return the steps after which the broker delivers; from the offset ``following`` on, in a stream.
+        """Return the steps after which the broker delivers.
 
-        `maker` is told of the quorum queues that they make.
+        Of a stream, from the offset ``following`` on. `maker` is told of the quorum queues that they make.
         """
         return consumer_setup(
             self._queue,
@@ -432,7 +439,7 @@ class ConsumerOptions:
         )
 
     def pull_setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the steps after which the broker can be asked for deliveries; `maker` is as in `setup`."""
+        """Return the steps before ``basic.get``; `maker` is as in `setup`."""
         return pull_setup(self._queue, self._declared, server.version_tuple, maker)
 
     def consume(self, consumer_tag: str, following: int | None) -> Consume:
@@ -469,7 +476,7 @@ class ConsumerOptions:
         return [*self.topology, *beside]
 
     def _new_quarantine(self, queue: Queue | str) -> Queue | None:
-        """Return the quarantine of the queue, if the broker counts returns, and a handler is there for it."""
+        """Return the quarantine, if the broker counts returns and there is a handler."""
         if isinstance(queue, str) or queue.type != "quorum" or not self._pushed or self._ack_mode == "automatic":
             return None
         if self._broker_retries:
@@ -483,7 +490,7 @@ class ConsumerOptions:
         return able and self._retry.backend != "memory" and self._ack_mode == "manual"
 
     def _new_delay_queues(self, queue: Queue | str) -> DelayQueues | None:
-        """Return the delay queues, if there may be some beside the queue and a message would ever wait in them."""
+        """Return the delay queues, if there may be some and a message may wait in them."""
         if (
             self._retry.backend != "queues"
             or self._broker_retries
@@ -507,10 +514,10 @@ class ConsumerOptions:
         return name
 
     @staticmethod
-    def _refuse_with(given: Mapping[str, bool], what: str) -> None:
+    def _refuse_with(given: Mapping[str, bool], reason: str) -> None:
         for option, is_given in given.items():
             if is_given:
-                _refuse(f"{option} does not go with {what}")
+                _refuse(f"{option} does not go with {reason}")
 
 
 def _arguments(given: Mapping[str, object] | None, queue: Queue | str, offset: Offset | None) -> dict[str, object]:

@@ -111,7 +111,7 @@ class Event(Protocol):
 
 
 class BaseRepublisher:
-    """Publishes dead letters and retries, confirmed; an API adds how it calls the publisher.
+    """Publishes dead letters and retries, confirmed. An API adds the calls.
 
     Args:
         publisher: not opened yet; closed by ``close``.
@@ -143,10 +143,10 @@ class HandlerPool(Protocol):
         """Queue work for handlers."""
 
     def stop_starting(self) -> None:
-        """Begin with nothing more; waiting work, and new, is recalled. Any thread."""
+        """Start no more handlers; work that waits, or comes, can be recalled. Any thread."""
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has begun with, nor will."""
+        """Return the deliveries that no handler began with, nor will."""
 
 
 class BaseSubscription:
@@ -159,11 +159,11 @@ class BaseSubscription:
 
     Attributes:
         handlers: runs handlers; to be set before `start`.
-        quarantine_handlers: the same for deliveries from quarantine, which hold up no others there; None to use
+        quarantine_handlers: runs them for deliveries from quarantine, which so delay no others; None to use
             ``handlers``.
         republisher: for dead letters and retries; to be set before `start` where the session makes any.
         session: decides.
-        largest_body: see `ChannelSink`.
+        largest_body: the largest body to read, in bytes, as in `ChannelSink`.
         error: why it ended by itself, if it did.
         reconnects: connections lost and made again.
         hurried: whether it was told not to wait.
@@ -512,7 +512,7 @@ class BaseSubscription:
     def _subscribed_to_quarantine(self, outcome: object) -> None:
         self._in_quarantine = not isinstance(outcome, Exception)
         if not self._in_quarantine:
-            logger.warning("consumer %r does not handle what is in quarantine: %s", self._options.name, outcome)
+            logger.warning("consumer %r does not handle the messages in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:
         error = outcome if isinstance(outcome, ReliableMQError) else None

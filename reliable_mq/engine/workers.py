@@ -1,10 +1,10 @@
 """The threads that run handlers, and the groups in which deliveries are claimed.
 
-An exception that comes where none can be expected (one that another thread has sent, no memory) is logged, and the
-deliveries that the worker held have failed; the worker goes on, on another thread if need be.
+An exception where none can be expected (sent by another thread, no memory) is logged, and the deliveries of the worker
+have failed; the worker goes on, on another thread if need be.
 
-If handlers are quick, several deliveries are claimed at once; those whose turn does not come soon are put back,
-unclaimed, so that no lease runs while another handler takes its time. If the store fails, half as many are claimed
+If handlers are quick, several deliveries are claimed at once; those that do not begin soon are released and put back,
+so that no lease runs while another handler takes its time. If the store fails, half as many are claimed
 next, and then slowly more: it may have no space for so many.
 
 Invariants:
@@ -139,7 +139,7 @@ UNANSWERED = (
     "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
     "and one whose handler has returned is handled again then"
 )
-LOOK_INTERVAL = 0.1  # seconds between two looks whether it is still worth waiting for the store
+LOOK_INTERVAL = 0.1  # seconds from one check to the next whether to wait for the store any longer
 _LOST = "the worker that called its handler was ended"
 
 
@@ -201,11 +201,11 @@ class WorkerPool:
         self._waiting.put(work)
 
     def stop_starting(self) -> None:
-        """Begin with nothing more; waiting work, and any put by now, can be recalled."""
+        """Start no more handlers; work that waits, or comes, can be recalled. Any thread."""
         self._waiting.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has begun with; a worker requeues its own."""
+        """Return the deliveries that no handler began with; a worker requeues its own."""
         recalled: list[Delivery] = []
         for item in self._waiting.recall():
             if isinstance(item, Delivery):
@@ -255,7 +255,7 @@ class WorkerPool:
                 while True:
                     try:
                         answer = store_call(self._store, step)()
-                    except Exception as error:  # noqa: BLE001  # the generator decides what it means
+                    except Exception as error:  # noqa: BLE001  # the generator decides
                         step = steps.throw(error)
                     else:
                         step = steps.send(answer)
@@ -448,7 +448,7 @@ class _ClaimingWorker(_Worker):
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
-            logger.exception("handling %s was ended by what no handler has raised", names(deliveries))
+            logger.exception("handling %s was ended by an exception that no handler has raised", names(deliveries))
             return all_failed(deliveries, error)
         self.unreported = ()
         begun, left = self._groups.end(results)
@@ -476,7 +476,7 @@ class _ClaimingWorker(_Worker):
                             seconds.append(now - started)
                     else:
                         raise NotStarted  # noqa: TRY301
-                except BaseException as error:  # noqa: BLE001  # the generator decides what it means
+                except BaseException as error:  # noqa: BLE001  # the generator decides
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)

@@ -3,9 +3,9 @@
 It starts and ends the parts (a subscription, worker threads, a publisher for dead letters). Its promises about
 deliveries are kept by :mod:`reliable_mq.core.consumer.session`.
 
-Python notes a signal when it comes, and runs the handler of it on its main thread, between two steps of that. A wait
-without end may keep it from that for ever: if the signal came between the last step and the wait, or went to another
-thread. So the waits of `run` end every half second.
+Python runs a signal handler on the main thread, between two of its steps. A wait without end may keep it from running
+for ever, if the signal came just before the wait or went to another thread. So the waits of `run` end every half
+second.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _LOOK_EVERY: Final = 0.5  # seconds
 
 
 def wait_heeding_signals(over: threading.Event) -> None:
-    """Block until ``over`` is set, and let handlers of signals run within half a second wherever the signal went."""
+    """Block until ``over`` is set, and let signal handlers run every half second."""
     while not over.wait(_LOOK_EVERY):
         pass
 
 
 def next_signal(received: SimpleQueue[int]) -> int:
-    """Block until a handler of signals has put one in, and give it.
+    """Block until a signal handler has put a signal in; return it.
 
     A handler must not set an event that the main thread waits for: it may run while that thread has the event's lock.
     To put into a simple queue needs none.
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class Consumer(BaseConsumer[Subscription, WorkerPool]):
-    """Calls a handler with the messages of a queue, and acks each when the handler has finished with it. Thread-safe.
+    """Calls a handler with the messages of a queue, and acks them. Thread-safe.
 
     A handler that returns has handled its delivery: it is acked. One that raises has failed: the delivery is retried
     as ``retry`` says, then dead-lettered with the reason in its headers, and acked once that is confirmed. A handler
@@ -94,13 +94,13 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     # Running
 
     def run(self) -> None:
-        """Consume until `stop`, or a signal (SIGTERM, SIGINT) if this is the main thread. Blocks.
+        """Consume until `stop`, or on the main thread SIGTERM or SIGINT. Blocks.
 
-        On stopping, no handler is called any more, deliveries that none has begun with go back to the broker, and the
-        others are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that.
+        On stopping, no handler is called any more, deliveries that none has begun with are requeued, and the others
+        are finished and acked, for which ``stop_timeout`` is given. A second signal does not wait for that.
 
         Raises:
-            TopologyMismatch: the queue differs from what is declared, or does not exist.
+            TopologyMismatch: the queue differs from its declaration, or does not exist.
             BrokerUnavailable: connecting cannot succeed, or was given up as told.
             UsageError: it runs already, was stopped, or has no handler.
         """
@@ -136,19 +136,22 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             self._finished()
 
     def connect(self) -> None:
-        """Begin as ``with`` does, but raise if the broker cannot be reached at once. Does nothing while connected.
+        """Begin as ``with`` does, but raise if the broker cannot be reached at once.
 
-        After an error nothing is left running, and everything can be tried again.
+        Does nothing while it is connected. After an error nothing is left running, and everything can be tried again.
 
         Raises:
             BrokerUnavailable: no host could be reached; with ``permanent`` if trying again cannot help.
-            TopologyMismatch: the queue differs from what is declared, or does not exist.
+            TopologyMismatch: the queue differs from its declaration, or does not exist.
             UsageError: it was stopped.
         """
         self._connect(required=True)
 
     def __enter__(self) -> Self:
-        """Consume in the background. If the broker cannot be reached now, it goes on trying; errors as for `run`."""
+        """Consume in the background; errors as for `run`.
+
+        If the broker cannot be reached now, it goes on trying.
+        """
         subscription = None
         try:
             subscription = self._start(enter=True)
@@ -162,7 +165,10 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and wait for it. Raises the error that ended it, but never in place of an exception of the body."""
+        """Stop, and wait for the end; raise the error that ended the consumer.
+
+        It never takes the place of an exception of the body.
+        """
         try:
             self.close()
         except ReliableMQError:
@@ -182,7 +188,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
         The block gets the messages that are in the queue, up to ``max_messages``; if there are none, the first to come
         within ``timeout``, or nothing. Each delivery may be settled by itself (``ack()``, ``retry()``,
-        ``dead_letter(reason)``). When the block ends, the others are acked; when it raises, they go back to the queue.
+        ``dead_letter(reason)``). When the block ends, the others are acked; when it raises, they are requeued.
 
         The first call connects, unless ``with`` has. Callers on several threads take turns.
 
@@ -215,7 +221,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     # Starting and ending
 
     def _start(self, *, enter: bool = False) -> Subscription:
-        """Return the subscription, started. ``enter``: for the one `run` or ``with`` that there may be."""
+        """Return the subscription, started; ``enter``: by `run` or ``with``, once."""
         self._check_process()
         starts = False
         try:
@@ -230,7 +236,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                     self._subscription.start()
                 self._started(enter)
                 return self._subscription
-        except BaseException:  # of a signal handler, say: nobody else knows what runs by now
+        except BaseException:  # of a signal handler, say: nobody else knows of the parts that run
             if starts:
                 self._undo_start()
             raise
@@ -245,7 +251,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         _open_consumers.discard(self)
 
     def _connect(self, *, required: bool) -> Subscription:
-        """Start, and wait for the first attempts. After an error nothing is left of what this call has started."""
+        """Start, and wait for the first attempts; undo the start if they fail."""
         first = self._subscription is None
         subscription = self._start()
         try:
@@ -259,7 +265,10 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         return subscription
 
     def _await_first_attempts(self, subscription: Subscription, *, required: bool = False) -> None:
-        """Wait until each host had its first attempt. Raises an error that time cannot heal, or any if ``required``."""
+        """Wait until each host had its first attempt.
+
+        Raise an error that time cannot heal, or any if ``required``.
+        """
         error = subscription.wait_connected(self._options.settings.first_attempts_timeout)
         if error is not None and (required or error is subscription.error):
             raise error
@@ -291,7 +300,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         def on_signal(number: int, _frame: FrameType | None) -> None:
             received.append(number)
             if self._subscription is None:
-                return  # it is being made, by `run`, which looks at what was received
+                return  # it is being made, by `run`, which checks `received`
             if len(received) == 1:
                 self.stop()
             else:
@@ -306,7 +315,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
 
 # Consumers that run in the background are closed at the latest when the interpreter exits, so that handled deliveries
-# are acked and the rest goes back. In a forked child they are the parent's.
+# are acked and the rest is requeued. In a forked child they are the parent's.
 _open_consumers: set[Consumer] = set()
 at_fork(ForkStage.FORGET, _open_consumers.clear)
 

@@ -77,7 +77,7 @@ class Republisher(BaseRepublisher):
 
 
 class Subscription(BaseSubscription):
-    """The connection of a consumer; see `BaseSubscription`."""
+    """The connection of a consumer, on an I/O thread."""
 
     ended: threading.Event
     republisher: Republisher | None
@@ -118,7 +118,7 @@ class Subscription(BaseSubscription):
 
 
 class PullSubscription(Subscription, BasePullSubscription):
-    """A subscription that asks for each delivery; see `BasePullSubscription`."""
+    """A subscription that asks for each delivery."""
 
     _changed: threading.Condition
 

@@ -53,7 +53,7 @@ def test_deliveries_that_are_unacked_for_long_are_warned_of_by_name_age_and_queu
     assert (notice.kind, notice.delivery) == (LogEventKind.OVERDUE, None)
     assert notice.text == (
         "message 'm1', message 'm2' of queue 'orders', for 1350 s; "
-        "the broker takes back what is unacked for 1800 s, its consumer timeout"
+        "the broker requeues a delivery that is unacked for 1800 s, its consumer timeout"
     )
     session.tick(1790.0)
     assert (kinds(session), session.statistics.overdue, session.deadline) == ([], 2, None)

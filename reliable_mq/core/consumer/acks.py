@@ -43,7 +43,7 @@ __all__ = ["AckBatcher", "Frames"]
 _LARGEST_BATCH = 100  # acks that one frame stands for, unless more are asked for
 _STEPS = 64  # of tags that are worth walking over, at any size
 
-#: What to send, in this order: (delivery tag, multiple).
+#: Frames to send, in this order: (delivery tag, multiple).
 Frames: TypeAlias = list[tuple[int, bool]]
 
 

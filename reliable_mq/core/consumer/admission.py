@@ -31,7 +31,7 @@ class AdmissionResult(NamedTuple):
     """The result of the checks of a delivery.
 
     Attributes:
-        refusal: why it is dead-lettered unseen; None where it is not.
+        refusal: why it is dead-lettered unseen; None if it is not.
         path: the delay queues that are left before its next attempt.
         suspect: whether it was in quarantine before.
         lost: the attempts that failed since it was published last, with the loss of their consumer.
@@ -146,12 +146,12 @@ class Admission:
         return used_up(failures.count, self._max_attempts) + lost
 
     def _too_large(self, delivery: Delivery) -> str | None:
-        for what, size, limit in (
+        for part, size, limit in (
             ("body", len(delivery.body), self._max_body),
             ("properties", len(delivery.properties), self._max_header),
         ):
             if size > limit:
-                return f"{size} bytes of {what} are above the limit of {limit}"
+                return f"{size} bytes of {part} are above the limit of {limit}"
         return None
 
     def _unpacked(self, delivery: Delivery) -> RetryState | str:

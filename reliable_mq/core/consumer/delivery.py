@@ -306,10 +306,11 @@ class Delivery(RawDelivery):
         self._decoded = None
 
     def to_pika(self) -> tuple[Any, Any, bytes]:
-        """Return pika's ``(method, properties, body)``: a ``Basic.Deliver``, a ``BasicProperties``, and bytes.
+        """Return pika's ``(method, properties, body)``.
 
-        For code that was written for pika's callbacks: ``callback(None, *delivery.to_pika())``. It cannot settle the
-        delivery; the outcome of the handler does. What pika decodes as it decodes it; other values as here.
+        They are a ``Basic.Deliver``, a ``BasicProperties`` and bytes, for code that was written for pika's callbacks:
+        ``callback(None, *delivery.to_pika())``. It cannot settle the delivery; the outcome of the handler does. Values
+        that pika decodes are as it decodes them, others as here.
 
         Raises:
             ConsumeError: the properties are broken.
@@ -321,7 +322,7 @@ class Delivery(RawDelivery):
         return method, properties, self._body
 
     def to_aio_pika(self) -> Any:
-        """Return an ``aio_pika.IncomingMessage``, for code that was written for aio-pika's callbacks.
+        """Return an ``aio_pika.IncomingMessage``, for code written for aio-pika.
 
         It counts as settled, as with ``no_ack=True``: the outcome of the handler settles the delivery. So
         ``async with message.process(ignore_processed=True)`` does nothing, and ``message.ack()`` raises.

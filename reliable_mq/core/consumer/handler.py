@@ -196,7 +196,7 @@ class ClaimPolicy:
     ) -> None:
         self._queue = queue
         self._namespace = namespace
-        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery, and what its key began with
+        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery, and the prefix of its key
         self.key = key
         self.lease = lease
         self.max_attempts = max_attempts

@@ -541,7 +541,7 @@ class ConsumerSession:
         timeout = self._timeouts.timeout or 0.0
         text = (
             f"{names(overdue)}, for {timeout * WARN_AT:g} s; "
-            f"the broker takes back what is unacked for {timeout:g} s, its consumer timeout"
+            f"the broker requeues a delivery that is unacked for {timeout:g} s, its consumer timeout"
         )
         self._settlement.log(LogEventKind.OVERDUE, None, text)
 

@@ -1,10 +1,10 @@
-"""The offset at which to go on in a stream when its channel is lost.
+"""The offset at which to resume a stream when its channel is lost.
 
 A stream keeps consumed messages, and no count of acks.
 
-Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; what was settled behind
-an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams. Memory is
-bounded by what is between the oldest unsettled delivery and the newest.
+Invariants: the position is never beyond a delivery that is not settled, so nothing is left out; a settled delivery
+behind an unsettled one is delivered again, and is marked as redelivered, which RabbitMQ does not do for streams. Memory
+is bounded by the deliveries between the oldest unsettled one and the newest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The dead letter of a delivery: the same message, with what happened to it in headers of ours.
+"""Dead letters: the message of a delivery, with its history in headers of ours.
 
-Invariants: the body and every property and header that is not ours are copied byte for byte, with these exceptions,
-which travel in headers of ours instead, because of what RabbitMQ does with them in a message that is published again:
-``CC`` and ``BCC`` (it would be routed there again), ``user_id`` (another user's closes the channel with 406) and
-``expiration`` (the dead letter would expire). RabbitMQ's counts of deliveries (``x-delivery-count``,
-``x-acquired-count``) are left out: they are of the queue that it leaves. The ``message_id`` stays what it was, none
-included. What is said to be original stays so when a dead letter is dead-lettered again.
+Invariants: the body and every property and header that is not ours are copied byte for byte. Some would do harm in a
+message that is published again, and travel in headers of ours instead: ``CC`` and ``BCC`` (it would be routed there
+again), ``user_id`` (another user's closes the channel with 406) and ``expiration`` (the dead letter would expire).
+RabbitMQ's counts of deliveries are left out: they belong to the queue that the message leaves. The ``message_id`` stays
+as it was, none included. Headers of the original queue, exchange and properties stay when a dead letter is
+dead-lettered again.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Target(NamedTuple):
 
 
 class RepublishReason(enum.Enum):
-    """What for a message is published again."""
+    """The purpose of a message that is published again."""
 
     DEAD_LETTER = "dead letter"
     """It is given up."""
     RETRY = "retry"
     """It waits in a delay queue for its next attempt."""
     QUARANTINE = "quarantine"
-    """It may be what kills its consumer, and is handled by itself from here on."""
+    """It is suspected of killing its consumer, and is handled by itself from now on."""
 
 
 class RepublishRequest:
@@ -71,12 +71,12 @@ class RepublishRequest:
 
     Attributes:
         delivery: the original, unsettled until this is confirmed.
-        exchange, routing_key: where to.
+        exchange, routing_key: where it is published to.
         properties: encoded.
-        reason: why, of a dead letter.
-        purpose: what for.
-        queue: the queue that it goes to, where that may have to be declared.
-        tries: how often it was not confirmed.
+        reason: why it is a dead letter; else empty.
+        purpose: why it is published.
+        queue: the queue that it goes to, if that may have to be declared.
+        tries: the publishes that were not confirmed.
     """
 
     __slots__ = ("delivery", "exchange", "properties", "purpose", "queue", "reason", "routing_key", "tries")
@@ -173,7 +173,7 @@ class DeadLetters:
 
 
 def _moved(view: Properties, theirs: Mapping[str, object]) -> dict[str, object]:
-    """Collect what may not stay where it is."""
+    """Return the headers that replace ``CC``, ``BCC``, ``user_id`` and ``expiration``."""
     values = {
         headers.ORIGINAL_CC: theirs.get("CC"),
         headers.ORIGINAL_BCC: theirs.get("BCC"),
@@ -188,7 +188,7 @@ def _is_ours(theirs: Mapping[str, object]) -> bool:
 
 
 def _readable(view: Properties) -> Mapping[str, object]:
-    """Read those headers that are ours, where others cannot be read."""
+    """Read our headers, though others cannot be read."""
     try:
         return view.headers_beginning(headers.PREFIX)
     except CodecError:
@@ -196,7 +196,7 @@ def _readable(view: Properties) -> Mapping[str, object]:
 
 
 def _may_copy(properties: bytes) -> bool:
-    """Whether a header table that we cannot read may hold a CC or BCC, which the broker would read."""
+    """Whether a header table that we cannot read may have a ``CC`` or ``BCC``."""
     return b"\x02CC" in properties or b"\x03BCC" in properties
 
 

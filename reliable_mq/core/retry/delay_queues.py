@@ -1,13 +1,13 @@
-"""Delay queues: which there are beside a queue, and through which of them a message goes to wait for so long.
+"""Delay queues: the queues in which the messages of a queue wait for their retry.
 
-A message expires at the head of its queue only, so each delay queue has one delay, and what expires goes back to the
-queue at least once. The delays of the policy have queues of their own, declared with the queue. Any other delay (of
-``RetryLater``, or with jitter) goes through a few queues of a fixed series, one after the other, declared when one is
-first needed: 1, 2, 5, 10, 20, 50, ... times a tenth of a second.
+A message expires at the head of its queue only, so each delay queue has one delay, and dead-letters expired messages to
+the queue, at least once. The delays of the policy have queues of their own, declared with the queue. Any other delay
+(of ``RetryLater``, or with jitter) goes through a few queues of a fixed series, one after the other, declared when one
+is first needed: 1, 2, 5, 10, 20, 50, ... times a tenth of a second.
 
 A series that is fixed needs no cleaning up. Nor could it be done: ``x-expires`` deletes a quorum queue with the
 messages that wait in it, publishing and declaring again do not renew it, there is no "delete if empty" for quorum
-queues, and messages that have expired and wait for their queue to take them back are in no count that AMQP shows (all
+queues, and messages that have expired and wait to be dead-lettered to their queue are in no count that AMQP shows (all
 of it on 4.0 and 4.3).
 
 Invariants: a path takes at least the delay that was asked for, and more than that by a second or a tenth of it at most;
@@ -44,11 +44,11 @@ _NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", 
 
 
 class DelayQueue(NamedTuple):
-    """What the name of a delay queue says.
+    """The name of a delay queue, decoded.
 
     Attributes:
-        queue: where its messages go back to.
-        milliseconds: how long they wait.
+        queue: the queue that its messages return to.
+        milliseconds: the delay.
     """
 
     queue: str
@@ -56,7 +56,7 @@ class DelayQueue(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> DelayQueue | None:
-        """Read a name; None where it is not that of a delay queue."""
+        """Decode a name; None if it is not the name of a delay queue."""
         match = _NAMED.fullmatch(name)
         return None if match is None else cls(match["queue"], int(match["milliseconds"]))
 
@@ -96,7 +96,7 @@ class DelayQueues:
             )
 
     def path(self, delay: float) -> tuple[int, ...]:
-        """The delay queues that make a message wait for ``delay`` seconds, by their milliseconds; none for 0."""
+        """Return the path for a delay in seconds: the milliseconds of each delay queue."""
         left = milliseconds(min(delay, LONGEST / 1000))
         tolerance = max(_TOLERANCE, left // 10)
         path: list[int] = []
@@ -109,17 +109,17 @@ class DelayQueues:
         return tuple(path)
 
     def through(self, path: Sequence[int]) -> tuple[int, ...]:
-        """Return ``path`` where it goes through delay queues that are ours, else one of ours that takes as long.
+        """Return a path through our delay queues that takes as long as ``path``.
 
-        It travels in a header, which any client can send: it must not make queues, which stay.
+        A path travels in a header, which any client can send: it must not make queues, which stay.
         """
         return tuple(path) if self._known.issuperset(path) else self.path(sum(path) / 1000)
 
     def queue(self, step: int) -> Queue:
-        """The delay queue of so many milliseconds."""
+        """Return the delay queue of so many milliseconds."""
         return Queue(DelayQueue(self._queue, step).name, message_ttl=step / 1000, dead_letter=self._queue)
 
 
 def milliseconds(delay: float) -> int:
-    """Round up: a delay is never cut short."""
+    """Return a delay in milliseconds, rounded up: it is never cut short."""
     return ceil(round(delay * 1000, 6))

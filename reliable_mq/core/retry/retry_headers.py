@@ -1,12 +1,12 @@
-"""A delivery as the message that waits for its next attempt, and back.
+"""Encode a delivery as the message that waits for its next attempt, and decode it.
 
-Invariants: what comes out is what went in: the body, the exchange, the routing key, and of the properties every one and
-every header byte for byte (RabbitMQ sorts headers by name when it dead-letters, which is how a message leaves a delay
-queue). What may not travel where it is gives way meanwhile: ``CC`` and ``BCC`` (it would be routed there again) and
-what the broker says of earlier dead-lettering (it says it anew) change their names, ``user_id`` (another user's closes
-the channel) and ``expiration`` (it would cut the delay short) move into the header `headers.RETRY`, with the exchange
-and routing key that a delay queue does not keep. What cannot be made to come out the same does not go in. The attempt
-is in `headers.ATTEMPT`; neither it nor anything else that is out of its range is believed.
+Invariants: body, exchange, routing key, every property and every header are the same afterwards, byte for byte
+(RabbitMQ sorts headers by name when it dead-letters, which is how a message leaves a delay queue). Some may not stay in
+place meanwhile: ``CC`` and ``BCC`` (the message would be routed there again) and the headers of earlier dead-lettering
+(the broker writes them anew) change their names; ``user_id`` (another user's closes the channel) and ``expiration`` (it
+would cut the delay short) move into the header `headers.RETRY`, with the exchange and routing key, which a delay queue
+does not keep. A message that would not be the same afterwards is not encoded. The attempt is in `headers.ATTEMPT`; a
+value of ours that is out of its range is ignored.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _CLEARED: Final = ("user_id", "expiration")
 
 
 class RetryState(NamedTuple):
-    """What a message said that came out of a delay queue, or out of the quarantine of a queue.
+    """The state of a message that came from a delay queue, or from quarantine.
 
     Attributes:
-        path: the delay queues that it has still to go through, in milliseconds.
+        path: the delays of the delay queues that are left, in milliseconds.
         suspect: whether it is suspected of killing its consumer.
     """
 
@@ -58,7 +58,7 @@ PLAIN: Final = RetryState()
 
 
 def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspect: bool = False) -> bytes | None:
-    """Return the properties of the waiting message; None if they would not survive.
+    """Return the properties of the waiting message; None if they would be changed.
 
     Args:
         delivery: with its failures so far.
@@ -104,7 +104,7 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
 
 
 def decode_retry_headers(delivery: Delivery) -> RetryState:
-    """Make a delivery what it was before it waited, and put what is known of its failures on it.
+    """Restore a delivery that has waited, with its failed attempts.
 
     Raises:
         NewerFormat: its headers are from a newer version of this package.
@@ -122,7 +122,7 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     if headers.DEAD_LETTER_REASON not in ours:  # else the format is the dead letter's
         dropped.append(headers.FORMAT)
     try:
-        # In two steps: what the broker has written must be gone before the original takes its name again.
+        # In two steps: the broker's headers must be gone before the original ones take their names again.
         properties = rewrite_properties(delivery.properties, drop_headers=dropped)
         segments = split_properties(rewrite_properties(properties, rename_headers=back))
     except CodecError as error:  # pragma: no cover -- its headers were read above
