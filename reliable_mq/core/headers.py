@@ -63,10 +63,6 @@ ORIGINAL: Final = "x-reliable-mq-original-"
 #: The value of FORMAT.
 FORMAT_VERSION: Final = 1
 
-#: RabbitMQ's counts of the deliveries from one queue; they are no part of the message, and would
-#: mislead in another queue.
-BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
-
 
 def wire_text(value: str) -> str | bytes:
     """Restore bytes that are no UTF-8 and were decoded with surrogate escapes."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.core.headers import BROKER_COUNTS
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS
 from reliable_mq.message import Message
 
 if TYPE_CHECKING:

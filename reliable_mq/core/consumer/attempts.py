@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
 
 __all__ = [
+    "BROKER_COUNTS",
     "AttemptHistory",
     "AttemptTracker",
     "Failure",
@@ -50,6 +51,8 @@ __all__ = [
     "whole",
 ]
 
+#: RabbitMQ's counts of the deliveries from one queue; they are no part of the message, and would mislead in another.
+BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 MESSAGE_LIMIT: Final = 512  # characters
 _TYPE_LIMIT: Final = 128
 _SHOWN: Final = 5  # exceptions of a group that its description shows

@@ -25,8 +25,7 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import CodecError, Properties
-from reliable_mq.core.consumer.attempts import whole
-from reliable_mq.core.headers import BROKER_COUNTS
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS, whole
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import SHORT_STRING_BYTES

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, encode_table, join_properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS, printable
 from reliable_mq.core.headers import wire_text
 from reliable_mq.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ _CLEARED: Final = ("user_id", "expiration")
 _DROPPED: Final = (
     "CC",
     "BCC",
-    *headers.BROKER_COUNTS,
+    *BROKER_COUNTS,
     headers.ATTEMPT,
     headers.EXCEPTION_TYPE,
     headers.EXCEPTION_MESSAGE,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import CodecError, Properties, join_properties, rewrite_properties, split_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import failures_from_headers
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS, failures_from_headers
 from reliable_mq.core.headers import wire_text
 from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
 from reliable_mq.errors import ConfigurationError, ConsumeError
@@ -97,7 +97,7 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         }
         stale = [new for name, new in _MOVED.items() if name in moved]
         return rewrite_properties(
-            raw, set_headers=ours, drop_headers=(*headers.BROKER_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
+            raw, set_headers=ours, drop_headers=(*BROKER_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
         )
     except (CodecError, ConfigurationError):
         return None
