@@ -210,7 +210,7 @@ class DemoResult:
 
     def __rich__(self) -> Group:
         balance, progress, faults = self.balance, self.progress, self.faults
-        again = f"of them {progress.republished:,} again, since nobody could say whether they had arrived"
+        again = f"of them {progress.republished:,} again, since their outcome was unknown"
         once = "each had its effect exactly once" if not balance.repeated_effects else "some had it more than once"
         rows = [
             ("published", balance.attempted, again if progress.republished else ""),

@@ -38,7 +38,7 @@ def run(shop: Shop, outages: Outages, where: str) -> int:
             say("interrupted: closing")
         finally:
             outages.end()
-    result = DemoResult(shop.account.balance(), shop.progress, outages.done, time.monotonic() - began)
+    result = DemoResult(shop.audit.balance(), shop.progress, outages.done, time.monotonic() - began)
     if interrupted:
         say(f"interrupted: {result.so_far}")
         return INTERRUPTED
@@ -53,7 +53,7 @@ def run(shop: Shop, outages: Outages, where: str) -> int:
 
 
 def _watch(shop: Shop, outages: Outages, display: LinesDisplay | LiveDisplay, began: float) -> str | None:
-    """Show the progress until the job is done; return why it ended early, if it did."""
+    """Show the progress until the job is done; return the reason if it ended early."""
     publisher, consumer, story = shop.publisher, shop.consumer, Story()
     latest, latest_at = shop.progress, 0.0
     pause = threading.Event()

@@ -89,7 +89,7 @@ class Shop:
         rate: how many a second; 0 for as many as possible.
 
     Attributes:
-        account: the audit of every order.
+        audit: of every order.
         broker: its product and version; once entered.
         queues: the work queue and its dead-letter queue.
         publisher, consumer: of the orders.
@@ -100,7 +100,7 @@ class Shop:
 
     def __init__(self, url: str, settings: ConnectionSettings, *, orders: int, rate: float) -> None:
         self.orders = orders
-        self.account = Audit()
+        self.audit = Audit()
         self.failure: Exception | None = None
         self._url = url
         self._settings = settings
@@ -117,7 +117,7 @@ class Shop:
         retry = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
         delays = DelayQueues(self._queue.name, retry)
         self._beside = (Quarantine.of(self._queue).name, *(delays.queue(step).name for step in delays.own))
-        soon = wait_exponential(multiplier=0.1, max=1.0)  # somebody watches: reconnect as soon as possible
+        soon = wait_exponential(multiplier=0.1, max=1.0)  # for a user who watches
         self.publisher = Publisher(url, topology=[self._queue], reconnect_wait=soon, name=f"{_NAME} publisher")
         self.consumer = Consumer(
             url,
@@ -130,11 +130,7 @@ class Shop:
             name=f"{_NAME} consumer",
         )
         self._dead_letters = Consumer(
-            url,
-            self.queues[1],
-            self._found_dead,
-            reconnect_wait=soon,
-            name=f"{_NAME} dead letters",
+            url, self.queues[1], self._found_dead, reconnect_wait=soon, name=f"{_NAME} dead letters"
         )
         self._till = threading.Thread(target=self._publish_all, name=f"{_NAME} orders", daemon=True)
         self._open = ExitStack()
@@ -145,7 +141,9 @@ class Shop:
         Raises:
             ReliableMQError: the broker cannot be reached, or refuses something.
         """
-        with AdminChannel(self._settings, name=_NAME) as channel:  # fails at once where it cannot succeed
+        with AdminChannel(
+            self._settings, name=_NAME
+        ) as channel:  # fails at once if the login or the queues are refused
             self.broker = f"{channel.server.product} {channel.server.version}"
         with ExitStack() as opened:
             opened.callback(self._take_down)
@@ -184,10 +182,10 @@ class Shop:
             return False
         if self._handled + len(self._dead) < self.publisher.statistics.confirmed:
             return False
-        return self._is_idle() and not self.account.balance().lost
+        return self._is_idle() and not self.audit.balance().lost
 
     def _is_idle(self) -> bool:
-        """Whether the consumer has nothing unacked, and got nothing since the last call."""
+        """Whether the consumer has nothing unacked, and nothing was delivered since the last call."""
         received = self.consumer.statistics
         delivered, self._delivered = self._delivered, received.delivered
         settled = received.acked + received.rejected + received.requeued + received.lost
@@ -217,16 +215,16 @@ class Shop:
         if not is_poison(number):
             order["amount"] = 100 + number % 9900
         message = Message.json(order)
-        self.account.attempted(message.message_id)
+        self.audit.attempted(message.message_id)
         self._published += 1
         self.publisher.submit(message, routing_key=self._queue.name).add_done_callback(self._settled)
 
     def _settled(self, confirmation: Confirmation) -> None:
         error = confirmation.exception()
         if error is None:
-            self.account.confirmed(confirmation.message_id)
+            self.audit.confirmed(confirmation.message_id)
         elif not isinstance(error, PublishUnconfirmed):
-            self.account.failed(confirmation.message_id)
+            self.audit.failed(confirmation.message_id)
 
     # Handling, on the consumers' threads
 
@@ -234,30 +232,29 @@ class Shop:
         order = delivery.json()
         if fails_once(order["order"]) and delivery.attempt == 1:
             raise ConnectionError("the payment service did not answer")
-        self._charge(delivery, order["customer"], order["amount"])  # a poison order has no amount: KeyError
-
-    def _charge(self, delivery: Delivery, _customer: str, _amount: int) -> None:
+        if "amount" not in order:
+            raise KeyError("amount")
         message_id = delivery.message_id or ""
-        self.account.effect(message_id)
-        self.account.handled(message_id)
+        self.audit.effect(message_id)
+        self.audit.handled(message_id)
         with self._lock:
             self._handled += 1
 
     def _found_dead(self, delivery: Delivery) -> None:
         message_id = delivery.message_id or ""
-        self.account.dead_lettered([message_id])
+        self.audit.dead_lettered([message_id])
         self._dead.add(message_id)
 
     # Closing
 
     def _take_down(self) -> None:
         """Record the orders that are left in the queues, and delete these."""
-        books = (self.account.left, self.account.dead_lettered, *[self.account.left] * len(self._beside))
-        for name, book in zip((*self.queues, *self._beside), books, strict=True):
+        for name in (*self.queues, *self._beside):
+            record = self.audit.dead_lettered if name == self.queues[1] else self.audit.left
             with Consumer(self._url, name, None, prefetch=_AT_A_TIME, name=_NAME) as consumer:
                 while True:
                     with consumer.get(_AT_A_TIME, _LEFT_WAIT) as deliveries:
-                        book([delivery.message_id or "" for delivery in deliveries])
+                        record([delivery.message_id or "" for delivery in deliveries])
                     if not deliveries:
                         break
         with AdminChannel(self._settings, name=_NAME) as channel:
