@@ -511,7 +511,7 @@ class BaseSubscription:
 
     def _subscribed_to_quarantine(self, outcome: object) -> None:
         self._in_quarantine = not isinstance(outcome, Exception)
-        if not self._in_quarantine:
+        if not self._in_quarantine and not isinstance(outcome, BrokerUnavailable):  # then the next channel asks again
             logger.warning("consumer %r does not handle the messages in quarantine: %s", self._options.name, outcome)
 
     def _declared(self, queue: Queue, outcome: object) -> None:

@@ -565,6 +565,34 @@ def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
     assert not channel.consumers
 
 
+def test_a_lost_connection_says_nothing_of_quarantine(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even before it was subscribed to: the next connection subscribes to both."""
+    answered = broker.gates["orders#quarantine"] = threading.Event()
+    with new_consumer(Handler(), ORDERS, name="orders"):
+        first = broker.consuming
+        broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
+        first.connection.cut()
+        answered.set()
+        broker.wait(lambda: broker.consumed not in {None, first}, "another channel")
+        broker.wait(lambda: len(broker.consuming.consumers) == 2, "both subscriptions")
+    assert "connection lost" in caplog.text
+    assert "quarantine" not in caplog.text
+
+
+def test_a_refused_subscription_to_quarantine_is_logged(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = broker.gates["orders#quarantine"] = threading.Event()
+    with new_consumer(Handler(), ORDERS, name="orders"):
+        first = broker.consuming
+        broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
+        first.close(403, "ACCESS_REFUSED - no")
+        answered.set()
+        wait_until(lambda: "messages in quarantine" in caplog.text, timeout=10, what="the log line")
+
+
 def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     consumer = new_consumer(Handler(), ORDERS)
     consumer.connect()
