@@ -173,7 +173,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         deadline = time.monotonic() + limit
         if not await self._wait_stored(limit):
             return max(self._window.count, 1)
-        _, last = await self._ask(self.outbox.backlog, deadline)
+        _, last = await self._ask(self._backlog, deadline)
         left = await self._wait_relayed(last, deadline, lambda: True)
         if left:
             self._check_relayed()
@@ -202,7 +202,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         await self._join(self._writer.join, deadline)
         self._log_left(left)
         try:
-            await self._ask(self.outbox.close, deadline)
+            await self._ask(self._close_outbox, deadline)
         except (OutboxError, TimeoutError) as error:
             logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
@@ -215,7 +215,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._relay_publisher.cancel()
         self._writer.stop()
         self._threads.close()
-        _ = self._threads.future(self._close_outbox)
+        _ = self._threads.future(self._close_outbox_later)
 
     # For confirmations
 
@@ -313,7 +313,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
-            left, _ = await self._ask(partial(self.outbox.backlog, last), deadline)
+            left, _ = await self._ask(partial(self._backlog, last), deadline)
             now = time.monotonic()
             if not left or now >= deadline or not worth_waiting():
                 return left

@@ -117,6 +117,7 @@ class BaseOutboxChannel(Generic[C]):
         self._store_timeout = options.delivery_timeout
         self._guard = guard
         self._closed = False
+        self._outbox_closed = False  # or about to be
         self._failures: deque[C] = deque(maxlen=_FAILURES_KEPT)
         self._unobserved = 0
         self._logged_at = float("-inf")
@@ -205,12 +206,24 @@ class BaseOutboxChannel(Generic[C]):
         self._writer.start()
         self.begun = True
 
+    def _backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        """Return the backlog of the outbox. A question to a closed outbox opens it anew: close it again."""
+        try:
+            return self.outbox.backlog(up_to)
+        finally:
+            if self._outbox_closed:
+                self.outbox.close()
+
     def _close_outbox(self) -> None:
+        self._outbox_closed = True
+        self.outbox.close()
+
+    def _close_outbox_later(self) -> None:
         """Close the outbox when the threads have ended. On a thread without a caller."""
         self.relay.join(CLOSE_GRACE)
         self._writer.join(CLOSE_GRACE)
         try:
-            self.outbox.close()
+            self._close_outbox()
         except OutboxError as error:
             logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400  # the error says it all
         except Exception:

@@ -168,7 +168,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         deadline = time.monotonic() + timeout
         if not self._wait_stored(timeout):
             return max(self._window.count, 1)
-        _, last = self._ask(self.outbox.backlog, deadline)
+        _, last = self._ask(self._backlog, deadline)
         left = self._wait_relayed(last, deadline, lambda: True)
         if left:
             self._check_relayed()
@@ -200,7 +200,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self._callbacks.join(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._log_left(left)
         try:
-            self._ask(self.outbox.close, deadline)
+            self._ask(self._close_outbox, deadline)
         except (OutboxError, TimeoutError) as error:
             logger.error("closing %r: %s", self.outbox, error)  # noqa: TRY400
         self._questions.close()
@@ -216,7 +216,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         self.relay.stop(0.0)
         self._writer.stop()
         self._questions.close()
-        start_daemon(self._closing, self._close_outbox)
+        start_daemon(self._closing, self._close_outbox_later)
 
     # On a thread of its own
 
@@ -354,7 +354,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
-            left, _ = self._ask(lambda: self.outbox.backlog(last), deadline)
+            left, _ = self._ask(lambda: self._backlog(last), deadline)
             now = time.monotonic()
             if not left or now >= deadline or not worth_waiting():
                 return left

@@ -152,6 +152,41 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+class LateQuestion(SQLiteOutbox):
+    """Its first question for the backlog comes after it was closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked, self.closed = threading.Event(), threading.Event()
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.closed.wait(20)
+        return super().backlog(up_to)
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:
+    """Its question opens the file anew."""
+    outbox = LateQuestion(tmp_path / "outbox")
+
+    async def main() -> None:
+        publisher = AsyncPublisher(NOBODY, outbox=outbox)
+        await publisher.publish(message(1))
+        flushed = asyncio.create_task(publisher.flush())
+        await until(outbox.asked.is_set)
+        await publisher.close(0)
+        with pytest.raises(UsageError, match="for the next start"):
+            await flushed
+
+    asyncio.run(main())
+    assert outbox._connection is outbox._reader is None
+
+
 class HangingOutbox(SQLiteOutbox):
     """Opens, or lets a relay take hold of it, when it is told to."""
 

@@ -482,7 +482,7 @@ def test_a_consumer_whose_run_is_cancelled_requeues_and_leaves_nothing(broker: S
 
 
 def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedBroker, run: Any) -> None:
-    """While it waits, or holds deliveries: what it held is requeued, and the next one gets what comes."""
+    """While it waits, or holds deliveries: what it held goes back, and the next one gets what comes."""
 
     async def main() -> None:
         async with AsyncConsumer(broker.url, "orders", ack_interval=0.02) as consumer:
@@ -659,7 +659,7 @@ def test_a_publisher_on_a_second_event_loop_is_a_usage_error(
     if publisher._outbox_channel is not None:
         publisher._outbox_channel.relay.stop(0.0)
         publisher._outbox_channel._writer.stop()
-        publisher._outbox_channel._close_outbox()
+        publisher._outbox_channel._close_outbox_later()
     gc.collect()
 
 

@@ -39,6 +39,38 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
         publisher.flush()
 
 
+class LateQuestion(SQLiteOutbox):
+    """Its first question for the backlog comes after it was closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked, self.closed = threading.Event(), threading.Event()
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.closed.wait(20)
+        return super().backlog(up_to)
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:
+    """Its question opens the file anew."""
+    outbox = LateQuestion(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    publisher.publish(Message(b""), routing_key="q")
+    with ThreadPoolExecutor() as pool:
+        flushed = pool.submit(publisher.flush)
+        assert outbox.asked.wait(20)
+        publisher.close(0)
+        with pytest.raises(UsageError, match="for the next start"):
+            flushed.result(20)
+    assert outbox._connection is outbox._reader is None
+
+
 def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep the lock, and others from relaying what is in the file."""
 
