@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import typer
@@ -59,6 +59,9 @@ def api() -> Iterator[str]:
 
 
 def of_name(name: str, value: Any) -> Iterator[str]:
+    if get_origin(value) is not None:  # how Python shows one depends on its version
+        yield f"{name}: type alias"
+        return
     if not inspect.isclass(value):
         yield name + (signature(value) if callable(value) else f": {type(value).__name__}")
         if inspect.isfunction(value):

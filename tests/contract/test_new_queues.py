@@ -35,7 +35,7 @@ def test_a_missing_queue_costs_one_channel_and_no_connection(
     broker.missing = {"costs-b", "costs-c"}
     with new_publisher(topology=topology("costs-a", "costs-b", "costs-c"), new_queue_grace=LONG) as publisher:
         found, *made = submit(publisher, "costs-a", "costs-b", "costs-c")
-        assert found.result(10).attempts == 1
+        assert found.result(30).attempts == 1
         broker.wait_published(3)
         assert not any(confirmation.done() for confirmation in made)
         assert broker.seen.count("Channel.Open") == 2
@@ -58,7 +58,7 @@ def test_what_is_confirmed_of_a_new_queue_is_published_again_after_a_reconnect(
         _, again = broker.wait_published(2)
         assert again.message_id == published.message_id
         assert again.possible_duplicate
-        assert confirmation.result(10).attempts == 2
+        assert confirmation.result(30).attempts == 2
 
 
 def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
@@ -77,7 +77,7 @@ def test_a_broker_that_falls_silent_within_the_grace_confirms_nothing_by_that(
         broker.wait(lambda: len(broker.connections) > 1, "another connection")
         assert not confirmation.done()
         broker.silent = False
-        assert confirmation.result(10).attempts == 2
+        assert confirmation.result(30).attempts == 2
 
 
 def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -87,5 +87,5 @@ def test_a_set_up_takes_as_long_as_the_broker_answers(broker: ScriptedBroker, ne
     queues = [Queue(f"q{number}", type="classic", dead_letter=None) for number in range(6)]
     with new_publisher(topology=queues, connect_timeout=1.5) as publisher:
         publisher.connect()
-        assert submit(publisher, "q1")[0].result(10).attempts == 1
+        assert submit(publisher, "q1")[0].result(30).attempts == 1
     assert len(broker.connections) == 1

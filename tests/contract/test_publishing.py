@@ -48,7 +48,7 @@ def submit(publisher: Any, count: int, **arguments: Any) -> list[Any]:
 
 
 def errors(confirmations: list[Any]) -> list[PublishError | None]:
-    return [confirmation.exception(10) for confirmation in confirmations]
+    return [confirmation.exception(30) for confirmation in confirmations]
 
 
 def settled(confirmations: list[Any]) -> list[int]:
@@ -57,7 +57,7 @@ def settled(confirmations: list[Any]) -> list[int]:
 
 def wait_settled(confirmations: list[Any], *numbers: int) -> None:
     """Wait until exactly these are settled."""
-    wait_until(lambda: settled(confirmations) == list(numbers), timeout=10, what=lambda: f"{settled(confirmations)}")
+    wait_until(lambda: settled(confirmations) == list(numbers), timeout=30, what=lambda: f"{settled(confirmations)}")
 
 
 def acking(published: Published) -> None:
@@ -76,7 +76,7 @@ def test_a_publish_succeeds_with_its_ack_and_not_before(broker: ScriptedBroker, 
         assert (published.body, published.routing_key, published.mandatory) == (b"0", KEY, True)
         assert published.properties.delivery_mode == 2
         published.channel.ack(1)
-        receipt = confirmation.result(10)
+        receipt = confirmation.result(30)
         assert (receipt.message_id, receipt.attempts) == (published.message_id, 1)
         assert not receipt.possible_duplicate
         assert publisher.outstanding == 0
@@ -123,10 +123,10 @@ def test_what_is_nacked_is_tried_again_under_its_id_and_is_no_duplicate(
         channel.ack(3) if broker.published[2].body == b"1" else channel.ack(4)
         channel.nack(4) if broker.published[2].body == b"1" else channel.nack(3)
         channel.nack(broker.wait_published(5)[-1].number)
-        error = given_up.exception(10)
+        error = given_up.exception(30)
         assert isinstance(error, PublishNacked)
         assert error.attempts == 3
-        assert taken.result(10).attempts == 2
+        assert taken.result(30).attempts == 2
         assert not any(published.possible_duplicate for published in broker.published)
         assert {published.message_id for published in broker.published} == {given_up.message_id, taken.message_id}
 
@@ -145,7 +145,7 @@ def test_confirms_that_fit_nothing_change_nothing(broker: ScriptedBroker, new_pu
         assert errors([first, second]) == [None, None]
         assert not third.done()
         channel.nack(3)
-        assert isinstance(third.exception(10), PublishNacked)
+        assert isinstance(third.exception(30), PublishNacked)
         assert len(broker.connections) == 1
 
 
@@ -199,7 +199,7 @@ def test_a_frame_larger_than_agreed_ends_the_connection_at_once(
         [published] = broker.wait_published(1)
         broker.script = acking
         published.channel.connection.send_bytes(struct.pack(">BHI", 3, 1, 3 * 2**30) + b"x")
-        assert confirmation.result(10)
+        assert confirmation.result(30)
     assert "frame of type 3 and 3221225472 bytes on channel 1, where at most 131064 may come" in caplog.text
 
 
@@ -209,7 +209,7 @@ def test_a_return_counts_where_a_nack_follows_it_too(broker: ScriptedBroker, new
         [published] = broker.wait_published(1)
         published.channel.return_(published)
         published.channel.nack(1)
-        assert isinstance(confirmation.exception(10), PublishReturned)
+        assert isinstance(confirmation.exception(30), PublishReturned)
 
 
 def test_a_return_whose_ack_never_came_is_forgotten_with_its_channel(
@@ -222,7 +222,7 @@ def test_a_return_whose_ack_never_came_is_forgotten_with_its_channel(
         published.channel.connection.cut()
         again = broker.wait_published(2)[1]
         again.channel.ack(1)
-        assert confirmation.result(10).possible_duplicate
+        assert confirmation.result(30).possible_duplicate
 
 
 def test_a_return_of_nothing_that_is_outstanding_changes_nothing(
@@ -232,12 +232,12 @@ def test_a_return_of_nothing_that_is_outstanding_changes_nothing(
         [first] = submit(publisher, 1)
         [published] = broker.wait_published(1)
         published.channel.ack(1)
-        assert first.exception(10) is None
+        assert first.exception(30) is None
         [second] = submit(publisher, 1)
         broker.wait_published(2)
         published.channel.return_(published)
         published.channel.ack(2)
-        assert second.exception(10) is None
+        assert second.exception(30) is None
 
 
 def test_no_two_messages_with_one_id_are_outstanding_at_once(
@@ -370,7 +370,7 @@ def test_a_broker_that_comes_and_goes_costs_nothing_but_time(
     broker.script = script
     with new_publisher() as publisher:
         confirmations = submit(publisher, 20)
-        wait_until(lambda: len(settled(confirmations)) >= 18, timeout=10, what="18 confirms")
+        wait_until(lambda: len(settled(confirmations)) >= 18, timeout=30, what="18 confirms")
         broker.script = acking
         broker.connection.cut()
         assert errors(confirmations) == [None] * 20
@@ -448,10 +448,10 @@ def test_large_bodies_fill_the_window_by_their_bytes(broker: ScriptedBroker, new
         with pytest.raises(PublishUnconfirmed, match="window"):
             publisher.submit(Message(b"x" * 600), routing_key=KEY, timeout=0.1)
         broker.wait_published(1)[0].channel.ack(1)
-        assert first.exception(10) is None
+        assert first.exception(30) is None
         alone = publisher.submit(Message(b"x" * 5000), routing_key=KEY)  # larger than the window: by itself
         broker.wait_published(2)[1].channel.ack(2)
-        assert alone.exception(10) is None
+        assert alone.exception(30) is None
 
 
 def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -464,7 +464,7 @@ def test_waiting_again_and_again_leaves_nothing_behind(broker: ScriptedBroker, n
                 confirmation.result(0.001)
         assert not confirmation.callbacks
         broker.published[0].channel.ack(1)
-        assert confirmation.result(10).attempts == 1
+        assert confirmation.result(30).attempts == 1
 
 
 def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
@@ -490,7 +490,7 @@ def test_publishes_that_found_no_room_in_time_are_not_kept(broker: ScriptedBroke
         assert after - before < 2_000_000
         assert publisher.outstanding == 1
         broker.published[0].channel.ack(1)
-        assert held.exception(10) is None
+        assert held.exception(30) is None
 
 
 def test_a_large_publish_that_gave_up_waiting_for_room_holds_up_no_small_one(
@@ -506,9 +506,9 @@ def test_a_large_publish_that_gave_up_waiting_for_room_holds_up_no_small_one(
         large = pool.submit(submit_one, 600, 0.4)
         small = pool.submit(submit_one, 100, 20)
         with pytest.raises(PublishUnconfirmed, match="window"):
-            large.result(10)
-        got_in = small.result(5)
-        newcomer = submit_one(100, 5)
+            large.result(30)
+        got_in = small.result(30)
+        newcomer = submit_one(100, 20)
         assert [len(published.body) for published in broker.wait_published(3)] == [600, 100, 100]
         broker.published[0].channel.ack(3, multiple=True)
         assert errors([first, got_in, newcomer]) == [None] * 3
@@ -523,7 +523,7 @@ def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_
         publisher.connect()
         connection = broker.connection
         connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
         assert publisher.blocked == "low on memory"
         confirmations = submit(publisher, 3)
         with pytest.raises(PublishBlocked, match="low on memory") as caught:
@@ -542,13 +542,13 @@ def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_p
     with new_publisher(on_blocked="raise") as publisher:
         publisher.connect()
         broker.connection.block("low on disk")
-        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
         began = time.monotonic()
         with pytest.raises(PublishBlocked, match="low on disk"):
             publisher.publish(Message(b"x"), routing_key=KEY)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         broker.connection.unblock()
-        wait_until(lambda: publisher.blocked is None, timeout=10, what="the end of it")
+        wait_until(lambda: publisher.blocked is None, timeout=30, what="the end of it")
         publisher.publish(Message(b"x"), routing_key=KEY)
 
 
@@ -559,11 +559,11 @@ def test_a_connection_that_is_lost_while_blocked_is_not_blocked_afterwards(
         publisher.connect()
         connection = broker.connection
         connection.block("low on memory")
-        wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
         [confirmation] = submit(publisher, 1)
         broker.script = acking
         connection.cut()
-        assert confirmation.exception(10) is None
+        assert confirmation.exception(30) is None
         assert publisher.blocked is None
 
 
@@ -571,12 +571,12 @@ def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publishe
     publisher = new_publisher()
     publisher.connect()
     broker.connection.block("low on memory")
-    wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
+    wait_until(lambda: publisher.blocked, timeout=30, what="the blocked state")
     [confirmation] = submit(publisher, 1)
     began = time.monotonic()
     with pytest.raises(PublishBlocked):
         publisher.close(timeout=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert confirmation.done()
 
 
@@ -618,7 +618,7 @@ def test_a_peer_that_is_no_broker_is_said_by_connect(
     began = time.monotonic()
     with pytest.raises(BrokerUnavailable):
         publisher.connect()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     publisher.close()
 
 

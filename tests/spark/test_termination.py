@@ -35,6 +35,7 @@ for line in range({_LINES}):
 
 def test_a_signal_that_interrupts_the_one_before_changes_nothing() -> None:
     """At each line of its handler, and of what that calls: the process requeues once, and ends."""
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _PROGRAM]  # that it has forked
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [said for line in range(_LINES) for said in ("requeued", f"{line} 0")]
     assert not done.stderr

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["reliable_mq.testing.fixtures", "pytester"]
 
-DEADLINE = 10.0
+DEADLINE = 30.0
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 HEARTBEAT = Frame(8, 0, b"")
 PUBLISH = method(1, "basic.publish", b"\0\0\0\1q\0")
