@@ -78,7 +78,10 @@ class RowLeases(Protocol):
         ...
 
     def close(self) -> None:
-        """Release all rows that are left, for other relays."""
+        """Release all rows that are left, for other relays.
+
+        They may have been published, unless ``decided`` was told that they go back.
+        """
         ...
 
 

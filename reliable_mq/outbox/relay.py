@@ -186,6 +186,8 @@ class OutboxRelay:
                 if not moved:
                     self._wait()
         finally:
+            self._session.stopped()  # `stop` may have left no time for another turn
+            self._decide(leases)
             try:
                 leases.close()
             except ReliableMQError:

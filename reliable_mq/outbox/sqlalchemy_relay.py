@@ -91,6 +91,7 @@ class SQLAlchemyRowLeases:
         self._average: float | None = None  # bytes of a row
         self._last_key: str | None = None  # up to which keys were read
         self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; maybe again before its outcome is known
+        self._unpublished: set[int] = set()  # ids of those of them that go back, which is not written yet
 
     def take(self, limit: int) -> RowBatch:
         """Take rows that are due and that no relay has, in order."""
@@ -117,12 +118,17 @@ class SQLAlchemyRowLeases:
                 else:
                     taken.rows.append(row)
             self._taken[number] = row
+            self._unpublished.discard(number)
         if taken.rows:
             self._update_average(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Do nothing: a row in the table holds those behind it."""
+        """Note rows that go back unpublished; a row in the table holds those behind it by itself."""
+        for settlement in settlements:
+            row = settlement.row
+            if settlement.outcome is RowOutcome.BACK and not row.possible_duplicate and self._taken.get(row.id) is row:
+                self._unpublished.add(row.id)
 
     def written(self, settlements: Sequence[RowSettlement]) -> None:
         """Forget rows whose outcomes are written."""
@@ -130,6 +136,7 @@ class SQLAlchemyRowLeases:
             row = settlement.row
             if self._taken.get(row.id) is row:
                 del self._taken[row.id]
+                self._unpublished.discard(row.id)
 
     def keep(self) -> None:
         """Renew the leases."""
@@ -139,10 +146,11 @@ class SQLAlchemyRowLeases:
             self._renewed_at = began
 
     def close(self) -> None:
-        """Release the rows that are left. They may have been published."""
+        """Release the rows that are left. Those that do not go back may have been published."""
         if self._taken:
             self._run(self._release, "releasing rows")
             self._taken.clear()
+            self._unpublished.clear()
 
     # In a transaction
 
@@ -295,9 +303,18 @@ class SQLAlchemyRowLeases:
             connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
-        free = {"possible_duplicate": 1, "claimed_by": None, "claimed_until": 0}
+        columns = self._table.c
         for some in _portions(sorted(self._taken)):
-            connection.execute(update(self._table).where(self._table.c.id.in_(some), self._ours()).values(**free))
+            unpublished = columns.id.in_([number for number in some if number in self._unpublished])
+            connection.execute(
+                update(self._table)
+                .where(columns.id.in_(some), self._ours())
+                .values(
+                    possible_duplicate=case((unpublished, columns.possible_duplicate), else_=1),
+                    claimed_by=None,
+                    claimed_until=0,
+                )
+            )
 
     @property
     def _affordable(self) -> int:

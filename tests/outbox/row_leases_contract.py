@@ -160,6 +160,23 @@ class RowLeasesContract:
         [row] = take(claims)
         assert not row.possible_duplicate
 
+    def test_a_relay_that_ends_marks_no_unpublished_row(self, table: TableOutbox) -> None:
+        """Though its return is not written yet; a row that was taken again since may have been published."""
+        store(table.outbox, "back", "again", "out", "before")
+        dead, ends, last = table.outbox.claims(), table.outbox.claims(), table.outbox.claims()
+        rows = take(dead)
+        free = [RowSettlement(row, RowOutcome.BACK) for row in rows[:3]]
+        table.outbox.write([], free)
+        table.age(LEASE + 1)
+        back, again, _, before = take(ends)
+        assert before.possible_duplicate
+        ends.decided([RowSettlement(row, RowOutcome.BACK) for row in (back, again, before)])
+        table.outbox.write([], [RowSettlement(again, RowOutcome.BACK)])
+        assert [row.message.body for row in take(ends)] == [b"again"]
+        ends.close()
+        left = [(row.message.body, row.possible_duplicate) for row in take(last)]
+        assert left == [(b"back", False), (b"again", True), (b"out", True), (b"before", True)]
+
     def test_a_key_is_one_relays_at_a_time(self, table: TableOutbox) -> None:
         """The relay with its first row has the others; rows stored meanwhile wait."""
         store(table.outbox, "0", "1", key="key")
