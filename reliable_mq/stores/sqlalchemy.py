@@ -1,4 +1,4 @@
-"""Idempotency stores in an SQL database, by SQLAlchemy.
+"""Idempotency stores in an SQL database, through SQLAlchemy.
 
 Effects that are rows of that database happen exactly once.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
@@ -58,7 +59,12 @@ _DIALECTS: Final[dict[str, type[Dialect]]] = {
     "sqlite": SQLite,
 }
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
-_CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})  # deadlocks and their like: the other one went on
+# SQLSTATEs and MySQL codes of deadlocks and serialization failures: safe to repeat.
+_CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})
+# Of a table or an index that another transaction creates at the same time, in spite of IF NOT EXISTS: PostgreSQL
+# refuses all but one; MariaDB and MySQL know the table, or that it is being changed.
+_CREATED_MEANWHILE: Final = frozenset({"23505", "42710", "42P07", 1050, 1684})
+_SQLITE_BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_SCHEMA})
 
 
 class _SQLAlchemyBase(SQLStoreBase):
@@ -97,7 +103,7 @@ class _SQLAlchemyBase(SQLStoreBase):
                 except Exception as error:
                     if not _worth_repeating(error, attempt):
                         raise
-            raise TimeoutError("one conflict with others after the other")  # noqa: TRY301
+            raise TimeoutError(f"each of {_ATTEMPTS} attempts conflicted with another transaction")  # noqa: TRY301
         except IdempotencyStoreError:
             raise
         except Exception as error:  # whatever the driver raises
@@ -166,16 +172,29 @@ def _worth_repeating(error: Exception, attempt: int) -> bool:
 
     That is once after a lost connection, and more often after a conflict with others.
     """
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if code is None and cause is not None and cause.args:
-        code = cause.args[0]
-    if isinstance(code, str | int) and code in _CONFLICTS:
+    if _code_of(error) in _CONFLICTS:
         return True
     if attempt or isinstance(error, TimeoutError | IdempotencyStoreError):
         return False
     # SQLAlchemy does not wrap the error of a driver while a connection is taken out of the pool.
     return error.connection_invalidated if isinstance(error, DBAPIError) else not isinstance(error, SQLAlchemyError)
+
+
+def _worth_creating_again(error: DBAPIError, attempt: int) -> bool:
+    """Return whether others create the table at the same time, or the transaction is worth repeating anyway."""
+    if attempt == _ATTEMPTS - 1:
+        return False
+    busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # the rest is the extended code
+    return busy or _code_of(error) in _CREATED_MEANWHILE or _worth_repeating(error, attempt)
+
+
+def _code_of(error: Exception) -> str | int | None:
+    """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    if code is None and cause is not None and cause.args:
+        code = cause.args[0]
+    return code if isinstance(code, str | int) else None
 
 
 def _inbox_claims_of(deliveries: Sequence[Delivery]) -> list[InboxClaim]:
@@ -266,15 +285,14 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             try:
                 with self._engine.begin() as connection:
                     self._create_in(connection)
-            except DBAPIError:
-                # Of several that create it at once, PostgreSQL refuses all but one, and SQLite all but two.
-                if attempt == _ATTEMPTS - 1:
+            except DBAPIError as error:
+                if not _worth_creating_again(error, attempt):
                     raise
             else:
                 return
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too."""
+        """Delete expired rows and return how many; claims delete a few as well."""
         return run_queries(self._purge(), self._send)
 
     @contextmanager
@@ -427,14 +445,14 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             try:
                 async with self._engine.begin() as connection:
                     await connection.run_sync(self._create_in)
-            except DBAPIError:
-                if attempt == _ATTEMPTS - 1:
+            except DBAPIError as error:
+                if not _worth_creating_again(error, attempt):
                     raise
             else:
                 return
 
     async def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too."""
+        """Delete expired rows and return how many; claims delete a few as well."""
         return await self._run(self._purge())
 
     @asynccontextmanager

@@ -66,7 +66,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         self._base = 0
 
     def purge(self) -> int:
-        """Delete expired rows and return how many; claims do so by and by, too."""
+        """Delete expired rows and return how many; claims delete a few as well."""
         return run_queries(self._purge(), self._send)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Claims delete expired rows by and by, and do not suffer from it."""
+"""Claims delete a few expired rows each, and do not suffer from it."""
 
 from __future__ import annotations
 

@@ -244,17 +244,52 @@ def test_any_number_may_create_the_table_at_once(tmp_path: Path) -> None:
     assert errors == []
 
 
-def test_a_table_that_cannot_be_created_is_an_error(store: SQLAlchemyStore, path: Path) -> None:
+def transactions_of(engine: Engine) -> list[object]:
+    """The transactions that an engine begins."""
+    transactions: list[object] = []
+    event.listen(engine, "begin", transactions.append)
+    return transactions
+
+
+def test_a_table_that_cannot_be_created_is_an_error_at_once(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    """Another attempt would end the same way."""
     store._sql.ddl = ("CREATE TABLE effects (id TEXT)",)
+    transactions = transactions_of(engine)
     with pytest.raises(OperationalError, match="already exists"):
         store.create_table()
+    assert len(transactions) == 1
 
-    async def scenario(store: AsyncSQLAlchemyStore, _engine: AsyncEngine) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
         store._sql.ddl = ("CREATE TABLE effects (id TEXT)",)
+        transactions = transactions_of(engine.sync_engine)
         with pytest.raises(OperationalError, match="already exists"):
             await store.create_table()
+        assert len(transactions) == 1
 
     on_a_loop(path, scenario)
+
+
+def test_creating_a_table_in_a_file_that_may_not_be_written_is_tried_once(path: Path) -> None:
+    engine = create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
+    transactions = transactions_of(engine)
+    with pytest.raises(OperationalError, match="readonly"):
+        SQLAlchemyStore(engine).create_table()
+    assert len(transactions) == 1
+    engine.dispose()
+
+
+def test_creating_a_table_waits_for_others_that_write(path: Path) -> None:
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 0.01})
+    transactions = transactions_of(engine)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(OperationalError, match="locked"):
+        SQLAlchemyStore(engine).create_table()
+    assert len(transactions) == 10
+    event.listen(engine, "begin", lambda _: other.in_transaction and other.rollback())
+    SQLAlchemyStore(engine).create_table()
+    other.close()
+    engine.dispose()
 
 
 def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Path) -> None:
