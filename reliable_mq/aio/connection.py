@@ -54,9 +54,11 @@ class AsyncConnection:
         client: ConnectionListener,
         reconnect_policy: ReconnectPolicy,
     ) -> None:
-        self._loop = EventLoop(self._on_error, self._on_cancelled)
+        self._loop = EventLoop(self._on_error)
         self._thread = threading.get_ident()
         self._ended = asyncio.Event()
+        self._stopped = False
+        self._watch: asyncio.Task[None] | None = None  # for the end of the event loop
         self._connector = Connector(
             self._loop,
             partial(Link, self._loop),
@@ -93,6 +95,7 @@ class AsyncConnection:
 
     def start(self) -> None:
         """Begin to connect."""
+        self._watch = self._loop.asyncio.create_task(self._watch_loop(), name="reliable_mq connection")
         self._loop.call_soon(self._connector.begin)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
@@ -124,6 +127,7 @@ class AsyncConnection:
 
     def stop(self, grace: float = 0.0) -> None:
         """Begin to close: a closing handshake for up to `grace` seconds, then an abort. Does not wait."""
+        self._stopped = True
         self._connector.close(grace)
 
     async def close(self, grace: float) -> bool:
@@ -145,6 +149,15 @@ class AsyncConnection:
     def _on_error(self, error: Exception) -> None:
         self._connector.on_error(error)
 
-    def _on_cancelled(self) -> None:
-        """Give up: all tasks are being cancelled, since the program ends."""
-        self._connector.crashed(RuntimeError("the task of the connection was cancelled"))
+    async def _watch_loop(self) -> None:
+        """Wait for the end; give up if the program ends, and cancels all tasks.
+
+        The driver has no task that would be cancelled while the next attempt is not due.
+        """
+        try:
+            await self._ended.wait()
+        except asyncio.CancelledError:
+            if not self._stopped:
+                self._connector.crashed(RuntimeError("the task of the connection was cancelled"))
+            await self._loop.finish(_FINISH_GRACE)
+            raise

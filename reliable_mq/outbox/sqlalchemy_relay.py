@@ -124,7 +124,7 @@ class SQLAlchemyRowLeases:
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
-        """Note rows that go back unpublished; a row in the table holds those behind it by itself."""
+        """Note rows that go back unpublished; rows that they hold are held by the table."""
         for settlement in settlements:
             row = settlement.row
             if settlement.outcome is RowOutcome.BACK and not row.possible_duplicate and self._taken.get(row.id) is row:
@@ -146,7 +146,7 @@ class SQLAlchemyRowLeases:
             self._renewed_at = began
 
     def close(self) -> None:
-        """Release the rows that are left. Those that do not go back may have been published."""
+        """Release the rows that are left, which may have been published."""
         if self._taken:
             self._run(self._release, "releasing rows")
             self._taken.clear()

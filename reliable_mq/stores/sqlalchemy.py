@@ -181,7 +181,7 @@ def _worth_repeating(error: Exception, attempt: int) -> bool:
 
 
 def _worth_creating_again(error: DBAPIError, attempt: int) -> bool:
-    """Return whether others create the table at the same time, or the transaction is worth repeating anyway."""
+    """Return whether to create the table again: others do so at the same time."""
     if attempt == _ATTEMPTS - 1:
         return False
     busy = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY  # the rest is the extended code

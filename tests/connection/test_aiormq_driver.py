@@ -81,7 +81,7 @@ def test_exceptions_of_callbacks_go_to_the_handler_and_everything_else_runs() ->
     async def main() -> tuple[list[str], list[str]]:
         errors: list[str] = []
         ran: list[str] = []
-        loop = EventLoop(lambda error: errors.append(str(error)), lambda: None)
+        loop = EventLoop(lambda error: errors.append(str(error)))
 
         def fail(text: str) -> None:
             raise RuntimeError(text)
@@ -102,7 +102,7 @@ def test_exceptions_of_callbacks_go_to_the_handler_and_everything_else_runs() ->
 
 def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:
     async def make() -> EventLoop:
-        return EventLoop(lambda _: None, lambda: None)
+        return EventLoop(lambda _: None)
 
     asyncio.run(make()).call_soon(lambda: None)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tenacity
 import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -31,10 +32,11 @@ from reliable_mq import (
 from reliable_mq.aio import publisher as aio_publisher
 from reliable_mq.aio import publisher_channel
 from reliable_mq.connection.aiormq_driver import Link, link
+from reliable_mq.connection.connection import ConnectionState
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
 
     from reliable_mq import Delivery
@@ -634,6 +636,31 @@ def test_a_consumer_that_is_cancelled_twice_leaves_no_connection_for_dead_letter
     run(main())
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_no_connection_is_attempted_while_the_event_loop_ends(broker: ScriptedBroker) -> None:
+    """Its task would be destroyed: the end of the loop has cancelled all tasks by then."""
+    broker.silent = True
+    publisher = AsyncPublisher(broker.url, connect_timeout=0.2, reconnect_wait=tenacity.wait_fixed(0.2))
+    unfinished: list[AsyncIterator[None]] = []
+
+    async def main() -> AsyncIterator[None]:
+        await publisher.submit(Message(b"x"), routing_key="q")
+        await until(lambda: publisher._channel._io._connector._state is ConnectionState.WAITING)
+        try:
+            yield
+        finally:  # when all tasks were cancelled
+            await asyncio.sleep(0.3)
+
+    async def begin() -> None:
+        unfinished.append(main())
+        await anext(unfinished[0])
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        runner.run(begin())
+    assert asyncio.all_tasks(loop) == set()
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # what is not closed says so, and cannot be on another loop
 @pytest.mark.parametrize("second", ["publish", "submit", "connect", "flush", "close", "__aenter__"])
 @pytest.mark.parametrize("stored", [False, True], ids=["", "outbox"])
@@ -647,7 +674,6 @@ def test_a_publisher_on_a_second_event_loop_is_a_usage_error(
 
     async def use() -> None:
         await publisher.publish(Message(b"x"), routing_key="q")
-        await publisher.flush()  # a relay that still has rows while the loop ends would leave a task
 
     async def use_again() -> None:
         arguments = {"routing_key": "q"} if second in ("publish", "submit") else {}

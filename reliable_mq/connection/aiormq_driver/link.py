@@ -153,9 +153,7 @@ class Link:
             cause = error
         except asyncio.CancelledError as error:
             cause = error
-            if self._aborted is None:
-                self.abort("its task was cancelled")
-                self._loop.on_cancelled()
+            self.abort("its task was cancelled")
         finally:
             try:
                 await self._connection.end()

@@ -16,16 +16,14 @@ class EventLoop:
 
     Args:
         on_error: called on the loop with every exception that a callback raises.
-        on_cancelled: called if somebody else cancels a link's task, as `asyncio.run` does at its end.
 
     Attributes:
         stalled: seconds for which the loop was blocked, long enough to endanger heartbeats.
     """
 
-    def __init__(self, on_error: Callable[[Exception], None], on_cancelled: Callable[[], None]) -> None:
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self.asyncio = asyncio.get_running_loop()
         self.on_error = on_error
-        self.on_cancelled = on_cancelled
         self.tasks: set[asyncio.Task[None]] = set()
         self.stalled = 0.0
 
