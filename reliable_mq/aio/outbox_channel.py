@@ -53,14 +53,17 @@ T = TypeVar("T")
 
 
 class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
-    """The outcome of storing a message, which ``submit`` of a publisher with an outbox returns."""
+    """The outcome of storing a message; ``submit`` with an outbox returns it."""
 
     __slots__ = ("error",)
 
     owner: AsyncOutboxChannel
 
     def __await__(self) -> Generator[object, None, Receipt]:
-        """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
+        """Wait as on every confirmation, up to the message's own deadline.
+
+        After that it may be stored yet.
+        """
         if self.outcome is None:
             limit = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
             late = self.owner.loop.call_later(max(limit, 0.0), self.owner.give_up, self)
@@ -72,7 +75,7 @@ class AsyncStoredConfirmation(StoredPublication, AsyncConfirmation):
 
 
 class _LeaseInTransit:
-    """The relay's lease, from the thread that opens the outbox to a task that may not wait any more. Thread-safe."""
+    """The relay's lease, on its way to a task that may not wait any more. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +101,9 @@ class _LeaseInTransit:
 
 
 class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
-    """The channel of an `AsyncPublisher` to its outbox; the arguments are those of the base. For one event loop.
+    """The channel of an `AsyncPublisher` to its outbox. For one event loop.
+
+    The arguments are those of the base.
 
     Attributes:
         loop: the event loop.
@@ -119,7 +124,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     # For callers
 
     async def start(self, limit: float) -> None:
-        """Open the outbox, and start storing and relaying; by several tasks, or again after a failure.
+        """Open the outbox, and start storing and relaying.
+
+        Several tasks may call it, also again after a failure.
 
         Raises:
             OutboxError: the outbox cannot be opened, or does not answer within ``limit`` seconds.
@@ -180,9 +187,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         return left
 
     async def close(self, limit: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store every submitted message; relay for up to ``limit`` seconds while it is ``worth_waiting``; end.
+        """Store every submitted message, relay for up to ``limit`` seconds, and end.
 
-        May be cancelled and called again, and by several tasks.
+        It relays while that is ``worth_waiting``. May be cancelled and called again, and by several tasks.
         """
         self.check_usable()
         deadline = time.monotonic() + limit
@@ -209,7 +216,10 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self._threads.close()
 
     def abort(self) -> None:
-        """End without waiting. Stored messages stay; the outbox is closed when its threads have ended."""
+        """End without waiting. Stored messages stay.
+
+        The outbox is closed when its threads have ended.
+        """
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._relay_publisher.cancel()
@@ -220,7 +230,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
     # For confirmations
 
     def check_usable(self) -> None:
-        """Raise UsageError on another event loop than the publisher's, or in a forked child."""
+        """Raise UsageError on another event loop, or in a forked child."""
         self._check_not_forked()
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError("this publisher belongs to another event loop; make one for each")
@@ -271,7 +281,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._waiters.refuse()
 
     async def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Call the outbox, and wait for its answer until the deadline, or a moment if that has passed.
+        """Call the outbox, and wait for its answer until the deadline.
+
+        If that has passed, wait for a moment.
 
         Raises:
             TimeoutError: it does not answer.
@@ -286,7 +298,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 
     async def _join(self, join: Callable[[float], bool], deadline: float) -> None:
-        """Wait for the end of a thread, which may hang, until the deadline, and a moment longer."""
+        """Wait for the end of a thread until a moment after the deadline."""
         limit = max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE
         await call_on_thread(self._end_name, partial(join, limit))
 
@@ -309,7 +321,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             self.loop.call_soon_threadsafe(_resolve, answered, None)
 
     async def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until no row up to ``last`` is left; return the number of rows left at the end."""
+        """Wait until no row up to ``last`` is left; return how many are."""
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
@@ -408,7 +420,7 @@ class AsyncRelayPublisher:
             self._return_unsent(_closed())
 
     async def _send_rows(self) -> None:
-        """Send the rows, in order; once nothing can be published, none of the rest is tried."""
+        """Send the rows, in order, until nothing can be published."""
         failure: ReliableMQError = _closed()
         row: OutboxRow | None = None
         try:

@@ -50,14 +50,17 @@ _LOOK_AGAIN: Final = 0.1  # seconds after which a caller that waits looks by its
 
 
 class StoredConfirmation(StoredPublication, Confirmation):
-    """The outcome of storing a message, which ``submit`` of a publisher with an outbox returns."""
+    """The outcome of storing a message; ``submit`` with an outbox returns it."""
 
     __slots__ = ("error",)
 
     owner: OutboxChannel
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
-        """Wait as on every confirmation; no longer than the message's own deadline, after which it may be stored."""
+        """Wait as on every confirmation, up to the message's own deadline.
+
+        After that it may be stored yet.
+        """
         if self.outcome is None:
             wait = time_to_wait(timeout)
             limit = self.accepted_at + self.owner.timeout_of(self) - time.monotonic()
@@ -71,7 +74,7 @@ class StoredConfirmation(StoredPublication, Confirmation):
 
 
 class _Opening:
-    """An attempt to open the outbox; everything in it is under the lock of the channel.
+    """An attempt to open the outbox. All of it is under the lock of the channel.
 
     Attributes:
         waiting: number of threads that wait for it.
@@ -86,7 +89,9 @@ class _Opening:
 
 
 class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
-    """The channel of a `Publisher` to its outbox; the arguments are those of the base. Thread-safe.
+    """The channel of a `Publisher` to its outbox. Thread-safe.
+
+    The arguments are those of the base.
 
     Attributes:
         lock: guards the window and the callbacks of all confirmations.
@@ -109,7 +114,9 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # For callers
 
     def start(self, timeout: float) -> None:
-        """Open the outbox, and start storing and relaying; by several threads, or again after a failure.
+        """Open the outbox, and start storing and relaying.
+
+        Several threads may call it, also again after a failure.
 
         Raises:
             OutboxError: the outbox cannot be opened, or does not answer within ``timeout`` seconds.
@@ -175,9 +182,9 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         return left
 
     def close(self, timeout: float, worth_waiting: Callable[[], bool]) -> None:
-        """Store every submitted message; relay for up to ``timeout`` seconds while it is ``worth_waiting``; end.
+        """Store every submitted message, relay for up to ``timeout`` seconds, and end.
 
-        May be called again, and by several threads.
+        It relays while that is ``worth_waiting``. May be called again, and by several threads.
         """
         deadline = time.monotonic() + timeout
         with self.lock:
@@ -221,7 +228,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # On a thread of its own
 
     def _open(self, opening: _Opening) -> None:
-        """Open the outbox, however long that takes; close it again if nobody waits for it any more."""
+        """Open the outbox, and close it again if nobody waits for it any more."""
         claims: RowLeases | None = None
         try:
             self.outbox.open()
@@ -248,7 +255,10 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # For confirmations
 
     def expect_callbacks(self) -> None:
-        """Start the thread for callbacks: a call of ``call_back`` may come where no thread can be started."""
+        """Start the thread for callbacks.
+
+        ``call_back`` may be called where no thread can be started.
+        """
         self._callbacks.start()
 
     def call_back(self, call: Callable[[], object]) -> None:
@@ -324,7 +334,9 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
     # Without it
 
     def _ask(self, question: Callable[[], T], deadline: float) -> T:
-        """Call the outbox, and wait for its answer until the deadline, or a moment if that has passed.
+        """Call the outbox, and wait for its answer until the deadline.
+
+        If that has passed, wait for a moment.
 
         Raises:
             TimeoutError: it does not answer.
@@ -350,7 +362,7 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
         return True
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> int:
-        """Wait until no row up to ``last`` is left; return the number of rows left at the end."""
+        """Wait until no row up to ``last`` is left; return how many are."""
         looks = BacklogPoller()
         while True:
             began = time.monotonic()
@@ -423,7 +435,7 @@ class RelayPublisher:
         return settled
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Wake the relay at the outcome of a row near the front: a wake-up costs some rows."""
+        """Wake the relay at the outcome of a row near the front."""
         if self._failed:
             wake()
         elif self._outstanding:
