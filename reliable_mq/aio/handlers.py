@@ -52,7 +52,7 @@ from reliable_mq.engine.workers import (
     WorkerPool,
     all_failed,
     all_lost,
-    judged,
+    batch_results,
     pauses,
     store_call,
 )
@@ -403,7 +403,7 @@ class TaskPool:
             return all_failed(_deliveries(item), error)
         finally:
             self.handler_seconds.observe(time.perf_counter() - started)
-        return judged(found)
+        return batch_results(found)
 
     async def _handle_claimed(self, item: Work, task: asyncio.Task[None], groups: ClaimBatcher) -> Sequence[Result]:
         """Carry out the steps of `handling` with a store."""

@@ -60,7 +60,7 @@ __all__ = [
     "WorkerPool",
     "all_failed",
     "all_lost",
-    "judged",
+    "batch_results",
     "pauses",
     "store_call",
 ]
@@ -413,15 +413,15 @@ class _Worker:
         started = time.perf_counter()
         try:
             if isinstance(item, Delivery):
-                call(self._handler, item)
+                call_handler(self._handler, item)
                 return deliveries
             given = list(item)
-            found = verdicts(call(self._handler, given), item, given)
+            found = verdicts(call_handler(self._handler, given), item, given)
         except BaseException as error:  # noqa: BLE001  # SystemExit in a handler is a failed attempt, too
             return all_failed(deliveries, error)
         finally:
             self.seconds.observe(time.perf_counter() - started)
-        return judged(found)
+        return batch_results(found)
 
 
 class _ClaimingWorker(_Worker):
@@ -470,7 +470,7 @@ class _ClaimingWorker(_Worker):
                     elif may_begin(now):  # far more often than the others: one look at the clock for each
                         started = now
                         try:
-                            answer = call(handler, step.argument)
+                            answer = call_handler(handler, step.argument)
                         finally:
                             now = clock()
                             seconds.append(now - started)
@@ -506,7 +506,7 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, 1.0)
 
 
-def call(handler: Callable[[Any], object], argument: Work) -> object:
+def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
     """Call a plain handler.
 
     Raises:
@@ -519,8 +519,8 @@ def call(handler: Callable[[Any], object], argument: Work) -> object:
     return answer
 
 
-def judged(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:
-    """Return the results of a batch whose handler gave these verdicts."""
+def batch_results(found: Iterable[tuple[Delivery, Exception | None]]) -> list[Result]:
+    """Return the results of a batch from the verdicts of its handler."""
     return [
         delivery if verdict is None else Failed(delivery, describe(verdict, time.time())) for delivery, verdict in found
     ]

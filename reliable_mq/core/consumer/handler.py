@@ -236,13 +236,13 @@ def handling(
     """
     results: list[Result] = []
     if claiming is None:
-        handled, failed, left = yield from _judge(list(deliveries), batch, wall_clock)
+        handled, failed, left = yield from _call_handler(list(deliveries), batch, wall_clock)
         return [*handled, *failed, *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
     done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
     fresh = [delivery for delivery in deliveries if delivery.claim is None]
     claims = yield from _claim(fresh, claiming, results, wall_clock)
-    handled, failed, left = yield from _judge(list(claims), batch, wall_clock)
-    detail = yield from _give_up(claiming, [claims[delivery] for delivery in left])
+    handled, failed, left = yield from _call_handler(list(claims), batch, wall_clock)
+    detail = yield from _release_untried(claiming, [claims[delivery] for delivery in left])
     results.extend(Skipped(delivery, SkipReason.NOT_BEGUN, detail) for delivery in left)
     for counts in (True, False):
         some = [result for result in failed if result.alone is counts]
@@ -277,7 +277,7 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
     return replace(result, detail=detail) if detail else result
 
 
-def _judge(
+def _call_handler(
     deliveries: list[Delivery], batch: bool, wall_clock: Callable[[], float]
 ) -> Generator[Step, Any, tuple[list[Delivery], list[Failed], list[Delivery]]]:
     """Call the handler. Return the deliveries handled, failed, and not begun."""
@@ -360,12 +360,12 @@ def _claim(
     if keys and claiming.retries:  # the store answers: a good time for those of other keys
         for claims, failed in claiming.retries.settlements():
             yield from _settle(claiming, claims, failed)
-    detail = yield from _give_up(claiming, [new.pop(delivery) for delivery in exhausted])
+    detail = yield from _release_untried(claiming, [new.pop(delivery) for delivery in exhausted])
     results.extend(Skipped(delivery, SkipReason.EXHAUSTED, detail) for delivery in exhausted)
     return new
 
 
-def _give_up(claiming: ClaimPolicy, claims: list[Claim]) -> Generator[Step, Any, str]:
+def _release_untried(claiming: ClaimPolicy, claims: list[Claim]) -> Generator[Step, Any, str]:
     """Release claims of deliveries not tried. Return the store's error, or ""."""
     answer = yield from _settle(claiming, claims, failed=False)
     return answer if isinstance(answer, str) else ""
