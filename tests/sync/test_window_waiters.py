@@ -189,6 +189,7 @@ class SignalHandler:
     def __call__(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., object] | None:
         if frame.f_code.co_filename != publisher_channel.__file__:
             return None
+        frame.f_trace = self.step  # from Python 3.13 on, opcodes are for a frame that is traced already
         frame.f_trace_opcodes = True
         return self.step
 
@@ -236,7 +237,7 @@ def test_a_signal_handler_may_wait_at_any_step_of_a_caller(call: Callable[[Windo
                 sys.settrace(trace)
         return handler.left <= 0
 
-    interrupted_at(1)  # from Python 3.13 on, opcodes are traced from the second call of a process on
+    interrupted_at(1)  # Python 3.12 traces the opcodes of a process from the second call on
     step = 1
     while interrupted_at(step):
         step += 1
