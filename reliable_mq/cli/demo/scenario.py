@@ -185,7 +185,7 @@ class Shop:
         return self._is_idle() and not self.audit.balance().lost
 
     def _is_idle(self) -> bool:
-        """Whether the consumer has nothing unacked, and nothing was delivered since the last call."""
+        """Whether nothing is unacked, and nothing was delivered since the last call."""
         received = self.consumer.statistics
         delivered, self._delivered = self._delivered, received.delivered
         settled = received.acked + received.rejected + received.requeued + received.lost
