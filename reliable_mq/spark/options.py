@@ -48,67 +48,68 @@ StartingPositions = str | Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueOptions:
-    """Options of queue mode.
+class _ReadOptions:
+    """Options of a source in both modes.
 
     Attributes:
         url: of the broker.
-        queues: their names; each exists, and none is a stream.
-        max_messages: rows of a batch at most.
-        max_bytes: bytes of the bodies of a batch at most; the reader holds up to twice that in memory.
-        prefetch: deliveries of a queue that may be unacked, those of the batch that is being processed included.
-        prefetch_given: whether the user gave it: then it is not lowered on a queue with a delivery limit.
-        min_partitions: tasks that a batch is split into at least, where it has as many rows; None for as many as its
-            size asks for.
-        fail_on_data_loss: whether to refuse a queue that drops messages which were delivered too often.
+        prefetch: deliveries that may be unacked: of a queue, those of the running batch included; of a task that reads
+            a stream.
+        min_partitions: tasks that a batch is split into at least; None for as many as its size requires, or one for
+            each stream.
+        fail_on_data_loss: whether to refuse a queue that drops messages which were delivered too often, and to fail
+            where offsets that were to be read are gone.
         metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
     url: str = field(repr=False)
-    queues: tuple[str, ...]
-    max_messages: int
-    max_bytes: int = _DEFAULT_BYTES
     prefetch: int = _DEFAULT_PREFETCH
-    prefetch_given: bool = False
     min_partitions: int | None = None
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOptions:
-    """How streams are read.
+class QueueOptions(_ReadOptions):
+    """Options of queue mode.
 
     Attributes:
-        url: of the broker.
+        queues: their names; each exists, and none is a stream.
+        max_messages: rows of a batch at most.
+        max_bytes: bytes of the bodies of a batch at most; the reader holds up to twice that in memory.
+        prefetch_given: whether the user gave it: then it is not lowered on a queue with a delivery limit.
+    """
+
+    queues: tuple[str, ...]
+    max_messages: int
+    max_bytes: int = _DEFAULT_BYTES
+    prefetch_given: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions(_ReadOptions):
+    """Options of stream mode.
+
+    Attributes:
         streams: names of stream queues, or of super streams.
         starting_offsets: where a new query, or a batch, begins.
         starting_timestamp: milliseconds since 1970, in place of ``starting_offsets``.
         ending_offsets: where a batch ends; ``latest`` where it is not given.
         max_messages: rows of a micro-batch at most; None for no limit.
         max_bytes: bytes of the bodies of a micro-batch at most; None for no limit.
-        min_partitions: tasks that a batch is split into at least; None for one per stream.
-        fail_on_data_loss: whether to fail where offsets that were to be read are gone.
-        prefetch: deliveries that a task may have in its memory.
-        metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
-    url: str = field(repr=False)
     streams: tuple[str, ...]
     starting_offsets: StartingPositions
     starting_timestamp: int | None = None
     ending_offsets: StartingPositions = "latest"
     max_messages: int | None = None
     max_bytes: int | None = None
-    min_partitions: int | None = None
-    fail_on_data_loss: bool = True
-    prefetch: int = _DEFAULT_PREFETCH
-    metrics_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """Where rows go.
+    """Options of a sink.
 
     Attributes:
         url: of the broker.
