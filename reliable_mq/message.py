@@ -86,7 +86,7 @@ class Message:
 
     Raises:
         ConfigurationError: a value that AMQP cannot carry or that RabbitMQ would close the channel over; its text
-            names the field and what to do.
+            names the field and the remedy.
     """
 
     __slots__ = ("body", "encoded_properties", "message_id")

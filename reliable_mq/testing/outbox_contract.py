@@ -67,7 +67,7 @@ class OutboxContract:
         return 10
 
     def test_a_row_is_relayed_as_it_was_stored(self, subject: OutboxUnderTest) -> None:
-        """With each property, byte for byte; and with what says where it is published."""
+        """With each property, byte for byte; and with its exchange and routing key."""
         message = Message(b"\0\xff", headers={"a": [1, None], "b": b"\0"}, message_id="an id", expiration=1.5)
         rows = [NewRow(message, "events", "a.b", False, "key"), NewRow(Message(b""), "", "q", True, None)]
         with contextlib.closing(subject.outbox.claims()) as leases:
