@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reliable_mq.codec import Properties
+from reliable_mq.codec import BASIC_PROPERTIES, Properties
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["DeliverArguments", "aio_pika_message", "aio_pika_properties", "pika_objects", "pika_properties"]
@@ -20,21 +20,7 @@ __all__ = ["DeliverArguments", "aio_pika_message", "aio_pika_properties", "pika_
 DeliverArguments = tuple[str, int, bool, str, str]
 """The consumer tag, the delivery tag, whether it is redelivered, the exchange and the routing key."""
 
-_NAMES = (
-    "content_type",
-    "content_encoding",
-    "delivery_mode",
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "expiration",
-    "message_id",
-    "timestamp",
-    "type",
-    "user_id",
-    "app_id",
-    "cluster_id",
-)
+_NAMES = tuple(name for name in BASIC_PROPERTIES if name != "headers")
 
 
 def pika_properties(properties: object) -> bytes:

@@ -15,6 +15,7 @@ from reliable_mq.codec.frames import (
     publish_head,
 )
 from reliable_mq.codec.properties import (
+    BASIC_PROPERTIES,
     Properties,
     encode_properties,
     encode_property,
@@ -28,6 +29,7 @@ from reliable_mq.codec.reader import LARGEST_BODY, ChannelSink, InboundReader, R
 from reliable_mq.codec.tables import CodecError, FieldValue, decode_table, encode_table
 
 __all__ = [
+    "BASIC_PROPERTIES",
     "LARGEST_BODY",
     "ChannelSink",
     "CodecError",

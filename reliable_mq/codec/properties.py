@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 __all__ = [
+    "BASIC_PROPERTIES",
     "HasProperties",
     "Properties",
     "encode_properties",
@@ -46,8 +47,8 @@ __all__ = [
     "split_properties",
 ]
 
-# In the order of the wire; the flag of the first is the highest bit.
-_NAMES: Final = (
+#: In the order of the wire; the flag of the first is the highest bit.
+BASIC_PROPERTIES: Final = (
     "content_type",
     "content_encoding",
     "headers",
@@ -63,7 +64,7 @@ _NAMES: Final = (
     "app_id",
     "cluster_id",
 )
-_FLAGS: Final = {name: 0x8000 >> index for index, name in enumerate(_NAMES)}
+_FLAGS: Final = {name: 0x8000 >> index for index, name in enumerate(BASIC_PROPERTIES)}
 _UNKNOWN_FLAGS: Final = 0b11  # the last bit announces more flags, which no property of this class needs
 
 MAX_EXPIRATION_MS: Final = 315_360_000_000  # ten years; RabbitMQ 4.0 to 4.3 close the channel with 406 above it

@@ -15,15 +15,16 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
-from reliable_mq._util.threads import Condition
+from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["PATIENCE", "Confirmation", "time_to_wait"]
+__all__ = ["PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
 
 PATIENCE = 0.2
 """Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
@@ -59,6 +60,25 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
 
     def nudge(self) -> None:
         """Make the I/O thread look for publishes: the notifying call may be interrupted."""
+
+
+class CallbackOwner:
+    """The part of a `ConfirmationOwner` that calls back, on a thread of its own."""
+
+    _callbacks: CallbackThread
+
+    def expect_callbacks(self) -> None:
+        """Start the thread: a call of ``call_back`` may come where no thread can be started."""
+        self._callbacks.start()
+
+    def call_back(self, call: Callable[[], object]) -> None:
+        """Run a user's callback."""
+        self._callbacks.put(call)
+
+    def check_closable(self) -> None:
+        """Raise UsageError if closing would wait for the caller itself."""
+        if self._callbacks.is_current:
+            raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
 
 class Confirmation(BaseConfirmation):

@@ -27,8 +27,8 @@ from reliable_mq.engine.outbox_channel import (
     BaseOutboxChannel,
     not_open,
 )
-from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError, UsageError
-from reliable_mq.sync.confirmation import Confirmation, time_to_wait
+from reliable_mq.errors import ConfigurationError, OutboxError, PublishError, ReliableMQError
+from reliable_mq.sync.confirmation import CallbackOwner, Confirmation, time_to_wait
 from reliable_mq.sync.publisher_channel import WindowWaiters
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Opening:
         self.error: BaseException | None = None
 
 
-class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
+class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
     """The channel of a `Publisher` to its outbox. Thread-safe.
 
     The arguments are those of the base.
@@ -254,25 +254,9 @@ class OutboxChannel(BaseOutboxChannel[StoredConfirmation]):
 
     # For confirmations
 
-    def expect_callbacks(self) -> None:
-        """Start the thread for callbacks.
-
-        ``call_back`` may be called where no thread can be started.
-        """
-        self._callbacks.start()
-
-    def call_back(self, call: Callable[[], object]) -> None:
-        """Run a user's callback."""
-        self._callbacks.put(call)
-
     def check_waitable(self) -> None:
         """Raise UsageError in a forked child, where no message would ever be settled."""
         self._check_not_forked()
-
-    def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
-        if self._callbacks.is_current:
-            raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
     def nudge(self) -> None:
         """Do nothing: the writer knows of every message."""

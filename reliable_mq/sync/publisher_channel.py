@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
-from reliable_mq.errors import PublishUnconfirmed, UsageError
-from reliable_mq.sync.confirmation import PATIENCE, Confirmation
+from reliable_mq.errors import PublishUnconfirmed
+from reliable_mq.sync.confirmation import PATIENCE, CallbackOwner, Confirmation
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Waiter:
 _ABORT_GRACE = 1.0  # seconds for an abort after the closing handshake
 
 
-class PublisherChannel(BasePublisherChannel[Confirmation]):
+class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
     """The channel of one publisher of the sync API. Thread-safe.
 
     Methods of the base that are on the loop are for the I/O thread.
@@ -270,26 +270,13 @@ class PublisherChannel(BasePublisherChannel[Confirmation]):
         self._wait_ended(self._callbacks.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         return given_up
 
-    def expect_callbacks(self) -> None:
-        """Start the thread of callbacks, so that ``call_back`` needs none."""
-        self._callbacks.start()
-
     def nudge(self) -> None:
         """Make the I/O thread look into the inbox."""
         self._io.call_soon(self._advance)
 
-    def call_back(self, call: Callable[[], object]) -> None:
-        """Run a callback of a user on the thread of callbacks."""
-        self._callbacks.put(call)
-
     def check_waitable(self) -> None:
         """Raise UsageError in a forked child: nothing would ever be settled."""
         self._check_not_forked()
-
-    def check_closable(self) -> None:
-        """Raise UsageError if closing would wait for the caller itself."""
-        if self._callbacks.is_current:
-            raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
 
     def forget(self) -> None:
         """Disable this copy in a forked child.
