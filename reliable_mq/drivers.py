@@ -24,7 +24,7 @@ _NAMES = tuple(name for name in BASIC_PROPERTIES if name != "headers")
 
 
 def pika_properties(properties: object) -> bytes:
-    """Return the properties of pika's ``BasicProperties`` (or None), as pika sends them.
+    """Return pika's ``BasicProperties``, or None, encoded as pika sends them.
 
     Raises:
         ConfigurationError: it is another object, or pika cannot encode a value of it.

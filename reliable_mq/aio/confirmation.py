@@ -30,11 +30,13 @@ class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
     loop: asyncio.AbstractEventLoop
 
     def check_usable(self) -> None:
-        """Raise UsageError on another event loop or in a forked child, where the outcome will never be known."""
+        """Raise UsageError on another loop or in a forked child: no outcome comes there."""
 
 
 class AsyncConfirmation(BaseConfirmation):
-    """The outcome of a publish, once it is known: awaitable, any number of times, by any number of tasks.
+    """The outcome of a publish, once it is known.
+
+    Awaitable, any number of times, by any number of tasks.
 
     ``await confirmation`` returns the receipt or raises the error. Cancelling a task that awaits it gives nothing up:
     the message stays outstanding until it is settled. It has the methods of :class:`asyncio.Future` that make sense
@@ -64,7 +66,9 @@ class AsyncConfirmation(BaseConfirmation):
         return self.result()
 
     def result(self) -> Receipt:
-        """Return the receipt of a settled publish. Does not wait: ``await`` the confirmation for that.
+        """Return the receipt of a settled publish.
+
+        Does not wait: ``await`` the confirmation for that.
 
         Raises:
             PublishError: it was not confirmed.
@@ -76,7 +80,7 @@ class AsyncConfirmation(BaseConfirmation):
         return self.receipt()
 
     def exception(self) -> PublishError | None:
-        """Return the error of a settled publish, or None if it was confirmed. Does not wait.
+        """Return the error of a settled publish; None if confirmed. Does not wait.
 
         Raises:
             UsageError: the outcome is not known yet.
@@ -86,7 +90,9 @@ class AsyncConfirmation(BaseConfirmation):
         return self._observe()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call ``callback(confirmation)`` on the event loop, soon after the outcome is known; soon, if it is.
+        """Call ``callback(confirmation)`` on the event loop once the outcome is known.
+
+        Never from inside this call: soon, if it is known already.
 
         A callback may submit. An exception in it is logged.
 

@@ -72,7 +72,7 @@ class AsyncConnection:
 
     @property
     def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
+        """Seconds left for the broker's next answer in a set-up under way."""
         return self._connector.patience
 
     @property
@@ -82,11 +82,14 @@ class AsyncConnection:
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds for which the event loop was blocked, long enough to endanger the connection."""
+        """Seconds for which the event loop was blocked.
+
+        Only blocks that are long enough to endanger the connection count.
+        """
         return self._loop.stalled
 
     def write(self, data: bytes) -> None:
-        """Send whole frames for the channel in one piece; do nothing while no channel is ready."""
+        """Send whole frames in one piece; do nothing while no channel is ready."""
         self._connector.write(data)
 
     def write_buffer_size(self) -> int:
@@ -99,7 +102,10 @@ class AsyncConnection:
         self._loop.call_soon(self._connector.begin)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
-        """Run `fn` on the loop, later than now; an exception costs the connection. Thread-safe."""
+        """Run `fn` on the loop, later than now. Thread-safe.
+
+        An exception costs the connection.
+        """
         if threading.get_ident() != self._thread:
             self._loop.call_soon(fn)
         elif not self._loop.asyncio.is_closed():
@@ -114,19 +120,19 @@ class AsyncConnection:
         self._loop.guard(fn)
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Perform steps on the ready channel, after those of earlier calls (see `Connector.run`)."""
+        """Perform steps on the ready channel; see `Connector.run`."""
         self._connector.run(generator, done)
 
     def discard(self, reason: str) -> None:
-        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
         self._connector.discard(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again."""
+        """Close the channel; ``lost`` follows, then another one on this connection."""
         self._connector.reopen_channel()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Begin to close: a closing handshake for up to `grace` seconds, then an abort. Does not wait."""
+        """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         self._stopped = True
         self._connector.close(grace)
 

@@ -37,12 +37,12 @@ __all__ = ["AsyncPublisher"]
 class AsyncPublisher(
     BasePublisher[AsyncConfirmation, AsyncStoredConfirmation, AsyncPublisherChannel, AsyncOutboxChannel]
 ):
-    """Publishes messages and knows of each whether the broker has it. For one event loop, any number of its tasks.
+    """Publishes messages and knows of each whether the broker has it.
 
-    Construction does not connect. ``async with``, ``connect`` or the first publish does; from then on the publisher
-    reconnects by itself, declares ``topology`` again, and publishes again, with the same ``message_id``, every message
-    that the broker has not confirmed. An attempt that may be a duplicate carries the header
-    ``x-reliable-mq-possible-duplicate``.
+    For one event loop, any number of its tasks. Construction does not connect. ``async with``, ``connect`` or the first
+    publish does; from then on the publisher reconnects by itself, declares ``topology`` again, and publishes again,
+    with the same ``message_id``, every message that the broker has not confirmed. An attempt that may be a duplicate
+    carries the header ``x-reliable-mq-possible-duplicate``.
 
     A task that is cancelled while it awaits takes nothing back: a message that was admitted to the window stays
     outstanding until it is settled or its deadline passes; one that still waited for room is not sent.
@@ -58,7 +58,7 @@ class AsyncPublisher(
     async def publish(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> Receipt:
-        """Publish a message and wait until the broker has it, or the outbox, if there is one.
+        """Publish a message and wait until the broker, or the outbox, has it.
 
         Takes a round trip to the broker and, while the window is full or the broker away, up to ``timeout``. With an
         outbox: until its transaction is on disk.
@@ -86,7 +86,9 @@ class AsyncPublisher(
     async def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> AsyncConfirmation:
-        """Publish a message without waiting for its confirm. Waits only while the window is full.
+        """Publish a message without waiting for its confirm.
+
+        Waits only while the window is full.
 
         Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
         """
@@ -176,10 +178,10 @@ class AsyncPublisher(
             raise error
 
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
-        """Wait until everything is settled, up to ``timeout`` seconds; give up the rest; disconnect.
+        """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
 
-        Does nothing when it is closed, and waits with another task that is closing it. A closing that was cancelled is
-        taken up again. Does nothing in a forked child.
+        What is not settled by then is given up. Does nothing when it is closed, and waits with another task that is
+        closing it. A closing that was cancelled is taken up again. Does nothing in a forked child.
 
         Raises:
             PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
@@ -219,7 +221,10 @@ class AsyncPublisher(
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Flush and close. Raises failures that nobody has seen, but never in place of an exception of the body."""
+        """Flush and close.
+
+        Raises failures that nobody has seen, but never in place of an exception of the body.
+        """
         try:
             await self._leave(CLOSE_TIMEOUT)
         except PublishError as error:
@@ -260,7 +265,7 @@ class AsyncPublisher(
     async def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> AsyncConfirmation:
-        """Submit. ``reported``: a failure will be in a report, and is not raised at the end."""
+        """Submit. ``reported``: a failure is for a report, and not raised at the end."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:
@@ -298,7 +303,7 @@ class AsyncPublisher(
     # Opening
 
     async def _open_outbox(self, outbox: Outbox, limit: float | None) -> AsyncOutboxChannel:
-        """Return the channel to the outbox; open it, and start the relay, if that is not done.
+        """Return the channel to the outbox, open, with its relay.
 
         In no more than ``limit`` seconds; None for as long as a message may take.
         """
@@ -316,7 +321,9 @@ class AsyncPublisher(
         return channel
 
     async def _open(self, limit: float, *, required: bool = False) -> AsyncPublisherChannel:
-        """Connect, and wait for up to ``limit`` seconds until every host has had its first attempt.
+        """Connect, and wait until every host has had its first attempt.
+
+        For up to ``limit`` seconds.
 
         Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
         """

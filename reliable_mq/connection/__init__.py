@@ -1,4 +1,6 @@
-"""Connections that reconnect, for both APIs: `connection.Connector` on the event loop of either driver.
+"""Connections that reconnect, for both APIs.
+
+`connection.Connector` runs on the event loop of either driver.
 
 Only the packages ``pika_driver`` and ``aiormq_driver`` import a driver. Nothing here starts an I/O thread.
 """

@@ -1,8 +1,8 @@
-"""A channel: its number, its generation, its methods, and the content that it holds back until it is ready.
+"""A channel, which holds content back until it is ready.
 
-Both drivers use this class: each gives it a function that writes to the socket and the frames that the broker sent.
-The drivers' own channels are not used. They cannot declare every name and argument that brokers take, send one method
-at a time, and cancel consumers before they close.
+It has a number, a generation and methods. Both drivers use this class: each gives it a function that writes to the
+socket and the frames that the broker sent. The drivers' own channels are not used. They cannot declare every name and
+argument that brokers take, send one method at a time, and cancel consumers before they close.
 
 Invariants:
 
@@ -96,7 +96,9 @@ class ChannelTable:
 
 
 class Channel:
-    """A channel of a connection. Made by `ChannelTable.open`; lives on the loop of its connection.
+    """A channel of a connection.
+
+    Made by `ChannelTable.open`; lives on the loop of its connection.
 
     Attributes:
         number: on the connection.
@@ -128,7 +130,10 @@ class Channel:
         write(methods.encode_channel_open(number))
 
     def release_content(self) -> None:
-        """Pass held and later content to the sink. Call it on a reply: no content is half read then."""
+        """Pass held and later content to the sink.
+
+        Call it on a reply: no content is half read then.
+        """
         self._reader.attach(self.number, self._sink)
         self._gate.open()
 
@@ -137,9 +142,9 @@ class Channel:
         self._reader.detach(self.number)
 
     def perform(self, steps: Sequence[Step], done: Callable[[MethodReply], None]) -> None:
-        """Send the methods of `steps` in one piece; `done` is called with each reply, in order.
+        """Send the methods of `steps` in one piece.
 
-        The broker refuses a step by closing the channel.
+        `done` is called with each reply, in order. The broker refuses a step by closing the channel.
 
         Raises:
             ConfigurationError: a step cannot be encoded; none was sent.
@@ -194,7 +199,9 @@ class Channel:
 
 
 class SetupRunner:
-    """Carry out the steps that a generator yields, on one channel after the other. Lives on the loop.
+    """Carry out the steps that a generator yields, on one channel after the other.
+
+    Lives on the loop.
 
     Args:
         generator: of the steps.
@@ -224,11 +231,14 @@ class SetupRunner:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a step waits for another channel, since the broker has closed the last one."""
+        """Whether a step waits for another channel: the broker closed the last one."""
         return self._waiting is not None
 
     def refuse(self, code: int, text: str, *, connection: bool = False) -> None:
-        """Report to the generator that the broker closed the channel, or the connection, over the step."""
+        """Throw the refusal of the step into the generator.
+
+        The broker closed the channel over it, or the connection.
+        """
         if self._done is None:
             return
         refused = StepRefused(code, text, answered=tuple(self._replies), connection=connection)

@@ -1,4 +1,4 @@
-"""One connection with one channel, kept: connect, set up, notice the loss, connect again.
+"""Keep one connection with one channel: connect, set up, connect again.
 
 `core.reconnect` decides which host is tried when, and when to give up; `core.channel_setup` maps a refused step to an
 error. `Connector` carries both out on an event loop: pika's on a thread of its own, or asyncio's.
@@ -169,7 +169,7 @@ class Connector:
             self._loop.call_soon(partial(self._notify, done, BrokerUnavailable("no channel is open")))
 
     def discard(self, reason: str) -> None:
-        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
         if self._state in _ESTABLISHED:
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
@@ -181,7 +181,7 @@ class Connector:
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again.
+        """Close the channel; ``lost`` follows, then another one on this connection.
 
         If the broker does not answer within the time to connect, the connection is discarded.
         """
@@ -217,7 +217,7 @@ class Connector:
         self._notify(self._client.failed, BrokerUnavailable(f"{self._name}: the event loop failed: {error!r}"), False)
 
     def on_error(self, error: Exception) -> None:
-        """Discard the connection after an exception of a callback, which may have left work half done."""
+        """Discard the connection: a callback has raised, and left its work half done."""
         self.callback_errors += 1
         logger.error("%s: a callback failed, the connection is replaced", self._name, exc_info=error)
         self.discard(f"a callback failed: {error!r}")
@@ -251,7 +251,7 @@ class Connector:
             )
 
     def _read_credentials(self) -> ConnectCredentials:
-        """Read credentials and certificates, which may be new. May block: a user's callback, files."""
+        """Read credentials and certificates: the user's callback and files may block."""
         tls = self._settings.tls
         return ConnectCredentials(self._settings.resolve_credentials(), None if tls is None else tls.build_context())
 
@@ -275,7 +275,7 @@ class Connector:
 
     @property
     def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
+        """Seconds left for the broker's next answer in a set-up under way."""
         if self._state is not ConnectionState.SETTING_UP:
             return 0.0
         return max(0.0, self._answered_at + self._settings.connect_timeout - time.monotonic())
@@ -441,7 +441,10 @@ class Connector:
             link.abort(reason)
 
     def _close_now(self) -> None:
-        """Abort when the grace is over; leave a socket that even then does not close to the end of the process."""
+        """Abort when the grace is over.
+
+        A socket that even then does not close is left to the end of the process.
+        """
         if self._link is None:
             self._dying.clear()
         self._drop_link("closed")
@@ -522,7 +525,7 @@ class Connector:
     # -- state and timers ----------------------------------------------------------------------------------------------
 
     def _enter(self, state: ConnectionState) -> None:
-        """Change the state. The only place that changes it, and that decides whether `write` sends."""
+        """Change the state, and whether `write` sends; nothing else does."""
         self._state = state
         self.write = self._link.write if state is ConnectionState.READY and self._link is not None else _write_nothing
 

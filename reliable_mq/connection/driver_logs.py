@@ -24,7 +24,9 @@ __all__ = ["demoted_driver_logs"]
 
 @contextmanager
 def demoted_driver_logs(package: str) -> Iterator[None]:
-    """In the block, lower the driver's records of this thread, or of this task and its children, to DEBUG.
+    """In the block, lower the driver's log records to DEBUG.
+
+    Those of this thread, or of this task and its children.
 
     Args:
         package: of the driver; its modules are imported, and each has a logger of its own.

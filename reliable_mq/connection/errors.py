@@ -1,4 +1,6 @@
-"""Map the end of a connection to `BrokerUnavailable`: from the broker's code, or from an error of the system.
+"""Map the end of a connection to `BrokerUnavailable`.
+
+It has a code of the broker, or an error of the system.
 
 Each driver maps its own exceptions. No text contains a credential.
 """
@@ -56,7 +58,7 @@ def is_certificate_problem(cause: BaseException | None) -> bool:
 
 
 def system_problem(cause: BaseException | None) -> str | None:
-    """Return a text for an error of the socket, of TLS or of name resolution; None for any other."""
+    """Return a text for an error of the socket, of TLS or of a lookup; else None."""
     match cause:
         case ssl.SSLCertVerificationError():
             return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"

@@ -1,4 +1,7 @@
-"""The interfaces between a driver, the connector, and the owner of a connection (`ConnectionListener`)."""
+"""The interfaces between a driver, the connector, and a connection's owner.
+
+The owner is a `ConnectionListener`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class EventLoop(Protocol):
 
 
 class Link(Protocol):
-    """One attempt to connect to one endpoint, and the connection if it succeeds. Lives on its loop."""
+    """One attempt to connect, and the connection if it succeeds. Lives on its loop."""
 
     endpoint: Endpoint
 
@@ -77,7 +80,7 @@ class Link(Protocol):
         """Begin the closing handshake; abort a link that is not open yet."""
 
     def abort(self, reason: str, /) -> None:
-        """Close the socket without a handshake, in any state; nothing more is read from it."""
+        """Close the socket without a handshake, in any state. Nothing more is read."""
 
 
 class OpenLink(Protocol):
@@ -114,7 +117,7 @@ class LinkEvents(Protocol):
         """Process the end of a read: all its frames have been passed on."""
 
     def link_drained(self, link: Link) -> None:
-        """Process an empty write buffer, after a write that the socket did not take at once."""
+        """Process an empty write buffer, after a write that was not taken at once."""
 
 
 class ChannelEvents(Protocol):
@@ -124,7 +127,7 @@ class ChannelEvents(Protocol):
         """Process ``channel.open-ok``: steps can be performed."""
 
     def channel_closed(self, channel: Channel, code: int, text: str, by_broker: bool) -> None:
-        """Process a close by either side while the connection lives; its link reports the loss of a connection."""
+        """Process a close by either side, unless the connection is lost."""
 
     def consumer_cancelled(self, channel: Channel, consumer_tag: str) -> None:
         """Process ``basic.cancel`` of the broker."""
@@ -138,7 +141,7 @@ class TimerHandle(Protocol):
 
 
 class ConnectionListener(ChannelSink, Protocol):
-    """The owner of a connection: receives its content (`ChannelSink`) and the events of its life.
+    """The owner of a connection, which receives its content and its events.
 
     All methods are called on the loop, must not block, and are never called from inside a call of the owner to the
     connection. An exception of one is logged, counted, and costs the connection.
@@ -148,28 +151,40 @@ class ConnectionListener(ChannelSink, Protocol):
     """
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
-        """Process a channel that is set up: ``write`` sends from now on. `frame_max` is in bytes."""
+        """Process a channel that is set up; ``write`` sends now. `frame_max`: in bytes."""
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """Process the loss of the channel and of all that is outstanding on it; ``write`` does nothing now."""
+        """Process the loss of the channel and of all that is outstanding on it.
+
+        ``write`` does nothing now.
+        """
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
-        """Process a failed attempt to connect or to set up. Without `will_retry` only ``close`` is left to do."""
+        """Process a failed attempt to connect or to set up.
+
+        Without `will_retry` only ``close`` is left to do.
+        """
 
     def blocked(self, reason: str) -> None:
-        """Process a block: the broker reads no more (memory or disk alarm). It outlives channels."""
+        """Process a block: the broker reads no more (memory or disk alarm).
+
+        It outlives channels.
+        """
 
     def unblocked(self) -> None:
-        """Process the end of a block, or the loss of the connection. Exactly once for each ``blocked``."""
+        """Process the end of a block or of the connection, once for each ``blocked``."""
 
     def cancelled(self, consumer_tag: str) -> None:
-        """Process a cancel by the broker: the queue was deleted or lost its leader. The channel stays open."""
+        """Process a cancel by the broker: the queue is gone, or its leader."""
 
     def read_finished(self) -> None:
         """Act on all events of one read together."""
 
     def write_drained(self) -> None:
-        """Process an empty write buffer. Not called after a ``write`` that the socket took at once."""
+        """Process an empty write buffer.
+
+        Not called after a ``write`` that the socket took at once.
+        """
 
 
 class NullListener(ConnectionListener):

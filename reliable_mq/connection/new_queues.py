@@ -1,4 +1,6 @@
-"""The new queues of this process, by broker and virtual host, shared by all its connections.
+"""The new queues of this process, by broker and virtual host.
+
+All its connections share them.
 
 Thread-safe, and safe in a forked child, which keeps its parent's records.
 """
@@ -55,7 +57,10 @@ class SharedNewQueues(NewQueues):
             return super().final_at(exchange, routing_key, now, proven, grace, copied=copied)
 
     def forked(self, now: float) -> None:
-        """Renew the lock, and end declarations under way: the parent's threads do not exist in a forked child."""
+        """Renew the lock, and end declarations under way, in a forked child.
+
+        The parent's threads do not exist there.
+        """
         self.lock = threading.Lock()
         self.given_up(now)
 
@@ -79,7 +84,10 @@ class QueueRecord:
         self._new_before: list[str] = []  # the new queues when the channel was lost
 
     def maker(self, server: ServerInfo) -> QueueRecord | None:
-        """Return the listener for the queues that a set-up declares on this broker; None if nothing is recorded."""
+        """Return the listener for the queues that a set-up declares on this broker.
+
+        None if nothing is recorded.
+        """
         if not self._grace:
             return None
         self.queues = _queues_of(server.cluster_name, self._virtual_host, self._grace)
@@ -94,7 +102,7 @@ class QueueRecord:
         self.queues.end(names, time.monotonic())
 
     def ready(self, server: ServerInfo) -> bool:
-        """Record a ready channel; return whether it is on another connection than the last one.
+        """Record a ready channel; return whether its connection is another one.
 
         A broker that was killed in between registers its new queues again as it starts: they are new again.
         """

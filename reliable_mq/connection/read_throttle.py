@@ -30,7 +30,7 @@ class ReadThrottle:
         self._gap = 0.0
 
     def follow(self, step: Step) -> None:
-        """Follow a step of a channel: the largest prefetch counts, until a consumer is cancelled."""
+        """Follow a step: the largest prefetch counts, until a consumer is cancelled."""
         if isinstance(step, SetPrefetch):
             self._gap = max(self._gap, min(step.count * _PER_DELIVERY, _LONGEST) if step.count else _LONGEST)
         elif isinstance(step, Cancel):

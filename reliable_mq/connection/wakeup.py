@@ -25,7 +25,10 @@ class Wakeup:
         self._at = 0.0
 
     def set(self, at: float | None, now: float, call_later: Callable[[float, Callable[[], None]], TimerHandle]) -> None:
-        """Call at ``at``, on the clock of ``now``, unless a call is set for an earlier time. None does nothing."""
+        """Call at ``at``, unless a call is set for an earlier time.
+
+        On the clock of ``now``; None does nothing.
+        """
         if at is None or (self._timer is not None and self._at <= at):
             return
         self.cancel()

@@ -1,1 +1,4 @@
-"""What decides: no socket, no clock, no thread, no logging. The shells in `sync` and `aio` carry out."""
+"""The decisions: no socket, no clock, no thread, no logging.
+
+`engine`, `sync` and `aio` carry them out.
+"""

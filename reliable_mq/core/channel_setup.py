@@ -273,7 +273,7 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
 def explain(
     queue: Queue, error: ReliableMQError, version: tuple[int, ...]
 ) -> Generator[Pipeline, Any, ReliableMQError]:
-    """Return the error of `declare`, raised on an earlier channel, with every difference."""
+    """Return the error of an earlier `declare`, with every difference."""
     if not isinstance(error, TopologyMismatch):
         return error
     comparison = yield from compare(_declare_queue(queue, version))

@@ -1,7 +1,7 @@
-"""The names of the headers that this package writes, so that nobody else uses them.
+"""The names of the headers that this package writes.
 
-All begin with ``x-reliable-mq-``. They travel in the header table of a message; times are AMQP timestamps (whole
-seconds, UTC).
+Nobody else should use them. All begin with ``x-reliable-mq-``. They travel in the header table of a message; times are
+AMQP timestamps (whole seconds, UTC).
 
 ====================== ========== =====================================================================================
 constant               type       meaning

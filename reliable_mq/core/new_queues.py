@@ -79,7 +79,7 @@ class NewQueues:
         self._add(names, now)
 
     def new(self, proven: float, grace: float) -> list[str]:
-        """The queues that were younger than ``grace`` seconds at ``proven``, or are being made."""
+        """The queues younger than ``grace`` seconds at ``proven``, or being made."""
         return [*self._being_made, *(name for name, at in self._made.items() if at + grace > proven)]
 
     def final_at(

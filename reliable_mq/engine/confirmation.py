@@ -42,7 +42,7 @@ class BaseConfirmationOwner(Protocol):
 
 
 class BaseConfirmation(ObservedPublication):
-    """A publication that its user can ask for its outcome; an API adds how that is waited for."""
+    """A publication whose outcome its user can see; an API adds the waiting."""
 
     __slots__ = ()
 
@@ -68,7 +68,10 @@ class BaseConfirmation(ObservedPublication):
             callback()
 
     def _observe(self) -> PublishError | None:
-        """Return the error of a settled publish, which counts as seen now; None if it succeeded."""
+        """Return the error of a settled publish; None if it succeeded.
+
+        It counts as seen now.
+        """
         error = self.failure()
         if error is not None:
             self._mark_observed()
@@ -92,7 +95,10 @@ class BaseConfirmation(ObservedPublication):
                 self.owner.failure_observed()
 
     def _add_callback(self, callback: Callable[[], object]) -> bool:
-        """Call ``callback`` once the outcome is known; return False if it is. Under the lock."""
+        """Call ``callback`` once the outcome is known; False if it is.
+
+        Under the lock.
+        """
         if self.outcome is not None:
             return False
         if self.callbacks is None:
@@ -101,7 +107,10 @@ class BaseConfirmation(ObservedPublication):
         return True
 
     def _remove_callback(self, callback: Callable[[], object]) -> None:
-        """Remove a callback that was not called: a caller may wait again and again. Under the lock."""
+        """Remove a callback that was not called. Under the lock.
+
+        A caller may wait again and again.
+        """
         if self.callbacks and self.outcome is None:
             self.callbacks.remove(callback)
             self.callbacks = self.callbacks or None

@@ -207,7 +207,7 @@ class BaseOutboxChannel(Generic[C]):
         self.begun = True
 
     def _backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        """Return the backlog of the outbox. A question to a closed outbox opens it anew: close it again."""
+        """Return the backlog of the outbox; close an outbox that this opens again."""
         try:
             return self.outbox.backlog(up_to)
         finally:

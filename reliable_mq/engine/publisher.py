@@ -1,8 +1,9 @@
-"""The base of the publishers of both APIs: options, states, readings, and everything else that does not wait.
+"""The base of the publishers of both APIs.
 
-An API adds how its callers wait. Two channels belong to a publisher, each made when it is first needed: one to the
-broker, and one to the outbox if there is an outbox. Either is known as *started* from the moment when it may have
-threads, tasks or sockets to be ended, and as open once a caller may use it.
+It has the options, the states, the readings, and everything else that does not wait. An API adds how its callers wait.
+Two channels belong to a publisher, each made when it is first needed: one to the broker, and one to the outbox if there
+is an outbox. Either is known as *started* from the moment when it may have threads, tasks or sockets to be ended, and
+as open once a caller may use it.
 
 Invariants: nothing is published, and nothing is stored, after a publisher has left `PublisherState.OPEN`; a failure
 that nobody has seen is raised once.
@@ -107,7 +108,10 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @property
     def blocked(self) -> str | None:
-        """The broker's reason while it blocks publishing on this connection (memory or disk alarm); else None."""
+        """The broker's reason while it blocks publishing here; else None.
+
+        That is a memory or disk alarm.
+        """
         return None if self._channel is None else self._channel.session.blocked_reason
 
     @property
@@ -161,7 +165,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         return confirmation, NewRow(message, exchange, key, options.mandatory, ordering_key)
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
-        """Make the confirmation of a row of the outbox, in which the relay looks for the outcome."""
+        """Make the confirmation of a row of the outbox, for the relay."""
         size = self._options.check(row.message, row.exchange, row.routing_key, channel.frame_max)
         confirmation: ConfirmationT = self._confirmation(
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
@@ -172,7 +176,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
     @contextmanager
     def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:
-        """Make the report of one ``publish_many``; failures count as unseen again if the block raises."""
+        """Make the report of a ``publish_many``; failures are unseen if the block raises."""
         report: ReportBuilder[ConfirmationT] = ReportBuilder(
             self._options.max_outstanding, stored=self._outbox is not None
         )
@@ -184,7 +188,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             raise
 
     def _first_wait(self, limit: float) -> tuple[float, int, bool]:
-        """Return how to wait until every host has had its first attempt: seconds, attempts, whether that is firm."""
+        """Return how to wait for the first attempts: seconds, attempts, whether firm."""
         settings = self._options.settings
         firm = limit < settings.first_attempts_timeout
         return min(settings.first_attempts_timeout, limit), len(settings.endpoints), firm
@@ -215,7 +219,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
             raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
 
     def _left_unconfirmed(self, error: PublishError, exc_type: type[BaseException] | None) -> None:
-        """Raise the error of leaving a ``with`` block, or log it if the block itself has raised."""
+        """Raise the error of leaving a ``with`` block; log it if the block has raised."""
         if exc_type is None:
             raise error
         text = "leaving a publisher because of %s, with messages unconfirmed"
@@ -244,7 +248,9 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
 
 
 class ReportBuilder(Generic[ConfirmationT]):
-    """Collects the outcomes of one ``publish_many``, whatever its length: it keeps outstanding messages and failures.
+    """Collects the outcomes of one ``publish_many``, whatever its length.
+
+    It keeps outstanding messages and failures only.
 
     Args:
         max_outstanding: of the publisher.

@@ -1,4 +1,4 @@
-"""The options of a publisher: each is declared, described and checked here, for both APIs.
+"""The options of a publisher, declared and checked for both APIs.
 
 Invariants: a wrong option is refused here, before anything is connected, with a text that names it; a message that
 cannot be sent is refused before anything of it is sent.
@@ -177,7 +177,10 @@ class PublisherOptions:
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop)
 
     def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the set-up of a channel to publish on; `maker` is told of the quorum queues that it makes."""
+        """Return the set-up of a channel to publish on.
+
+        `maker` is told of the quorum queues that it makes.
+        """
         return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
 
     def check(self, message: Message, exchange: str, routing_key: str, frame_max: int) -> int:

@@ -1,4 +1,6 @@
-"""A connection for a few steps, performed one by one while the caller waits: declare, check, delete.
+"""A connection for a few steps: declare, check, delete.
+
+They are performed one by one while the caller waits.
 
 Each host is tried once, since a person waits.
 """
@@ -28,7 +30,9 @@ _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own dea
 
 
 class AdminChannel(NullListener):
-    """A channel for steps. A context manager: entering connects. One thread at a time may use it.
+    """A channel for steps. A context manager: entering connects.
+
+    One thread at a time may use it.
 
     Args:
         settings: hosts, credentials, TLS, tuning.
@@ -83,7 +87,7 @@ class AdminChannel(NullListener):
     def perform(self, step: Pipeline) -> tuple[MethodReply, ...]: ...
 
     def perform(self, step: Step | Pipeline) -> MethodReply | tuple[MethodReply, ...]:
-        """Perform a step, or a pipeline of steps, and return the broker's reply. Blocks for a round trip.
+        """Perform a step or a pipeline; return the reply. Blocks for a round trip.
 
         Raises:
             StepRefused: the broker closed the channel over it; the next step gets a new one.

@@ -31,7 +31,9 @@ PATIENCE = 0.2
 
 
 def time_to_wait(timeout: Duration | None) -> float | None:
-    """Return ``timeout`` in seconds: 0 if it is negative, as the rest of a deadline may be; of any length.
+    """Return ``timeout``, of any length, in seconds; 0 if it is negative.
+
+    The rest of a deadline may be.
 
     Raises:
         ConfigurationError: it is no duration.
@@ -68,7 +70,7 @@ class CallbackOwner:
     _callbacks: CallbackThread
 
     def expect_callbacks(self) -> None:
-        """Start the thread: a call of ``call_back`` may come where no thread can be started."""
+        """Start the thread: ``call_back`` may come where none can be started."""
         self._callbacks.start()
 
     def call_back(self, call: Callable[[], object]) -> None:
@@ -82,7 +84,9 @@ class CallbackOwner:
 
 
 class Confirmation(BaseConfirmation):
-    """The outcome of a publish, once it is known: what ``submit`` returns. Thread-safe.
+    """The outcome of a publish, once it is known. Thread-safe.
+
+    ``submit`` returns it.
 
     It has the methods of :class:`concurrent.futures.Future` that make sense here; it cannot be cancelled.
     """
@@ -110,13 +114,18 @@ class Confirmation(BaseConfirmation):
         return self.receipt()
 
     def exception(self, timeout: Duration | None = None) -> PublishError | None:
-        """Wait for the outcome as :meth:`result` does; return the error, or None if the message was confirmed."""
+        """Wait for the outcome as :meth:`result` does; return the error.
+
+        None if the message was confirmed.
+        """
         if self.outcome is None:
             self._wait(time_to_wait(timeout))
         return self._observe()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call ``callback(confirmation)`` when the outcome is known, on a thread of the publisher's for this purpose.
+        """Call ``callback(confirmation)`` when the outcome is known.
+
+        On a thread of the publisher's for this purpose.
 
         Called at once, by the calling thread, if it is known already. A callback may publish; an exception in it is
         logged. While callbacks are slower than publishing, ``submit`` waits for them as for room in the window.

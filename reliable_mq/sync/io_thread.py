@@ -1,6 +1,7 @@
-"""A thread with an event loop and a connection on it, which reconnects for as long as the thread lives.
+"""A thread with an event loop and a connection on it.
 
-The calls that other threads may make are here; the connection itself is a `Connector`.
+The connection reconnects for as long as the thread lives. The calls that other threads may make are here; the
+connection itself is a `Connector`.
 
 Invariants:
 
@@ -40,7 +41,9 @@ _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thre
 
 
 class IOThread:
-    """A daemon thread with an event loop and a connection, which reconnects. Construction starts and opens nothing.
+    """A daemon thread with an event loop and a connection, which reconnects.
+
+    Construction starts and opens nothing.
 
     Args:
         name: of the thread, and of the connection unless `settings` has one.
@@ -77,7 +80,7 @@ class IOThread:
 
     @property
     def patience(self) -> float:
-        """Seconds left for the broker's next answer in a set-up that it has begun to answer."""
+        """Seconds left for the broker's next answer in a set-up under way."""
         return self._connector.patience if self._thread is not None else 0.0
 
     @property
@@ -115,14 +118,14 @@ class IOThread:
         return not self._ended or not self._loop.withdraw(call)
 
     def stop(self, grace: float = 0.0) -> None:
-        """Begin to close: a closing handshake for up to `grace` seconds, then an abort. Does not wait."""
+        """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         with self._lock:
             if self._thread is None:
                 self._ended = True
         self.call_soon(lambda: self._connector.close(grace))
 
     def close(self, timeout: float) -> bool:
-        """Stop with that grace and wait for the end of the thread (not on the I/O thread itself).
+        """Stop with that grace, and wait for the thread, which may not be this one.
 
         Returns:
             Whether the thread has ended, with every descriptor closed; False if a callback hangs, or on the I/O thread.
@@ -131,7 +134,10 @@ class IOThread:
         return self.join(timeout + _ABORT_GRACE)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds for the end of the thread; return whether it has ended (False on it)."""
+        """Wait up to `timeout` seconds for the end; return whether it has ended.
+
+        False on the thread itself.
+        """
         thread = self._thread
         if thread is None:
             return self._ended
@@ -143,7 +149,7 @@ class IOThread:
     # -- I/O thread only -------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send whole frames for the channel in one piece; do nothing while no channel is ready."""
+        """Send whole frames in one piece; do nothing while no channel is ready."""
         self._connector.write(data)
 
     def write_buffer_size(self) -> int:
@@ -151,19 +157,19 @@ class IOThread:
         return self._connector.write_buffer_size()
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, by a monotonic clock, unless the thread ends before."""
+        """Run `fn` in `delay` seconds, unless the thread ends before."""
         return self._loop.call_later(delay, fn)
 
     def run(self, generator: StepGenerator, done: Callable[[Any], None]) -> None:
-        """Perform steps on the ready channel, after those of earlier calls (see `Connector.run`)."""
+        """Perform steps on the ready channel; see `Connector.run`."""
         self._connector.run(generator, done)
 
     def discard(self, reason: str) -> None:
-        """Abort the connection without a handshake: the channel is in doubt. ``lost`` follows, then a reconnect."""
+        """Abort the connection: its channel is in doubt. ``lost`` and a reconnect follow."""
         self._connector.discard(reason)
 
     def reopen_channel(self) -> None:
-        """Close the channel; ``lost`` follows, then a new channel on the same connection, set up again."""
+        """Close the channel; ``lost`` follows, then another one on this connection."""
         self._connector.reopen_channel()
 
     # -- the thread ------------------------------------------------------------------------------------------------

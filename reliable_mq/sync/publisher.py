@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel, OutboxChannel]):
-    """Publishes messages and knows of each whether the broker has it. Thread-safe; one connection, one I/O thread.
+    """Publishes messages and knows of each whether the broker has it.
+
+    Thread-safe; one connection, one I/O thread.
 
     Construction does not connect. ``with``, ``connect`` or the first publish does; from then on the publisher
     reconnects by itself, declares ``topology`` again, and publishes again, with the same ``message_id``, every message
@@ -54,7 +56,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def publish(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> Receipt:
-        """Publish a message and wait until the broker has it, or the outbox, if there is one.
+        """Publish a message and wait until the broker, or the outbox, has it.
 
         Blocks for a round trip to the broker, and while the window is full or the broker away, up to ``timeout``. With
         an outbox: until its transaction is on disk.
@@ -81,7 +83,9 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def submit(
         self, message: Message, *, exchange: str = "", routing_key: str = "", timeout: Duration | None = None
     ) -> Confirmation:
-        """Publish a message without waiting for its confirm. Blocks only while the window is full.
+        """Publish a message without waiting for its confirm.
+
+        Blocks only while the window is full.
 
         Args and errors are those of :meth:`publish`, except that the outcome comes through the confirmation.
         """
@@ -159,10 +163,10 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             raise error
 
     def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
-        """Wait until everything is settled, up to ``timeout`` seconds; give up the rest; disconnect.
+        """Wait until everything is settled, for up to ``timeout`` seconds; disconnect.
 
-        Does nothing when it is closed, and waits with another caller that is closing it. A closing that was interrupted
-        is taken up again. Does nothing in a forked child.
+        What is not settled by then is given up. Does nothing when it is closed, and waits with another caller that is
+        closing it. A closing that was interrupted is taken up again. Does nothing in a forked child.
 
         Raises:
             PublishError: messages failed, or were given up, and nobody has looked at their confirmations.
@@ -213,7 +217,10 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Flush and close. Raises failures that nobody has seen, but never in place of an exception of the body."""
+        """Flush and close.
+
+        Raises failures that nobody has seen, but never in place of an exception of the body.
+        """
         try:
             self.close()
         except PublishError as error:
@@ -225,7 +232,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             raise
 
     def _give_up(self) -> None:
-        """Close at once, after an exception from outside has ended an entering or a closing."""
+        """Close at once: an exception from outside has ended an entering or a closing."""
         try:
             self.close(0)
         except PublishError:
@@ -236,7 +243,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     def _submit(
         self, message: Message, exchange: str, routing_key: str, timeout: Duration | None, *, reported: bool = False
     ) -> Confirmation:
-        """Submit. ``reported``: a failure will be in a report, and is not raised at the end."""
+        """Submit. ``reported``: a failure is for a report, and not raised at the end."""
         accepted_at = time.monotonic()
         limit = None if timeout is None else seconds("timeout", timeout)
         if self._outbox is not None:
@@ -271,7 +278,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
     # Opening
 
     def _open_outbox(self, outbox: Outbox, timeout: float | None) -> OutboxChannel:
-        """Return the channel to the outbox; open it, and start the relay, if that is not done.
+        """Return the channel to the outbox, open, with its relay.
 
         In no more than ``timeout`` seconds; None for as long as a message may take.
         """
@@ -296,7 +303,9 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         return channel
 
     def _open(self, timeout: float, *, required: bool = False) -> PublisherChannel:
-        """Connect, and wait for up to ``timeout`` seconds until every host has had its first attempt.
+        """Connect, and wait until every host has had its first attempt.
+
+        For up to ``timeout`` seconds.
 
         Raises an error if no further attempt can help, or if a connection is ``required`` and there is none.
         """

@@ -1,11 +1,12 @@
-"""The only package that imports aiormq, the layer below aio-pika: a link to a broker.
+"""A link to a broker, by aiormq, the layer below aio-pika.
 
-aiormq does the AMQP handshake with SASL, heartbeats and the closing handshake, on a transport of ours. The transport
-cuts the inbound stream into frames with our `InboundReader` and passes those of channel 0 on to aiormq. Outbound frames
-go straight to the transport, in one piece; aiormq's own writes are whole frames, too. So a message meets none of its
-queues, locks, tasks and futures. aiormq's channels take a task and a lock for each method, cannot declare arguments
-that its codec does not know, and may lose a close-ok, which costs the connection. This uses few private parts of
-aiormq; its version is pinned, and ``tests/connection/test_aiormq_layers.py`` reports which of them have changed.
+No other package imports aiormq. aiormq does the AMQP handshake with SASL, heartbeats and the closing handshake, on a
+transport of ours. The transport cuts the inbound stream into frames with our `InboundReader` and passes those of
+channel 0 on to aiormq. Outbound frames go straight to the transport, in one piece; aiormq's own writes are whole
+frames, too. So a message meets none of its queues, locks, tasks and futures. aiormq's channels take a task and a lock
+for each method, cannot declare arguments that its codec does not know, and may lose a close-ok, which costs the
+connection. This uses few private parts of aiormq; its version is pinned, and ``tests/connection/test_aiormq_layers.py``
+reports which of them have changed.
 
 Invariants:
 

@@ -52,7 +52,7 @@ class Transports(TransportFactory):
 
 
 class Connection(aiormq.Connection):
-    """aiormq's connection, with credentials that are not from a URL, and tasks that end with it."""
+    """aiormq's connection, with credentials of ours, and tasks that end with it."""
 
     HEARTBEAT_GRACE_MULTIPLIER = 2  # as the protocol has it: two heartbeats missed
 

@@ -1,4 +1,7 @@
-"""A link to a broker: a transport that keeps the frames of channels, and one task for aiormq's connection."""
+"""A link to a broker: a transport, and one task for aiormq's connection.
+
+The transport keeps the frames of channels from aiormq.
+"""
 
 from __future__ import annotations
 
@@ -116,14 +119,14 @@ class Link:
         return self._channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake, of the channels first; abort a link that is not open yet."""
+        """Begin the closing handshake, of the channels first; abort a link not yet open."""
         if self._opened:
             self._channels.close(self._end_now)
         else:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, in any state; nothing more is read from it."""
+        """Close the socket without a handshake, in any state. Nothing more is read."""
         if self._over or self._aborted is not None:
             return
         self._aborted = Aborted(reason)
@@ -183,7 +186,7 @@ class Link:
         self._loop.guard(self._events.link_closed, self, error, loss)
 
     def _check_for_stall(self, due: float) -> None:
-        """Log a stall of the event loop that is so long that the broker may soon close the connection.
+        """Log a long stall of the event loop: the broker may soon disconnect.
 
         A stall may be longer than it seems by one check of the clock: every one of half a heartbeat is logged.
         """
@@ -229,7 +232,7 @@ class Link:
         raise error
 
     async def _addresses(self) -> list[Any]:
-        """Resolve the host on a daemon thread: a lookup on asyncio's that hangs would delay the program's end."""
+        """Resolve the host on a daemon thread: asyncio's would delay the program's end."""
         found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
 
         def resolved(answer: Any) -> None:
@@ -254,7 +257,7 @@ class Link:
             transport.abort()
 
     def _transport_lost(self, cause: BaseException | None) -> None:
-        """Report the loss, unless the handshake is under way, which fails and has a better error."""
+        """Report the loss, unless the handshake fails with a better error."""
         if self._opened:
             self._report_closed(cause)
         self._end_now()
@@ -327,7 +330,7 @@ class Link:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Pass input to the link, and events of the transport to it and to the stream that aiormq reads."""
+    """Pass input to the link, and events of the transport to it and to aiormq."""
 
     def __init__(self, link: Link, stream: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(stream, loop=loop)

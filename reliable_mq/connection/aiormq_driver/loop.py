@@ -1,4 +1,7 @@
-"""The asyncio loop of a connection: calls and timers whose exceptions are reported, and tasks to wait for."""
+"""The asyncio loop of a connection.
+
+Exceptions of its calls and timers are reported, and its tasks can be waited for.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class EventLoop:
             self.on_error(error)
 
     async def finish(self, grace: float) -> None:
-        """Wait until no task of a link is left; cancel those that are after `grace` seconds."""
+        """Wait until no task of a link is left; cancel them after `grace` seconds."""
         if self.tasks:
             _, late = await asyncio.wait(self.tasks, timeout=grace)
             for task in late:

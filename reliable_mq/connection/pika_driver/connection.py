@@ -1,4 +1,4 @@
-"""pika's connection, which passes the frames of channels to our reader and writes encoded frames."""
+"""pika's connection, with frames of channels that we read and encode."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["Link"]
 
 
 class Link:
-    """One attempt to connect to one endpoint, and the connection if it succeeds. Lives on its loop.
+    """One attempt to connect, and the connection if it succeeds. Lives on its loop.
 
     Args:
         loop: to run on.
@@ -82,7 +82,7 @@ class Link:
         return self._connection.channels.open(generation, sink, events)
 
     def close(self) -> None:
-        """Begin the closing handshake, of the channels first; abort a link that is not open yet."""
+        """Begin the closing handshake, of the channels first; abort a link not yet open."""
         if self._over:
             return
         if self._connection.is_open:
@@ -91,7 +91,7 @@ class Link:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, in any state; nothing more is read from it."""
+        """Close the socket without a handshake, in any state. Nothing more is read."""
         if not self._over:
             self._connection.abort(Aborted(reason))
 

@@ -1,7 +1,8 @@
-"""pika's I/O loop: an exception of a callback does not end it, and other threads wake it without a lock.
+"""pika's I/O loop, which callbacks do not end and signal handlers do not block.
 
-A signal handler may interrupt a wake-up anywhere, call the loop itself and wait for its thread. A lock that the
-interrupted code holds would block that thread forever.
+An exception of a callback does not end it, and other threads wake it without a lock. A signal handler may interrupt a
+wake-up anywhere, call the loop itself and wait for its thread. A lock that the interrupted code holds would block that
+thread forever.
 
 Invariant: the descriptors of a `SelfPipe` are closed with the last reference to it. So no wake-up writes to a
 descriptor that was closed and opened again for something else.
@@ -56,7 +57,9 @@ class SelfPipe:
 
 
 class EventLoop:
-    """pika's I/O loop. It outlives the links that run on it: no queued call is lost with a connection.
+    """pika's I/O loop.
+
+    It outlives the links that run on it: no queued call is lost with a connection.
 
     Args:
         on_error: called on the loop with every exception that a callback raises.
@@ -171,7 +174,7 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 
 
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
-    """Resolve host names on daemon threads: a lookup on pika's that hangs would delay the interpreter's exit."""
+    """Resolve host names on daemon threads: pika's would delay the program's end."""
 
     def __init__(self, loop: _GuardedLoop) -> None:
         super().__init__(loop)
