@@ -394,7 +394,7 @@ class AsyncRelayPublisher:
     # On the event loop
 
     def start(self) -> None:
-        """Connect, and send what comes."""
+        """Connect, and send the rows that come."""
         self._task = self._loop.create_task(self._run(), name="reliable_mq outbox relay")
 
     def cancel(self) -> None:

@@ -9,7 +9,7 @@ constant               type       meaning
 POSSIBLE_DUPLICATE     bool       published again after an unknown outcome: the broker may have the message twice
 FORMAT                 int        version of the headers below, now `FORMAT_VERSION`
 ATTEMPT                int        which attempt the next delivery of this message is, from 1
-RETRY                  table      of a message that waits for its next attempt: how to make it what it was, see
+RETRY                  table      of a message that waits for its next attempt: how to restore it, see
                                   :mod:`reliable_mq.core.retry.retry_headers`
 ATTEMPTS               int        of a dead letter: how many attempts were made at it
 DEAD_LETTER_REASON     str        why it was dead-lettered

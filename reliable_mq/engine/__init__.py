@@ -1,1 +1,1 @@
-"""What the sync API and the asyncio API share, driven by callbacks."""
+"""The parts that the sync API and the asyncio API share, driven by callbacks."""

@@ -54,7 +54,7 @@ class PublisherState(enum.Enum):
     OPEN = "takes messages, and connects with the first one"
     STARTING = "a channel is being started by this thread, which a signal handler may have interrupted"
     CLOSING = "takes no more messages; settles outstanding messages, or was interrupted in doing so"
-    CLOSED = "everything is settled, and what failed was raised"
+    CLOSED = "everything is settled, and failures were raised"
 
 
 _S = PublisherState

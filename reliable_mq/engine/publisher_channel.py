@@ -371,15 +371,15 @@ class BasePublisherChannel(Generic[P]):
         else:
             while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)
-            if session.question_due(now):
-                session.asked(now)
-                io.run(round_trip(), self._answered)
+            if session.round_trip_due(now):
+                session.round_trip_begun(now)
+                io.run(round_trip(), self._round_trip_ended)
         self._settle()
         self._wakeup.set(session.next_wakeup(), now, self._io.call_later)
 
-    def _answered(self, outcome: object) -> None:
+    def _round_trip_ended(self, outcome: object) -> None:
         if not isinstance(outcome, Exception):  # otherwise the channel is lost, too
-            self.session.answered(time.monotonic())
+            self.session.round_trip_ended(time.monotonic())
             self._advance()
 
     def _settle(self) -> None:

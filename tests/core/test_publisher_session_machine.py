@@ -95,7 +95,7 @@ class Channel:
     read: int = 0
     unconfirmed: list[int] = field(default_factory=list)
     returned: set[Expected] = field(default_factory=set)
-    asked_at: float | None = None  # whether it lives
+    since: float | None = None  # whether it lives
     ask_after: float = -inf
     slow: bool = False  # it was at the last answer
     progress_at: float = 0.0
@@ -275,24 +275,24 @@ class PublishingMachine(RuleBasedStateMachine):
             assert len(published) <= 1
         if not published:
             self.nothing_could_be_sent()
-        if self.session.question_due(self.now):
+        if self.session.round_trip_due(self.now):
             assert self.channel is not None
-            assert self.channel.asked_at is None
-            self.channel.asked_at = self.now
-            self.session.asked(self.now)
+            assert self.channel.since is None
+            self.channel.since = self.now
+            self.session.round_trip_begun(self.now)
 
     def answer(self) -> None:
         """The broker answers whether it lives, where it was asked."""
         channel = self.channel
-        if channel is None or channel.asked_at is None:
+        if channel is None or channel.since is None:
             return
-        self.session.answered(self.now)
-        asked_at, channel.asked_at = channel.asked_at, None
-        channel.slow = not channel.slow and self.now - asked_at > GRACE / 2
+        self.session.round_trip_ended(self.now)
+        since, channel.since = channel.since, None
+        channel.slow = not channel.slow and self.now - since > GRACE / 2
         if channel.slow:
             channel.ask_after = self.now + GRACE
         else:
-            self.prove(asked_at)
+            self.prove(since)
 
     def prove(self, moment: float) -> None:
         self.proven = max(self.proven, moment)
@@ -637,7 +637,7 @@ class PublishingMachine(RuleBasedStateMachine):
             for expected in self.everyone
             if expected.outcome is None and expected.due > self.now and expected not in self.again
         ]
-        if self.channel is not None and self.channel.asked_at is None and not self.connection_blocked:
+        if self.channel is not None and self.channel.since is None and not self.connection_blocked:
             final = [expected.final_at for expected in self.provisional if expected.final_at is not None]
             moments += [max(at, self.channel.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:

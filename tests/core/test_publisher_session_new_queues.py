@@ -21,10 +21,10 @@ def shell() -> Shell:
 
 def answer(shell: Shell, at: float, took: float = 0.0) -> None:
     """The shell asks whether the broker lives, and it does."""
-    assert shell.session.question_due(at)
-    shell.session.asked(at)
-    assert not shell.session.question_due(at), "once at a time"
-    shell.session.answered(at + took)
+    assert shell.session.round_trip_due(at)
+    shell.session.round_trip_begun(at)
+    assert not shell.session.round_trip_due(at), "once at a time"
+    shell.session.round_trip_ended(at + took)
 
 
 def confirmed(shell: Shell) -> list[str]:
@@ -40,7 +40,7 @@ def test_it_is_reported_as_confirmed_when_the_grace_is_over(shell: Shell) -> Non
     assert not shell.session.on_wire
     assert shell.session.outstanding == 2
     assert shell.session.next_wakeup() == 2.0
-    assert not shell.session.question_due(1.99)
+    assert not shell.session.round_trip_due(1.99)
     assert shell.session.freed_count == 0, "it keeps its place in the window"
     answer(shell, 2.0)
     assert confirmed(shell) == ["a", "b"]
@@ -73,12 +73,12 @@ def test_the_time_alone_proves_nothing(shell: Shell) -> None:
     shell.accept("a")
     shell.send()
     shell.ack(1)
-    shell.session.asked(2.0)
+    shell.session.round_trip_begun(2.0)
     shell.session.tick(60.0)
     assert confirmed(shell) == []
     assert shell.session.next_wakeup() == DELIVERY_TIMEOUT, "it is asked once at a time"
     shell.lose()
-    shell.session.answered(61.0)
+    shell.session.round_trip_ended(61.0)
     assert confirmed(shell) == [], "an answer on a channel that is lost"
     shell.reopen(61.0)
     assert shell.sent(61.0) == ["a"]
@@ -123,7 +123,7 @@ def test_a_broker_that_blocks_publishing_is_not_asked(shell: Shell) -> None:
     shell.send()
     shell.ack(1)
     shell.session.blocked("low on memory")
-    assert not shell.session.question_due(2.0)
+    assert not shell.session.round_trip_due(2.0)
     shell.session.unblocked(3.0)
     answer(shell, 3.0)
     assert confirmed(shell) == ["a"]
@@ -193,7 +193,9 @@ def test_it_stays_where_it_is_while_only_the_channel_is_lost(shell: Shell) -> No
     shell.send()
     shell.ack(1)
     shell.lose(connection=False)
-    assert not shell.session.question_due(3.0), "whether the broker lives is not known before there is another channel"
+    assert not shell.session.round_trip_due(3.0), (
+        "whether the broker lives is not known before there is another channel"
+    )
     shell.reopen(3.0)
     assert shell.sent(3.0) == ["b"]
     answer(shell, 3.0)

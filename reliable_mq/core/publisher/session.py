@@ -25,10 +25,10 @@ Invariants:
   still finds it;
 - nothing is reported as confirmed while a queue that it may have gone to is new (`NewQueues`): until then it keeps its
   place in the window, and is published again, in its old order, if the connection is lost. The broker has to answer on
-  this connection to something that was sent after the grace: a question, or a publish. The close of a channel costs it
-  nothing, and blames it for nothing; the question is asked on the next one;
+  this connection to something that was sent after the grace: a round trip of its own, or a publish. The close of a
+  channel costs it nothing, and blames it for nothing; the round trip is repeated on the next one;
 - an answer that took more than half of the grace may be the first of a broker that was frozen until then, and saves
-  its queues only now: the question is asked once more, a grace later.
+  its queues only now: there is one more round trip, a grace later.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class PublisherSession(Generic[P]):
         self._provisional: dict[P, tuple[int, int]] = {}  # by generation and number: in the order of publishing
         self._final: list[tuple[float, int, list[P]]] = []  # what the broker must outlive to confirm those
         self.proven = _NEVER
-        self._asked_at: float | None = None  # of the question that this channel has not answered yet
-        self._ask_after = _NEVER
+        self._round_trip_since: float | None = None  # the one that is not over on this channel
+        self._round_trip_after = _NEVER
         self._slow = False  # the last answer took long
         self._channel = 0
         self.frame_max = 131072
@@ -163,27 +163,27 @@ class PublisherSession(Generic[P]):
         self.frame_max = frame_max
         self._heads.clear()
         self._progress_at = now
-        self._ask_after, self._slow = _NEVER, False
+        self._round_trip_after, self._slow = _NEVER, False
 
     def connection_replaced(self) -> None:
         """Send provisional publishes again: the connection of the last channel is lost."""
         self._send_first(self._lose_provisional({}))
         self.proven = _NEVER
 
-    def asked(self, now: float) -> None:
-        """Note that the question which `question_due` asks for was sent."""
-        self._asked_at = now
+    def round_trip_begun(self, now: float) -> None:
+        """Note that the round trip of `round_trip_due` has begun."""
+        self._round_trip_since = now
 
-    def answered(self, now: float) -> None:
-        """Take the broker's answer to that question, on the channel that it was asked on."""
-        asked_at, self._asked_at = self._asked_at, None
-        if asked_at is None:
+    def round_trip_ended(self, now: float) -> None:
+        """Note the broker's answer, on the channel on which the round trip has begun."""
+        since, self._round_trip_since = self._round_trip_since, None
+        if since is None:
             return
-        self._slow = not self._slow and not self._is_quick(asked_at, now)
+        self._slow = not self._slow and not self._is_quick(since, now)
         if self._slow:
-            self._ask_after = now + self._new_queue_grace
+            self._round_trip_after = now + self._new_queue_grace
         else:
-            self._prove(asked_at, now)
+            self._prove(since, now)
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
         """Settle the publishes of a ``basic.ack``."""
@@ -246,7 +246,7 @@ class PublisherSession(Generic[P]):
             self.blocked_reason = None
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
-        self._asked_at = None
+        self._round_trip_since = None
         blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
         unwritten = self._take_probe()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
@@ -354,18 +354,18 @@ class PublisherSession(Generic[P]):
         text = f"no confirm for any of {self.on_wire} outstanding publishes in time"
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if self._tracker.none_settled else text
 
-    def question_due(self, now: float) -> bool:
-        """Whether to ask the broker now if it lives, by any method that it answers.
+    def round_trip_due(self, now: float) -> bool:
+        """Whether to send any method now that the broker answers if it lives.
 
-        The caller reports `asked`.
+        The caller reports `round_trip_begun`.
         """
-        at = self._question_at()
+        at = self._round_trip_at()
         return at is not None and now >= at
 
     def next_wakeup(self) -> float | None:
         """Return the time of the next `tick`, whatever else happens; None for never."""
         delayed = self._delayed[0][0] if self._delayed else None
-        times = (self._deadlines.next_deadline, self._doubt_at(), delayed, self._question_at())
+        times = (self._deadlines.next_deadline, self._doubt_at(), delayed, self._round_trip_at())
         return min((at for at in times if at is not None), default=None)
 
     # Readings
@@ -395,20 +395,20 @@ class PublisherSession(Generic[P]):
             return None
         return self._progress_at + self._confirm_timeout
 
-    def _question_at(self) -> float | None:
-        """Return the time of the next question.
+    def _round_trip_at(self) -> float | None:
+        """Return the time of the next round trip.
 
         There is one with nothing provisional, too: queues that are known to be old stay old after a loss.
         """
-        if not self._tracker.open or self.blocked_reason is not None or self._asked_at is not None:
+        if not self._tracker.open or self.blocked_reason is not None or self._round_trip_since is not None:
             return None
         old_at = self._new_queues.latest + self._new_queue_grace
         final_at = self._final[0][0] if self._final else _FOR_EVER
         at = min(final_at, old_at if old_at > self.proven else _FOR_EVER)
-        return max(at, self._ask_after) if at < _FOR_EVER else None
+        return max(at, self._round_trip_after) if at < _FOR_EVER else None
 
-    def _is_quick(self, asked_at: float, now: float) -> bool:
-        return now - asked_at <= self._new_queue_grace / 2
+    def _is_quick(self, since: float, now: float) -> bool:
+        return now - since <= self._new_queue_grace / 2
 
     def _prove(self, moment: float, now: float) -> None:
         """Confirm publishes for good: a frame sent after ``moment`` was answered."""
