@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
@@ -88,8 +89,9 @@ def file_path(path: str | os.PathLike[str]) -> Path:
     if isinstance(given, str) and given and "\0" not in given and not given.startswith((":memory:", "file:")):
         found = Path(given)
         try:
-            os.fsencode(found)
-            is_directory = found.is_dir()
+            is_directory = S_ISDIR(found.stat().st_mode)  # is_dir() raises no error from Python 3.14 on
+        except (FileNotFoundError, NotADirectoryError):
+            is_directory = False
         except (OSError, UnicodeEncodeError) as error:
             raise ConfigurationError(f"path cannot be that of a file: {error}") from error
         if not is_directory:
