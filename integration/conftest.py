@@ -37,6 +37,7 @@ import random
 import signal
 import uuid
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,6 +114,8 @@ _LONGEST = (
     "test_connect.py",
     "test_outages.py",
 )
+_TESTS_BETWEEN_FREEZES = 20
+_tests_begun = count()
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
 
@@ -178,10 +181,13 @@ def pytest_report_header() -> list[str]:
     return properties.header_lines()
 
 
-def pytest_collection_finish() -> None:
-    # What is imported by now stays. `baseline` collects garbage several times a test: of what the test made, that is.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # `baseline` and `run_async` collect garbage several times a test. What is frozen they need not look at, so that it
+    # takes milliseconds: first all that was imported, then what libraries have kept since.
+    if next(_tests_begun) % _TESTS_BETWEEN_FREEZES == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
