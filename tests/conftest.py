@@ -6,6 +6,7 @@ that are made up by chance, and no cost of operations, which tracing would slow 
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # when hypothesis has marked its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     properties.allow_time(items)
+
+
+def pytest_collection_finish() -> None:
+    # Several tests collect garbage. They need not look at what was imported and collected before.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
