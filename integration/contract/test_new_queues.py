@@ -310,7 +310,7 @@ def test_a_queue_is_old_for_a_connection_whose_broker_has_answered_since(
         wait_until(lambda: proxy.seen("confirm.select-ok") > asked, timeout=30, what="an answer after the grace")
         proxy.cut()
         proxy.heal()
-        wait_until(lambda: publisher.connected, timeout=30, what="connected again")
+        wait_until(lambda: proxy.connections == 2 and publisher.connected, timeout=30, what="connected again")
         asked = proxy.seen("confirm.select-ok")
         publisher.publish(Message(b"x"), routing_key="orders")
         assert proxy.seen("confirm.select-ok") == asked, "it waited for another answer"
