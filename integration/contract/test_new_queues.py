@@ -295,7 +295,7 @@ def test_f61_a_broker_that_vanished_while_the_queue_was_new_is_missed_after_the_
     made_before(private_vhost, old)
     proxy = fault_proxy(private_vhost.url)
     with Publisher(
-        proxy.url, topology=[old, ORDERS], new_queue_grace=AMPLE, connect_timeout=4, reconnect_wait=SOON
+        proxy.url, topology=[old, ORDERS], new_queue_grace=2 * AMPLE, connect_timeout=4, reconnect_wait=SOON
     ) as publisher:
         confirmation = publisher.submit(Message(b"x"), routing_key="orders")
         private_vhost.wait_for_messages("orders", 1)
