@@ -275,7 +275,7 @@ def test_f61_a_broker_that_froze_while_the_queue_was_new_is_killed(
                 broker.unpause()
                 continue
             with pytest.raises(TimeoutError):
-                confirmation.result(AMPLE + 2)
+                confirmation.result(2 * AMPLE)  # an answer of the dying broker comes after more than half of the grace
             kill_and_start(broker)
             assert confirmation.result(PLENTY).possible_duplicate
         break
