@@ -1,7 +1,7 @@
-"""Take what is in a queue and go: for jobs that run by the clock and not for ever.
+"""Take the messages of a queue and go: for jobs that run by the clock and not for ever.
 
 ``get`` gives up to so many deliveries, or waits for the first. Settle each by itself, or let the block do it: at its
-end what is not settled is acked, and where it raises, it goes back to the queue.
+end the others are acked, or requeued if it raises.
 
 Prints::
 

@@ -289,7 +289,7 @@ def test_f46_a_forked_child_refuses(vhost: VirtualHost) -> None:
 
 
 def test_a_pull_that_is_cancelled_takes_nothing(vhost: VirtualHost, run_async: Any) -> None:
-    """And a block that is left by cancelling gives back what it had."""
+    """And a block that is left by cancelling requeues what it had."""
 
     async def main() -> None:
         async with AsyncConsumer(vhost.url, ORDERS) as consumer:

@@ -52,6 +52,8 @@ def test_a_kill_command_that_fails_is_said(vhost: VirtualHost) -> None:
     done = run_cli("demo", "--url", vhost.url, "--messages", "6000", "--rate", "2000", *hooks)
     assert done.returncode == 1
     assert "'false' failed with status 1" in done.stderr.decode()
+    assert "ended early: of " in done.stderr.decode()
+    assert "The broker was killed" not in done.stdout.decode()
     assert queues(vhost) == []
 
 

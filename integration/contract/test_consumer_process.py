@@ -241,7 +241,7 @@ def test_a_stop_ends_the_subscription_before_it_requeues(
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_handler_may_stop_its_consumer(vhost: VirtualHost) -> None:
-    """Its own delivery is acked, the rest goes back; closing would wait for itself, and says so."""
+    """Its own delivery is acked, the rest is requeued; closing would wait for itself, and says so."""
     errors: list[Exception] = []
 
     def stop_at_three(delivery: Delivery) -> None:
@@ -342,7 +342,7 @@ def test_run_on_the_main_thread_is_stopped_by_a_signal(vhost: VirtualHost) -> No
 
 @pytest.mark.parametrize("consumer_api", ["sync"], indirect=True)
 def test_a_consumer_that_was_forgotten_is_closed_at_exit(vhost: VirtualHost, tmp_path: Path) -> None:
-    """A script that ends after get(), or with a consumer connected: what is done is acked, the rest goes back."""
+    """A script that ends after get(), or with a consumer connected: what is done is acked, the rest is requeued."""
     declare(vhost)
     publish(vhost, "orders", numbered(10))
     program = tmp_path / "forgetful.py"

@@ -394,7 +394,7 @@ def test_what_does_not_go_together(vhost: VirtualHost) -> None:
 
 
 def test_what_was_got_is_requeued_when_the_consumer_is_left(vhost: VirtualHost) -> None:
-    """What was got and held for a retry goes back to the queue at the end."""
+    """What was got and held for a retry is requeued at the end."""
     with Consumer(vhost.url, ORDERS, retry=HELD) as consumer:
         publish(vhost, "orders", numbered(3))
         with consumer.get(3) as deliveries:

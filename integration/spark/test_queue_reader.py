@@ -394,7 +394,7 @@ def test_f24_a_queue_that_was_cancelled_is_read_again_though_another_is_never_em
 def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_else(
     vhost: VirtualHost, query: Callable[..., Query]
 ) -> None:
-    """The broker takes it back and cancels; what waited goes back, and is read once, after the batch."""
+    """The broker requeues it and cancels; what waited is requeued, and is read once, after the batch."""
     timeout = Queue("orders", arguments={"x-consumer-timeout": 1500})
     with Publisher(vhost.url, topology=[timeout]) as publisher:
         assert publisher.publish_many([Message(b"x") for _ in range(60)], routing_key="orders").ok

@@ -33,8 +33,7 @@ from weakref import WeakSet
 
 from reliable_mq._util.threads import DaemonExecutor
 from reliable_mq.core.consumer.attempts import shown
-from reliable_mq.core.consumer.consumer_timeout import names
-from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.consumer.handler import (
     NotStarted,
@@ -419,7 +418,7 @@ class TaskPool:
             detail = self._interrupted(error)
             return [Skipped(delivery, SkipReason.CANCELLED, detail) for delivery in deliveries]
         except BaseException as error:
-            logger.exception("handling %s was ended by an exception that no handler has raised", names(deliveries))
+            logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
             return all_failed(deliveries, error)
         finally:
             steps.close()

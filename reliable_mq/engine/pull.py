@@ -148,7 +148,7 @@ class BasePullSubscription(BaseSubscription):
         self._wanted = 0  # by the caller whose turn it is, arrived ones included
         self._over = False  # the round
         self._done = False  # nothing will come any more
-        self._doubted = False  # the broker did not find the queue, and it is not known yet whether it is gone
+        self._missing = False  # the broker did not find the queue; whether it is gone is not known yet
         self._gone: ReliableMQError | None = None  # how the broker said that the queue does not exist any more
         self._unanswered = 0  # requests that are not answered; on the loop only, as the rest
         self._empty = False  # an answer of this round
@@ -190,7 +190,7 @@ class BasePullSubscription(BaseSubscription):
         now = time.monotonic()
         last = deadline + _ANSWER
         gone = self._gone is not None
-        over = gone or (self._over and not self._doubted)
+        over = gone or (self._over and not self._missing)
         if not self._wanted or self._done or now >= last or (over and (taken or now >= deadline)):
             if gone and not taken:
                 raise ConsumerCancelled(
@@ -262,7 +262,7 @@ class BasePullSubscription(BaseSubscription):
         """Repeat the requests that the lost channel did not answer."""
         self._channel = channel
         with self._changed:
-            self._gone, self._doubted = None, False
+            self._gone, self._missing = None, False
         super().ready(generation, channel, frame_max, server)
         self._ask_afresh()
 
@@ -271,7 +271,7 @@ class BasePullSubscription(BaseSubscription):
         self._unanswered = 0
         self._empty = False
         with self._changed:
-            self._doubted = loss.by_broker and loss.code == _NOT_FOUND
+            self._missing = loss.by_broker and loss.code == _NOT_FOUND
         super().lost(generation, loss)
         if loss.by_broker and loss.code in _REFUSALS:
             self.error = ConsumeError(
@@ -284,7 +284,7 @@ class BasePullSubscription(BaseSubscription):
         super().failed(error, will_retry)
         if will_retry and is_missing(error):
             with self._changed:
-                self._gone, self._doubted = error, False
+                self._gone, self._missing = error, False
                 self._changed.notify_all()
 
     def got(self, delivery: RawDelivery, message_count: int) -> None:

@@ -27,8 +27,8 @@ from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
-from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of, names
-from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
+from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
@@ -131,7 +131,7 @@ class BaseRepublisher:
 
     def _not_submitted(self, republish: RepublishRequest, error: Exception) -> None:
         if not isinstance(error, ReliableMQError):
-            logger.error("the copy of %s cannot be published", names([republish.delivery]), exc_info=error)
+            logger.error("the copy of %s cannot be published", message_names([republish.delivery]), exc_info=error)
             error = PublishError(f"it cannot be published: {error!r}")
         self._report(republish, error)
 

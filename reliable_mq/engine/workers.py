@@ -27,8 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
-from reliable_mq.core.consumer.consumer_timeout import names
-from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import Work, verdicts
 from reliable_mq.core.consumer.handler import (
     ClaimKeys,
@@ -448,7 +447,7 @@ class _ClaimingWorker(_Worker):
         try:
             results = self._run(handling(deliveries, batch=self._batch, claiming=self._claiming, wall_clock=time.time))
         except BaseException as error:  # a store, or a key function, that ends its thread
-            logger.exception("handling %s was ended by an exception that no handler has raised", names(deliveries))
+            logger.exception("handling %s was ended by an exception of no handler", message_names(deliveries))
             return all_failed(deliveries, error)
         self.unreported = ()
         begun, left = self._groups.end(results)

@@ -1,4 +1,4 @@
-"""Signals stop what runs on a loop, and are given back."""
+"""Signals stop what runs on a loop, and the handlers from before are restored."""
 
 from __future__ import annotations
 

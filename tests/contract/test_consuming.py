@@ -183,7 +183,7 @@ def test_an_unfinished_delivery_is_requeued_when_the_consumer_stops(
 def test_a_handler_that_stops_the_consumer_is_the_last(
     broker: ScriptedBroker, new_consumer: NewConsumer, kind: str
 ) -> None:
-    """However quick handlers are, and however late the connection comes to know: what was prefetched goes back."""
+    """However quick handlers are, and however late the connection comes to know: what was prefetched is requeued."""
     handed: list[Delivery | list[Delivery]] = []
     all_there = threading.Event()
 
@@ -650,7 +650,7 @@ def test_what_is_pulled_is_acked_at_a_clean_end_and_requeued_after_an_error(
         wait_acked(broker, 1, 2)
         with pytest.raises(ZeroDivisionError), consumer.get(2, timeout=5) as deliveries:
             raise ZeroDivisionError
-        back = broker.wait(lambda: [one for one in broker.settlements if one.verdict != "ack"], "what goes back")
+        back = broker.wait(lambda: [one for one in broker.settlements if one.verdict != "ack"], "what is requeued")
         assert [(one.tag, one.requeue) for one in back] == [(3, True)]
         with consumer.get(1, timeout=0.05) as deliveries:
             assert deliveries == []

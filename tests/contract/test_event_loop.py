@@ -484,7 +484,7 @@ def test_a_consumer_whose_run_is_cancelled_requeues_and_leaves_nothing(broker: S
 
 
 def test_a_task_that_is_cancelled_in_get_takes_nothing_with_it(broker: ScriptedBroker, run: Any) -> None:
-    """While it waits, or holds deliveries: what it held goes back, and the next one gets what comes."""
+    """While it waits, or holds deliveries: what it held is requeued, and the next one gets what comes."""
 
     async def main() -> None:
         async with AsyncConsumer(broker.url, "orders", ack_interval=0.02) as consumer:

@@ -31,7 +31,7 @@ class Door:
         )
 
     def refusal(self, item: Delivery) -> str | None:
-        return self.admission.look(item).refusal
+        return self.admission.check(item).refusal
 
 
 def with_attempt(attempt: int, **more: object) -> Delivery:

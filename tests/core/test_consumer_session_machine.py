@@ -63,7 +63,7 @@ class Broker:
         return sent
 
     def expire(self, retry: RepublishRequest) -> None:
-        """What waited goes back to its queue: a message of its own, which stands for the same one."""
+        """What waited returns to its queue: a message of its own, which stands for the same one."""
         self.waiting.remove(retry)
         key = f"{identity(retry)}+{len(self.waited)}"
         self.waited[key] = retry

@@ -1,4 +1,4 @@
-"""The consuming session where nothing can be given back: streams, and acks that are automatic."""
+"""The consuming session where nothing can be requeued: streams, and acks that are automatic."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
 
 
 def test_a_cancelled_consumer_does_not_wait_for_what_hangs() -> None:
-    """What has not begun goes back; what runs and is not that old is waited for."""
+    """What has not begun is requeued; what runs and is not that old is waited for."""
     session = make(consumer_timeout=60.0)
     hung, waiting = deliver(session, items(2))
     [runs] = deliver(session, items(1, 3), 50.0)

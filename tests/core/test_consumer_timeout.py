@@ -7,15 +7,9 @@ import random
 import pytest
 
 from reliable_mq.core.consumer.acks import AckBatcher
-from reliable_mq.core.consumer.consumer_timeout import (
-    ConsumerTimeout,
-    ConsumerTimeoutMonitor,
-    consumer_timeout_of,
-    named,
-)
+from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, ConsumerTimeoutMonitor, consumer_timeout_of
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
-from tests.core.deliveries import delivery
 from tests.core.sessions import items
 
 
@@ -45,19 +39,19 @@ def test_what_is_unacked_for_three_quarters_of_the_timeout_is_overdue_once() -> 
     first, second = channel.deliver(2, 10.0)
     [third] = channel.deliver(1, 20.0)
     assert channel.ages.deadline == 10.0 + 75
-    assert channel.ages.look(84.9) == []
+    assert channel.ages.newly_overdue(84.9) == []
     channel.finish(second)
-    assert channel.ages.look(85.0) == [first]
+    assert channel.ages.newly_overdue(85.0) == [first]
     assert channel.ages.deadline == 20.0 + 75
-    assert channel.ages.look(96.0) == [third]
+    assert channel.ages.newly_overdue(96.0) == [third]
     assert channel.ages.deadline is None
-    assert channel.ages.look(1000.0) == []
+    assert channel.ages.newly_overdue(1000.0) == []
 
 
 def test_what_was_finished_in_time_is_forgotten() -> None:
     channel = Channel()
     channel.finish(*channel.deliver(3, 0.0))
-    assert channel.ages.look(1.0) == []
+    assert channel.ages.newly_overdue(1.0) == []
     assert channel.ages.deadline is None
 
 
@@ -65,7 +59,7 @@ def test_what_was_finished_in_time_behind_a_gap_is_not_overdue() -> None:
     channel = Channel()
     [first] = channel.deliver(1, 0.0)
     channel.finish(*channel.deliver(3, 1.0))
-    assert channel.ages.look(80.0) == [first]
+    assert channel.ages.newly_overdue(80.0) == [first]
     assert channel.ages.deadline is None
 
 
@@ -73,7 +67,7 @@ def test_where_the_broker_has_no_timeout_nothing_is_overdue() -> None:
     channel = Channel(None)
     deliveries = channel.deliver(2, 0.0)
     assert channel.ages.deadline is None
-    assert channel.ages.look(1e9) == []
+    assert channel.ages.newly_overdue(1e9) == []
     assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has said what its timeout is
 
 
@@ -81,7 +75,7 @@ def test_what_has_timed_out_by_the_clock_of_the_broker() -> None:
     """A delivery was on its way when its time began: a second, or a fiftieth of the timeout, later than it ended."""
     channel = Channel()
     first = channel.deliver(2, 0.0)
-    channel.ages.look(80.0)  # overdue
+    channel.ages.newly_overdue(80.0)  # overdue
     second = channel.deliver(2, 80.0)
     channel.finish(first[0])
     assert channel.ages.unacked(100.0, 97.9) == []
@@ -107,7 +101,7 @@ def test_one_that_is_never_finished_keeps_no_others() -> None:
         kept = sum(len(read) for _, read in (*channel.ages._old, *channel.ages._young))
         assert kept == channel.ages._kept
         if now == 500:
-            assert stuck in channel.ages.look(float(now))
+            assert stuck in channel.ages.newly_overdue(float(now))
     assert set(channel.ages.unacked(0.0, 2000.0)) == {stuck, *open_}
 
 
@@ -126,12 +120,3 @@ TIMED_OUT = "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed o
 )
 def test_which_loss_of_a_channel_is_a_timeout(code: int | None, text: str, strike: ConsumerTimeout | None) -> None:
     assert consumer_timeout_of(ConnectionLoss(code, text, "channel", by_broker=True)) == strike
-
-
-def test_a_message_is_named_whatever_is_wrong_with_it() -> None:
-    """And looking at it changes nothing: its handler may not have asked."""
-    assert named(delivery(message_id="m7")) == "message 'm7'"
-    assert named(delivery(message_id=None, body=b"1234")) == "a message without an id (4 bytes)"
-    broken = Delivery("ctag", 1, False, "", "orders", b"\xff", b"")
-    assert named(broken) == "a message without an id (0 bytes)"
-    assert broken.flaw is None

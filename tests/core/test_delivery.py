@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from reliable_mq import ConsumeError
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, message_name
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short
 
 
@@ -106,3 +106,12 @@ def test_a_handler_cannot_change_what_is_acked_or_published_again(name: str) -> 
     with pytest.raises(AttributeError):
         setattr(item, name, None)
     assert item.delivery_tag == 7
+
+
+def test_a_message_is_named_whatever_is_wrong_with_it() -> None:
+    """And looking at it changes nothing: its handler may not have asked."""
+    assert message_name(delivery(message_id="m7")) == "message 'm7'"
+    assert message_name(delivery(message_id=None, body=b"1234")) == "a message without an id (4 bytes)"
+    broken = Delivery("ctag", 1, False, "", "orders", b"\xff", b"")
+    assert message_name(broken) == "a message without an id (0 bytes)"
+    assert broken.flaw is None

@@ -32,7 +32,7 @@ def test_every_transition_of_the_table_happens() -> None:
     monitor = tripped()
     for handled, now in ((0, 2.0), (1, 6.0)):
         assert allowed(monitor, now) == 1
-        monitor.handed_out()
+        monitor.dispatched()
         monitor.settled(handled, 1 - handled, now)
     assert CheckedKillSwitch.seen == changes(TRANSITIONS)
 
@@ -71,7 +71,7 @@ def test_what_was_handed_out_before_the_pause_changes_nothing() -> None:
 def test_one_that_succeeds_ends_it() -> None:
     monitor = tripped()
     assert allowed(monitor, 2.0) == 1
-    monitor.handed_out()
+    monitor.dispatched()
     assert allowed(monitor, 2.1) == 0
     assert monitor.deadline is None
     assert monitor.settled(1, 0, 2.5) is Transition.RESUMED
@@ -83,13 +83,13 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     now, pauses = 2.0, []
     for _ in range(3):
         assert allowed(monitor, now) == 1
-        monitor.handed_out()
+        monitor.dispatched()
         assert monitor.settled(0, 1, now) is Transition.PAUSED
         pauses.append(monitor.pause)
         now += monitor.pause
     assert pauses == [4.0, 5.0, 5.0]
     assert allowed(monitor, now) == 1
-    monitor.handed_out()
+    monitor.dispatched()
     monitor.settled(1, 0, now)
     assert monitor.settled(0, 4, now) is Transition.PAUSED
     assert monitor.pause == 2.0, "it begins anew"
@@ -98,7 +98,7 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
 def test_a_probe_that_is_recalled_makes_room_for_another() -> None:
     monitor = tripped()
     assert allowed(monitor, 2.0) == 1
-    monitor.handed_out()
+    monitor.dispatched()
     monitor.recalled()
     assert allowed(monitor, 2.0) == 1
 
@@ -116,7 +116,7 @@ def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
 def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Transition) -> None:
     monitor = tripped()
     monitor.due(2.0)
-    monitor.handed_out(beside=True)
+    monitor.dispatched(beside=True)
     assert monitor.allows == 1
     assert monitor.settled(1 - failed, failed, 2.5) is change
     if failed:
@@ -130,7 +130,7 @@ def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tupl
     for handled, failed, wait in results:
         now += wait
         if allowed(monitor, now) == 1:
-            monitor.handed_out()
+            monitor.dispatched()
         monitor.settled(handled, failed, now)
         assert len(monitor._parts) <= 11
         monitor.due(now)

@@ -160,7 +160,7 @@ def test_rows_of_a_key_are_ready_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("error", [RETURNED, REFUSED, ConfigurationError("routing_key is too long")])
 def test_what_cannot_be_published_is_set_aside_with_the_reason_and_holds_its_key(error: Any) -> None:
-    """What was behind it goes back untouched, and what comes later is a matter of the outbox."""
+    """What was behind it is released untouched, and what comes later is a matter of the outbox."""
     session = RelaySession()
     session.add([row(1, "a"), row(2, "a"), row(3)])
     session.settled(row(1, "a"), error)

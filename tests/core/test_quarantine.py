@@ -43,7 +43,7 @@ RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchan
 
 
 def back(count: int, tag: int = 1, **others: Any) -> Delivery:
-    """A delivery that the broker took back so often."""
+    """A delivery that came back so often."""
     return delivery(tag, redelivered=True, headers={"x-delivery-count": count}, **others)
 
 
@@ -151,7 +151,7 @@ def test_where_its_delay_queue_cannot_be_declared_it_goes_to_quarantine_at_once(
 
 
 def returned(failed: int, acquired: int) -> Delivery:
-    """A delivery that RabbitMQ 4.3 took back ``acquired`` times, ``failed`` of them since its consumer was lost."""
+    """A delivery that came back to RabbitMQ 4.3 ``acquired`` times, ``failed`` of them since its consumer was lost."""
     counts = {"x-delivery-count": failed, "x-acquired-count": acquired}
     return delivery(redelivered=True, headers={name: count for name, count in counts.items() if count})
 

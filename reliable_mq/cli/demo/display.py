@@ -196,7 +196,7 @@ class DemoResult:
 
     @property
     def so_far(self) -> str:
-        """The audit of a demo that was interrupted, in one line."""
+        """The audit of a demo that was interrupted or ended early, in one line."""
         balance = self.balance
         return (
             f"of {balance.confirmed:,} confirmed {balance.handled:,} were handled, {balance.dead_lettered:,} "

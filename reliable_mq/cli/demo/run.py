@@ -42,6 +42,10 @@ def run(shop: Shop, outages: Outages, where: str) -> int:
     if interrupted:
         say(f"interrupted: {result.so_far}")
         return INTERRUPTED
+    if outages.failure is not None:  # it ended in the middle of the job, which cannot balance
+        say(f"ended early: {result.so_far}")
+        say(f"reliable-mq: {outages.failure}")
+        return 1
     output.print(result)
     if error is not None:
         say(f"reliable-mq: {error}")

@@ -91,7 +91,7 @@ class Admission:
                 return False
         return True
 
-    def look(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
+    def check(self, delivery: Delivery, *, forgiven: int | None = None) -> AdmissionResult:
         """Check a delivery.
 
         One that has waited in a delay queue is restored, and gets its failed attempts.

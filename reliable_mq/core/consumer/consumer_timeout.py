@@ -1,6 +1,6 @@
 """Watch the broker's consumer timeout.
 
-The broker takes back deliveries that are unacked for too long. The timeout is 30 minutes unless the broker, a policy or
+The broker requeues deliveries that are unacked for too long. The timeout is 30 minutes unless the broker, a policy or
 the queue says otherwise, and no client can ask. Up to RabbitMQ 4.2 the broker closes the channel, with 406 and a text
 that says so; from 4.3 on it cancels the consumer of a quorum queue. Either way it does so some time after the deadline
 (a channel looks once a minute), and does not say which delivery it was.
@@ -17,22 +17,17 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from reliable_mq.codec import CodecError, Properties
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reliable_mq.core.consumer.acks import AckBatcher
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.reconnect import ConnectionLoss
 
-__all__ = ["WARN_AT", "ConsumerTimeout", "ConsumerTimeoutMonitor", "consumer_timeout_of", "named", "names"]
+__all__ = ["WARN_AT", "ConsumerTimeout", "ConsumerTimeoutMonitor", "consumer_timeout_of"]
 
 #: The part of the consumer timeout after which a delivery that is still unacked is warned of.
 WARN_AT: Final = 0.75
 _SLACK_SHARE: Final = 0.02  # of the timeout: a delivery was on its way when its time began
 _SLACK: Final = 1.0  # seconds, at least
-_NAMED: Final = 5  # deliveries that a log line names
 _SPARE: Final = 64  # deliveries that are kept without need, at least
 _PRECONDITION_FAILED: Final = 406
 _TIMED_OUT: Final = re.compile(r"timed out", re.IGNORECASE)
@@ -40,7 +35,7 @@ _VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
 
 
 class ConsumerTimeout(NamedTuple):
-    """The broker took deliveries back that were unacked for too long.
+    """The broker has requeued deliveries that were unacked for too long.
 
     Attributes:
         timeout: seconds, where the broker said so.
@@ -87,12 +82,12 @@ class ConsumerTimeoutMonitor:
             self._forget()
 
     def clear(self) -> None:
-        """The channel is gone, or another one is open."""
+        """Forget all deliveries: their channel is gone."""
         self._young.clear()
         self._old.clear()
         self._kept = 0
 
-    def look(self, now: float) -> list[Delivery]:
+    def newly_overdue(self, now: float) -> list[Delivery]:
         """Return the deliveries overdue since the last call; forget finished ones."""
         lowest, young = self._acks.first_unfinished, self._young
         while young and young[0][1][-1].delivery_tag < lowest:
@@ -114,7 +109,7 @@ class ConsumerTimeoutMonitor:
 
     @property
     def deadline(self) -> float | None:
-        """When to `look` again, though nothing happens until then; None for never."""
+        """When to call `newly_overdue` if nothing happens until then; None for never."""
         if self.timeout is None or not self._young:
             return None
         return self._young[0][0] + self.timeout * WARN_AT
@@ -134,18 +129,3 @@ class ConsumerTimeoutMonitor:
             reads.append((at, left))
             self._kept += len(left)
         return left
-
-
-def named(delivery: Delivery) -> str:
-    """Return a name of a message for a log, whatever is wrong with it."""
-    try:
-        message_id = Properties(delivery.properties).message_id
-    except CodecError:
-        message_id = None
-    return f"message {message_id!r}" if message_id else f"a message without an id ({len(delivery.body)} bytes)"
-
-
-def names(deliveries: Sequence[Delivery]) -> str:
-    """Return names of messages for a log, of the first few."""
-    others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
-    return f"{', '.join(map(named, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

@@ -17,12 +17,14 @@ from reliable_mq.core.consumer.attempts import AttemptHistory
 from reliable_mq.errors import ConsumeError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from reliable_mq.core.idempotency import Claim, InboxClaim
 
-__all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState"]
+__all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState", "message_name", "message_names"]
+
+_NAMED: Final = 5  # messages that a log line names
 
 
 class DeliveryState(enum.Enum):
@@ -358,3 +360,18 @@ class Delivery(RawDelivery):
 
     def __repr__(self) -> str:
         return f"<Delivery {self.delivery_tag} with routing key {self.routing_key!r}, {len(self.body)} bytes>"
+
+
+def message_name(delivery: Delivery) -> str:
+    """Return a name of a message for a log, whatever is wrong with it."""
+    try:
+        message_id = Properties(delivery.properties).message_id
+    except CodecError:
+        message_id = None
+    return f"message {message_id!r}" if message_id else f"a message without an id ({len(delivery.body)} bytes)"
+
+
+def message_names(deliveries: Sequence[Delivery]) -> str:
+    """Return names of messages for a log, of the first few."""
+    others = f", and {len(deliveries) - _NAMED} more" if len(deliveries) > _NAMED else ""
+    return f"{', '.join(map(message_name, deliveries[:_NAMED]))}{others} of queue {deliveries[0].queue!r}"

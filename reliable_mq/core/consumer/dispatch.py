@@ -110,7 +110,7 @@ class Dispatcher:
         if kill_switch is not None and kill_switch.paused:
             if not kill_switch.allows or self._work or (self._batcher is not None and self._batcher.ready):
                 return []
-            kill_switch.handed_out(beside=True)
+            kill_switch.dispatched(beside=True)
         taken, self._quarantined = self._quarantined, []
         for delivery in taken:
             delivery.state = _RUNNING
@@ -161,7 +161,7 @@ class Dispatcher:
         if self._kill_switch is None or allowed is None:
             return work, []
         if allowed:
-            self._kill_switch.handed_out()
+            self._kill_switch.dispatched()
         return work[:allowed], work[allowed:]
 
 

@@ -93,7 +93,7 @@ class KillSwitchMonitor:
             else int(self._state is KillSwitchState.PROBING and not self._probe)
         )
 
-    def handed_out(self, *, beside: bool = False) -> None:
+    def dispatched(self, *, beside: bool = False) -> None:
         """Note a dispatched probe; ``beside``: it may hang, so no other waits for it."""
         self._probe |= not beside
         self._beside |= beside

@@ -26,8 +26,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
-from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor, names
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState
+from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_names
 from reliable_mq.core.consumer.dispatch import Dispatcher
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle, ConsumerState
 from reliable_mq.core.consumer.outcomes import OutcomeHandler
@@ -397,7 +397,7 @@ class ConsumerSession:
             if delivery is not None:
                 dispatcher.add_alone(delivery)
         dispatcher.due(now)
-        overdue = self._timeouts.look(now)
+        overdue = self._timeouts.newly_overdue(now)
         if overdue:
             self._warn(overdue)
         if self._quarantine is not None and lifecycle.consuming and self._quarantine.subscribe(now):
@@ -506,7 +506,7 @@ class ConsumerSession:
     def _admit(self, delivery: Delivery, now: float) -> bool:
         quarantine = self._quarantine
         forgiven = quarantine.received() if quarantine is not None and quarantine.has(delivery) else None
-        result = self._admission.look(delivery, forgiven=forgiven)
+        result = self._admission.check(delivery, forgiven=forgiven)
         failures = delivery.failures
         if result.refusal is not None:
             self._settlement.dead_letter(delivery, result.refusal)
@@ -540,7 +540,7 @@ class ConsumerSession:
         self.statistics.overdue += len(overdue)
         timeout = self._timeouts.timeout or 0.0
         text = (
-            f"{names(overdue)}, for {timeout * WARN_AT:g} s; "
+            f"{message_names(overdue)}, for {timeout * WARN_AT:g} s; "
             f"the broker requeues a delivery that is unacked for {timeout:g} s, its consumer timeout"
         )
         self._settlement.log(LogEventKind.OVERDUE, None, text)

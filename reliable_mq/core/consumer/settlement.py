@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from reliable_mq.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.attempts import AttemptTracker
-from reliable_mq.core.consumer.consumer_timeout import named
-from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_name
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
@@ -221,7 +220,7 @@ class LogEvent(NamedTuple):
         """Return the line for the log: the message, its failed attempts, the reason."""
         if self.delivery is None:
             return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
-        line = f"{named(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
+        line = f"{message_name(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
         failures = self.delivery.failures
         count = 0 if failures is None else failures.count
         if count or self.kind in _LAST:
