@@ -240,7 +240,7 @@ def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualH
         wait_until(lambda: len(dead) == 30, timeout=20, what="everything back")
         assert dead.statistics().messages == 30
         report = dead.replay()
-        assert (report.replayed, report.handed_out_before, report.possible_duplicates) == (30, 30, 7)
+        assert (report.replayed, report.delivered_before, report.possible_duplicates) == (30, 30, 7)
 
 
 def test_a_browse_that_is_left_early_requeues_what_it_took(vhost: VirtualHost) -> None:
@@ -275,7 +275,7 @@ def test_what_is_replayed_is_handled_with_all_its_attempts(any_vhost: VirtualHos
         assert dead.replay(dry_run=True).replayed == 20
         assert len(dead) == 20
         report = dead.replay(idempotency=store)
-        assert (report.examined, report.replayed, report.failed, report.handed_out_before) == (20, 20, 0, 20)
+        assert (report.examined, report.replayed, report.failed, report.delivered_before) == (20, 20, 0, 20)
         assert report.possible_duplicates == (None if any_vhost.broker.line == "4.0" else 0)
         assert len(dead) == 0
     with Consumer(any_vhost.url, ORDERS, handle, retry=retry, idempotency=store):

@@ -22,7 +22,7 @@ from integration.support.databases import with_driver
 from integration.support.lossy import LossyProxy
 from integration.support.waiting import wait_until
 from reliable_mq import Consumer, IdempotencyStoreError, Queue, RetryPolicy
-from reliable_mq.core.idempotency import CommitState, InboxClaim
+from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
 from tests.core.deliveries import delivery
 
@@ -217,7 +217,7 @@ def test_f42_a_transaction_begins_ends_and_is_rolled_back_in_time(
             store.inbox(session, own)
         in_time(begun)
         server.unpause()
-    assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitState.NONE] * 4
+    assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitStatus.NONE] * 4
     wait_until(lambda: all_new(store, keys), timeout=20, what="the leases have ended", interval=0.2)
     assert not effects(engine.url.render_as_string(hide_password=False))
     store.close()
@@ -293,7 +293,7 @@ def test_f42_a_transaction_on_a_loop_begins_ends_and_is_rolled_back_in_time(
                     await store.inbox(session, own)
                 in_time(begun)
                 server.unpause()
-        assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitState.NONE] * 4
+        assert [one.inbox_claim.commit for one in (begin, end, back, own) if one.inbox_claim] == [CommitStatus.NONE] * 4
         while store._given_up:
             await asyncio.wait(store._given_up, timeout=20)
         await engine.dispose()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["Claim", "ClaimStatus", "CommitState", "InboxClaim", "SettlementRetries", "namespace_of"]
+__all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetries", "namespace_of"]
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
@@ -59,7 +59,7 @@ class Claim(NamedTuple):
     attempts: int = 0
 
 
-class CommitState(enum.Enum):
+class CommitStatus(enum.Enum):
     """The state of a transaction that marks a claim as done."""
 
     NONE = "none"
@@ -87,7 +87,7 @@ class InboxClaim:
     def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
         self.claim = claim
         self.transaction = transaction
-        self.commit = CommitState.NONE
+        self.commit = CommitStatus.NONE
 
 
 class SettlementRetries:

@@ -85,7 +85,7 @@ class ReplayReport:
     Attributes:
         examined: dead letters that were read.
         replayed: of them, those whose copy is confirmed; of a dry run, those that would be published.
-        handed_out_before: of these, those that had been delivered before: browsed, or published by a replay that was
+        delivered_before: of these, those that had been delivered before: browsed, or published by a replay that was
             interrupted before it could ack them. Possible duplicates are among them.
         possible_duplicates: of these, those that may be duplicates: the connection that they had been delivered on was
             cut off, during a replay or while browsing. None if RabbitMQ does not distinguish that from a requeue: it
@@ -97,7 +97,7 @@ class ReplayReport:
 
     examined: int = 0
     replayed: int = 0
-    handed_out_before: int = 0
+    delivered_before: int = 0
     possible_duplicates: int | None = None
     already_published: int = 0
     failed: int = 0
@@ -264,7 +264,7 @@ class Replay:
             else:
                 self._fail(message, error)
         self.report.replayed += len(confirmed)
-        self.report.handed_out_before += sum(message.redelivered for message in confirmed)
+        self.report.delivered_before += sum(message.redelivered for message in confirmed)
         if self.report.possible_duplicates is not None:
             self.report.possible_duplicates += sum(_was_cut_off(message) for message in confirmed)
         try:

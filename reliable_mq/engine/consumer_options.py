@@ -537,7 +537,10 @@ def _checked_offset(offset: object) -> Offset:
             _refuse("offset must be an aware datetime: which time a naive one means is not known")
         if offset < _EPOCH:
             _refuse(f"offset must not lie before 1970, which AMQP cannot carry, and is {offset}: give 'first'")
-        return offset.astimezone(UTC)
+        try:
+            return offset.astimezone(UTC)
+        except OverflowError:
+            _refuse(f"offset must lie before the year 10000 in UTC, and is {offset}: give 'next'")
     if isinstance(offset, str) and offset in _OFFSETS:
         return offset
     if not is_whole_number(offset, 0, 2**63 - 1):

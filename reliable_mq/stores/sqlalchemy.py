@@ -28,7 +28,7 @@ from sqlalchemy.orm import Session
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.sqlalchemy import AUTOCOMMIT, refuse_autocommit, refuse_connection_in_autocommit, transaction_at
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
-from reliable_mq.core.idempotency import CommitState
+from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.stores.base import AsyncStore, Queries, SyncStore, run_queries
 from reliable_mq.stores.keys import DAY, held_by
@@ -217,7 +217,7 @@ def _check_active(transaction: SessionTransaction | AsyncSessionTransaction) -> 
         )
 
 
-def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitState) -> None:
+def _mark(inbox_claims: Iterable[InboxClaim], commit: CommitStatus) -> None:
     """Note the state of the transaction that completes these claims."""
     for one in inbox_claims:
         one.commit = commit
@@ -326,12 +326,12 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
                 _check_active(transaction)
                 session.flush()
                 self._complete_in(connection, inbox_claims)
-                _mark(inbox_claims, CommitState.UNKNOWN)
+                _mark(inbox_claims, CommitStatus.UNKNOWN)
                 transaction.commit()
         except BaseException:
             self._roll_back(session, connection)
             raise
-        _mark(inbox_claims, CommitState.DONE)
+        _mark(inbox_claims, CommitStatus.DONE)
         session.close()
 
     def inbox(self, session: Session | Connection, *deliveries: Delivery) -> None:
@@ -351,7 +351,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         with self._in_time(connection):
             self._check_transaction(connection)
             self._complete_in(connection, inbox_claims)
-        _mark(inbox_claims, CommitState.UNKNOWN)
+        _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     def close(self) -> None:
         """End the threads; another call starts some again. The engine is yours."""
@@ -472,14 +472,14 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
                 self._log_failed_rollback(error)
             raise
         await self._in_time(self._commit(session, transaction, connection, inbox_claims))
-        _mark(inbox_claims, CommitState.DONE)
+        _mark(inbox_claims, CommitStatus.DONE)
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
         """Make deliveries done in a transaction of your own; see `SQLAlchemyStore.inbox`."""
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await self._in_time(self._check_and_complete(connection, inbox_claims))
-        _mark(inbox_claims, CommitState.UNKNOWN)
+        _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, AsyncSessionTransaction, AsyncConnection]:
         try:
@@ -511,7 +511,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             _check_active(transaction)
             await session.flush()
             await connection.run_sync(self._complete_in, inbox_claims)
-            _mark(inbox_claims, CommitState.UNKNOWN)
+            _mark(inbox_claims, CommitStatus.UNKNOWN)
             await transaction.commit()
         except BaseException:  # here: after a timeout no other task may touch the session
             await self._roll_back(session)

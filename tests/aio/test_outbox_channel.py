@@ -18,6 +18,7 @@ from reliable_mq.aio import publisher as aio_publisher
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLiteOutbox
+from tests.outbox.late import LateQuestion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -150,24 +151,6 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
             await publisher.flush()
 
     asyncio.run(main())
-
-
-class LateQuestion(SQLiteOutbox):
-    """Its first question for the backlog comes after it was closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked, self.closed = threading.Event(), threading.Event()
-
-    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        if not self.asked.is_set():
-            self.asked.set()
-            assert self.closed.wait(20)
-        return super().backlog(up_to)
-
-    def close(self) -> None:
-        super().close()
-        self.closed.set()
 
 
 def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from reliable_mq.core.consumer.handler import (
     handling,
     settling,
 )
-from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitState, namespace_of
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, namespace_of
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery, failures
 
@@ -234,7 +234,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
         assert item.inbox_claim is not None
         if item.message_id == "m1":
             item.transaction()
-            item.inbox_claim.commit = CommitState.DONE
+            item.inbox_claim.commit = CommitStatus.DONE
 
     runner = Runner(handler, transaction=begun.append)
     items = [delivery(1, message_id="m1"), delivery(2, message_id="m2")]
@@ -248,7 +248,7 @@ def test_what_a_handler_has_completed_in_its_transaction_is_not_completed_again(
 def lose_the_answer(item: Delivery) -> None:
     """As where the connection is lost in a COMMIT."""
     assert item.inbox_claim is not None
-    item.inbox_claim.commit = CommitState.UNKNOWN
+    item.inbox_claim.commit = CommitStatus.UNKNOWN
     raise ConnectionResetError("no answer to COMMIT")
 
 
@@ -284,7 +284,7 @@ def test_a_failure_behind_a_transaction_that_nobody_can_be_asked_about_is_no_att
 
     def handler(argument: Any) -> None:
         for item in argument if batch else [argument]:
-            item.inbox_claim.commit = CommitState.UNKNOWN
+            item.inbox_claim.commit = CommitStatus.UNKNOWN
         raise ConnectionResetError
 
     runner = Runner(handler, batch=batch, transaction=nothing)

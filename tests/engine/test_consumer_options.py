@@ -19,6 +19,7 @@ from tests.core.deliveries import delivery
 from tests.core.steps import steps_of
 
 ORDERS = Queue("orders")
+WEST = timezone(timedelta(hours=-1))
 EVENTS = Queue("events", type="stream")
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
@@ -91,6 +92,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"queue": EVENTS, "offset": 1.5}, "offset must be"),
         ({"queue": EVENTS, "offset": datetime(2026, 1, 1)}, "offset must be an aware datetime"),  # noqa: DTZ001
         ({"queue": EVENTS, "offset": datetime(1969, 1, 1, tzinfo=UTC)}, "offset must not lie before 1970"),
+        ({"queue": EVENTS, "offset": datetime.max.replace(tzinfo=WEST)}, "offset must lie before the year 10000"),
         ({"queue": EVENTS, "offset": 5, "consumer_arguments": {"x-stream-offset": 6}}, "offset is given beside"),
         ({"queue": EVENTS, "prefetch": 0}, "prefetch=0 does not go with a stream"),
         ({"queue": EVENTS, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a stream"),

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.idempotency import CommitState, InboxClaim
+from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, Claim, ClaimStatus, SQLAlchemyStore
 from tests.core.deliveries import delivery
 
@@ -31,7 +31,7 @@ def held(claim: Claim, transaction: Callable[..., Any]) -> Delivery:
     return made
 
 
-def commit_of(one: Delivery) -> CommitState:
+def commit_of(one: Delivery) -> CommitStatus:
     assert one.inbox_claim is not None
     return one.inbox_claim.commit
 
@@ -81,8 +81,8 @@ def test_a_transaction_is_committed_with_the_record_and_says_so(store: SQLAlchem
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     with one.transaction() as session:
         session.execute(INSERT, {"id": "a"})
-        assert commit_of(one) is CommitState.NONE
-    assert commit_of(one) is CommitState.DONE
+        assert commit_of(one) is CommitStatus.NONE
+    assert commit_of(one) is CommitStatus.DONE
     assert effects(path) == ["a"]
     assert store.claim_many(["a"], 60.0)[0].status is ClaimStatus.DONE
 
@@ -92,7 +92,7 @@ def test_an_error_in_a_transaction_is_the_databases_own(store: SQLAlchemyStore, 
     one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
     with pytest.raises(IntegrityError), one.transaction() as session:
         session.execute(INSERT, [{"id": "a"}, {"id": "a"}])
-    assert commit_of(one) is CommitState.NONE
+    assert commit_of(one) is CommitStatus.NONE
     assert effects(path) == []
     assert store.release_many([claim_of(one)], failed=True) == [True]
 
@@ -300,7 +300,7 @@ def test_what_another_has_taken_over_is_not_committed_on_a_loop_either(path: Pat
         with pytest.raises(IdempotencyStoreError, match="taken over"):
             async with one.transaction() as session:
                 await session.execute(INSERT, {"id": "late"})
-        assert commit_of(one) is CommitState.NONE
+        assert commit_of(one) is CommitStatus.NONE
         async with AsyncSession(engine) as session:
             await session.execute(INSERT, {"id": "late"})
             with pytest.raises(IdempotencyStoreError, match="taken over"):
@@ -330,7 +330,7 @@ def test_on_a_loop_a_batch_is_one_transaction_of_the_users_own_sessions(path: Pa
         async with store.transaction(*batch) as session:
             for one in batch:
                 await session.execute(INSERT, {"id": one.message_id})
-        assert {commit_of(one) for one in batch} == {CommitState.DONE}
+        assert {commit_of(one) for one in batch} == {CommitStatus.DONE}
         assert effects(path) == ["a", "b", "c"]
         assert {claim.status for claim in await store.claim_many(["a", "b", "c"], 60.0)} == {ClaimStatus.DONE}
 
@@ -347,7 +347,7 @@ def test_on_a_loop_one_stale_delivery_of_a_batch_is_the_end_of_its_transaction(p
             async with store.transaction(*batch) as session:
                 await session.execute(INSERT, {"id": "a"})
         assert effects(path) == []
-        assert {commit_of(one) for one in batch} == {CommitState.NONE}
+        assert {commit_of(one) for one in batch} == {CommitStatus.NONE}
         assert (await store.claim_many(["a"], 60.0))[0].status is ClaimStatus.IN_PROGRESS
 
     on_a_loop(path, scenario)
@@ -365,7 +365,7 @@ def test_on_a_loop_a_session_of_the_users_own_takes_the_record_in(path: Path) ->
         async with AsyncSession(engine) as session:
             await session.execute(INSERT, {"id": "b"})
             await store.inbox(session, other)
-        assert commit_of(one) is commit_of(other) is CommitState.UNKNOWN
+        assert commit_of(one) is commit_of(other) is CommitStatus.UNKNOWN
         assert effects(path) == ["a"]
         assert await store.release_many([claim_of(one), claim_of(other)], failed=True) == [False, True]
 

@@ -14,6 +14,7 @@ from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, Usag
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox.writer import OutboxWriter
+from tests.outbox.late import LateQuestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,24 +38,6 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
             flushed.result(20)
     with pytest.raises(UsageError, match="for the next start"):
         publisher.flush()
-
-
-class LateQuestion(SQLiteOutbox):
-    """Its first question for the backlog comes after it was closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked, self.closed = threading.Event(), threading.Event()
-
-    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
-        if not self.asked.is_set():
-            self.asked.set()
-            assert self.closed.wait(20)
-        return super().backlog(up_to)
-
-    def close(self) -> None:
-        super().close()
-        self.closed.set()
 
 
 def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -> None:

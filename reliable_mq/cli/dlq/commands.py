@@ -184,9 +184,9 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
         text += f"; {report.already_published:,} were delivered again after a lost connection, and not published twice"
     if report.possible_duplicates:
         text += f"; {report.possible_duplicates:,} may be duplicates: a replay or browse that held them was interrupted"
-    elif report.possible_duplicates is None and report.handed_out_before:
+    elif report.possible_duplicates is None and report.delivered_before:
         text += (
-            f"; {report.handed_out_before:,} had been delivered before, by a browse or a replay: if a replay was "
+            f"; {report.delivered_before:,} had been delivered before, by a browse or a replay: if a replay was "
             "interrupted, up to 200 of them are duplicates"
         )
     say(text)

@@ -45,7 +45,7 @@ from typing import Any, Final, TypeAlias
 from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
-from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitState, InboxClaim, SettlementRetries
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, InboxClaim, SettlementRetries
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
 
@@ -264,14 +264,14 @@ def settling(claiming: ClaimPolicy) -> Generator[Step, Any, None]:
 
 def _is_completed(delivery: Delivery) -> bool:
     """Whether the handler has completed the claim, in a transaction of the store."""
-    return delivery.inbox_claim is not None and delivery.inbox_claim.commit is CommitState.DONE
+    return delivery.inbox_claim is not None and delivery.inbox_claim.commit is CommitStatus.DONE
 
 
 def _failed_or_unknown(result: Failed, released: object) -> Result:
     """Return the result after a failure. ``released``: True, False or an error's text."""
     detail = released if isinstance(released, str) else ""
     inbox_claim = result.delivery.inbox_claim
-    if (detail or not released) and inbox_claim is not None and inbox_claim.commit is CommitState.UNKNOWN:
+    if (detail or not released) and inbox_claim is not None and inbox_claim.commit is CommitStatus.UNKNOWN:
         said = f"{result.failure.exception_type}: {result.failure.exception_message}"
         return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_UNKNOWN}: {detail or said}"))
     return replace(result, detail=detail) if detail else result
