@@ -235,7 +235,10 @@ def test_without_an_option_no_password_leaves_this_machine_in_plaintext(monkeypa
         assert received == [None]
         assert found.status is Status.UNCHECKED
         assert "was not sent the password" in found.text
-        assert "arguments, policies and consumers of queues could not be looked at" in found.text
+        assert (
+            "alarms, the nodes of a cluster, and the arguments, policies and consumers of queues could not be"
+            in found.text
+        )
         assert f"--management-url http://0.0.0.0:{port}" in found.fix
         examine._by_management(settings, entry, [], f"http://0.0.0.0:{port}")
         assert received[1] is not None
@@ -260,15 +263,32 @@ def test_alarms_are_known_or_said_to_be_unknown(answer: tuple[int, object], stat
         assert examine_alarms(api(port)).status is status
 
 
-def test_a_snapshot_is_read_from_four_lists() -> None:
+def test_a_snapshot_is_read_from_five_lists() -> None:
     answers: dict[str, tuple[int, object]] = {
         "/api/queues/v": (200, [{"name": "q", "type": "classic", "messages": 3}]),
         "/api/exchanges/v": (200, [{"name": "e", "type": "topic"}]),
         "/api/bindings/v": (200, [{"source": "e", "destination": "q", "destination_type": "queue"}]),
         "/api/consumers/v": (200, []),
+        "/api/nodes": (200, [{"name": "rabbit@a", "running": True}]),
     }
     with http_server(answers) as port:
         snapshot = Snapshot.take(api(port), "v")
+    assert [node["name"] for node in snapshot.nodes or ()] == ["rabbit@a"]
     assert snapshot.queues["q"].messages == 3
     assert snapshot.exchanges["e"]["type"] == "topic"
     assert len(snapshot.bindings) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_user_who_may_not_read_nodes_gets_the_rest(status: int) -> None:
+    lists = ("queues", "exchanges", "bindings", "consumers")
+    answers: dict[str, tuple[int, object]] = {f"/api/{name}/v": (200, []) for name in lists}
+    answers["/api/nodes"] = (status, {"reason": "Not monitor user"})
+    with http_server(answers) as port:
+        assert Snapshot.take(api(port), "v").nodes is None
+
+
+def test_nodes_that_cannot_be_read_for_another_reason_are_an_error() -> None:
+    lists = ("queues", "exchanges", "bindings", "consumers")
+    with http_server({f"/api/{name}/v": (200, []) for name in lists}) as port, pytest.raises(ManagementError):
+        Snapshot.take(api(port), "v")

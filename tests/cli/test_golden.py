@@ -23,6 +23,7 @@ from reliable_mq.cli.dlq import commands
 from reliable_mq.cli.dlq.render import details, listing, statistics_tables, summary
 from reliable_mq.cli.doctor import finding
 from reliable_mq.cli.doctor.broker import examine_limits, examine_version
+from reliable_mq.cli.doctor.cluster import examine_cluster
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues
@@ -187,6 +188,32 @@ def test_the_doctors_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "output", Console(file=out, width=120, force_terminal=False))
     finding.show(parse_url("amqp://user:secret@localhost/v"), findings)
     compare("doctor", out.getvalue())
+
+
+def test_the_doctors_report_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"rabbit@{letter}" for letter in "abc"]
+
+    def queue(name: str, kind: str, members: int, online: int) -> QueueView:
+        found = {"members": names[:members], "online": names[:online], "leader": names[0], "node": names[0]}
+        return QueueView({"name": name, "type": kind, "durable": True, "arguments": {"x-delivery-limit": -1}, **found})
+
+    kinds = (("all", "quorum", 3, 3), ("two", "quorum", 2, 2), ("one", "stream", 1, 1), ("off", "quorum", 3, 2))
+    views = [queue(*each) for each in (*kinds, ("stands", "quorum", 3, 1))]
+    views.append(QueueView({"name": "old", "type": "classic", "durable": True, "node": names[0]}))
+    found = []
+    for states in ((True, True, True), (True, True, False), (True, False, False)):
+        nodes = (
+            {"name": name, "running": up, "being_drained": up and name == names[1]}
+            for name, up in zip(names, states, strict=True)
+        )
+        snapshot = Snapshot({view.name: view for view in views}, nodes=tuple(nodes))
+        found += examine_cluster(parse_url("amqp://user:secret@one.host/v"), snapshot)
+    found += examine_cluster(parse_url("amqp://localhost"), Snapshot({}, nodes=None))
+    found += examine_queues(snapshot, (), (4, 3, 6))
+    out = io.StringIO()
+    monkeypatch.setattr(finding, "output", Console(file=out, width=120, force_terminal=False))
+    finding.show(parse_url("amqp://user:secret@one.host/v"), found)
+    compare("doctor-cluster", out.getvalue())
 
 
 def server(version: str) -> ServerInfo:

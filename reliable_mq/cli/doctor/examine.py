@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms, examine_host, examine_limits, examine_version
+from reliable_mq.cli.doctor.cluster import examine_cluster
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
 from reliable_mq.cli.doctor.permissions import examine_permissions
@@ -77,8 +78,13 @@ def _by_management(
         except ManagementError as error:
             why, fix = str(error), _NO_API
         else:
-            return [_answering(api), examine_alarms(api), *examine_queues(snapshot, queues, entry.server.version_tuple)]
-    unseen = "alarms, and the arguments, policies and consumers of queues"
+            return [
+                _answering(api),
+                examine_alarms(api),
+                *examine_cluster(settings, snapshot),
+                *examine_queues(snapshot, queues, entry.server.version_tuple),
+            ]
+    unseen = "alarms, the nodes of a cluster, and the arguments, policies and consumers of queues"
     return [
         Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be looked at", fix),
         *_existence(entry, queues),

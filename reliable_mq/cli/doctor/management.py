@@ -212,6 +212,21 @@ class QueueView:
         return str(self.raw.get("type", "classic"))
 
     @property
+    def node(self) -> str:
+        """The node of the queue, or of its leader; empty if there is none."""
+        return str(self.raw.get("leader") or self.raw.get("node") or "")
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The nodes that have a copy of a quorum queue or a stream."""
+        return frozenset(map(str, self.raw.get("members") or ()))
+
+    @property
+    def online(self) -> frozenset[str]:
+        """Those of its members that run."""
+        return frozenset(map(str, self.raw.get("online") or ()))
+
+    @property
     def messages(self) -> int:
         return int(self.raw.get("messages") or 0)
 
@@ -264,12 +279,14 @@ class Snapshot:
         exchanges: by name.
         bindings: all of them.
         consumers: all of them.
+        nodes: of the cluster; None if this user may not read them.
     """
 
     queues: Mapping[str, QueueView]
     exchanges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bindings: Sequence[Mapping[str, Any]] = ()
     consumers: Sequence[Mapping[str, Any]] = ()
+    nodes: tuple[Mapping[str, Any], ...] | None = ()
 
     @classmethod
     def take(cls, api: ManagementAPI, virtual_host: str) -> Self:
@@ -283,6 +300,7 @@ class Snapshot:
             exchanges={exchange["name"]: exchange for exchange in api.get("exchanges", virtual_host)},
             bindings=api.get("bindings", virtual_host),
             consumers=api.get("consumers", virtual_host),
+            nodes=_nodes(api),
         )
 
     def consumers_of(self, queue: QueueView) -> list[Mapping[str, Any]]:
@@ -320,6 +338,15 @@ class Snapshot:
         if key not in self.queues:
             return Route(flaw=f"the dead-letter queue {key!r} does not exist", certain=True)
         return Route(frozenset({key}))
+
+
+def _nodes(api: ManagementAPI) -> tuple[Mapping[str, Any], ...] | None:
+    try:
+        return tuple(api.get("nodes"))
+    except ManagementError as error:
+        if error.status not in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:
+            raise
+        return None
 
 
 def _matches(exchange_type: str, binding: Mapping[str, Any], key: str) -> bool:

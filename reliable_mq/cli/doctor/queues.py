@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from reliable_mq.cli.doctor.cluster import examine_copies
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
 from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
@@ -180,6 +181,7 @@ def _examine(
     snapshot: Snapshot, queue: QueueView, route: Route | None, dead: frozenset[str], version: tuple[int, ...]
 ) -> Iterator[Finding]:
     yield from _durability(queue)
+    yield from examine_copies(snapshot, queue)
     if queue.type != "stream":  # which drops by age and size, as configured
         yield from _delivery_limit(queue, route, version)
         yield from _dead_lettering(queue, route)
