@@ -13,6 +13,7 @@ The tree, and the caller's remedy for each branch::
     │   ├── PublishRefused      the broker closed the channel over it, or it cannot be sent at all
     │   ├── PublishUnconfirmed  its deadline passed: it may or may not have arrived
     │   ├── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
+    │   ├── PublishDisconnected there is no connection, and waiting for one was not asked for
     │   └── OutboxError         the outbox could not store the message, or cannot be read
     └── ConsumeError
         ├── ConsumerCancelled   the queue of a pulling consumer was deleted
@@ -37,6 +38,7 @@ __all__ = [
     "IdempotencyStoreError",
     "OutboxError",
     "PublishBlocked",
+    "PublishDisconnected",
     "PublishError",
     "PublishNacked",
     "PublishRefused",
@@ -232,6 +234,20 @@ class PublishBlocked(PublishError):
 
     Attributes:
         reason: the broker's reason, e.g. ``"low on memory"``.
+    """
+
+    def __init__(self, message: str, *, message_id: str | None = None, reason: str = "") -> None:
+        super().__init__(message, message_id=message_id)
+        self.reason = reason
+
+
+class PublishDisconnected(PublishError):
+    """There is no connection to the broker, and the message was not sent.
+
+    Raised with ``on_disconnected="raise"`` alone.
+
+    Attributes:
+        reason: why there is none: the end of the last connection, or of the last attempt.
     """
 
     def __init__(self, message: str, *, message_id: str | None = None, reason: str = "") -> None:

@@ -23,6 +23,7 @@ EXAMPLES: list[errors.ReliableMQError] = [
     errors.PublishRefused("m", message_id="1", reply_code=404, reply_text="NOT_FOUND"),
     errors.PublishUnconfirmed("m", message_id="1", sent=False),
     errors.PublishBlocked("m", message_id="1", reason="low on memory"),
+    errors.PublishDisconnected("m", message_id="1", reason="no heartbeat"),
     errors.OutboxError("m", message_id="id"),
     errors.ConsumeError("m"),
     errors.ConsumerCancelled("m"),

@@ -11,7 +11,7 @@ import pytest
 from integration.support.allocations import Allocations
 from integration.support.publishing import Load, book, submit
 from integration.support.waiting import wait_until
-from reliable_mq import Publisher, PublishUnconfirmed, Queue
+from reliable_mq import Message, PublishDisconnected, Publisher, PublishUnconfirmed, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +112,29 @@ def test_f04_connection_is_reset_between_publish_and_ack(
     assert len(marked) == again
     checker.drain(vhost, ["orders"])
     assert len(checker.close().duplicated) == again
+
+
+def test_f04_while_there_is_no_connection_new_messages_may_fail_at_once(
+    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+) -> None:
+    """With on_disconnected="raise" they are refused, and what was accepted before is confirmed in the end."""
+    proxy = fault_proxy(vhost.url)
+    with Publisher(proxy.url, topology=[ORDERS], on_disconnected="raise", delivery_timeout=60.0) as publisher:
+        publisher.connect()
+        proxy.hold_confirms()
+        before = [submit(checker, publisher, "orders") for _ in range(50)]
+        proxy.wait_for(lambda: proxy.held_confirms > 0)
+        proxy.refuse_connections()
+        proxy.cut()
+        wait_until(lambda: not publisher.connected, timeout=30, what="the loss")
+        with pytest.raises(PublishDisconnected, match="no connection to the broker"):
+            publisher.publish(Message(b"not accepted"), routing_key="orders")
+        proxy.heal()
+        assert [book(checker, one) for one in before] == [None] * 50
+        publisher.connect()
+        assert book(checker, submit(checker, publisher, "orders")) is None
+    checker.drain(vhost, ["orders"])
+    checker.close()
 
 
 def test_f05_connection_is_reset_in_the_middle_of_a_body(

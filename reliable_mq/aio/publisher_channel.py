@@ -170,7 +170,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         """Accept a publish if it fits the window; return whether it does.
 
         Raises:
-            PublishBlocked: the broker blocks publishing, and that is to be raised.
+            PublishBlocked, PublishDisconnected: the broker blocks publishing, or is away, and that is to be raised.
             UsageError: closed, on another loop, or in a forked child.
         """
         if self.forked:
@@ -193,14 +193,16 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
         Raises:
             PublishUnconfirmed: the window was full until its deadline; it was not sent.
-            PublishBlocked: likewise, while the broker blocks publishing.
+            PublishBlocked: likewise, while the broker blocks publishing; at once if that is to be raised.
+            PublishDisconnected: the connection was lost meanwhile, and that is to be raised.
             UsageError: closed meanwhile.
         """
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         if await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
             return
-        if self._closed or self.fatal is not None or self.session.blocked_reason:
+        early = time.monotonic() < confirmation.accepted_at + seconds
+        if self._takes_none or self.session.blocked_reason or early:
             raise self._refusal(confirmation)
         raise PublishUnconfirmed(
             f"{confirmation} was never sent: the window ({self.window.max_count} messages, "
@@ -267,6 +269,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     def _first_in_inbox(self) -> AsyncConfirmation | None:
         return self._inbox[0] if self._inbox else None
+
+    def _refuse_waiting(self) -> None:
+        if self._takes_none:
+            self._waiters.refuse()
 
     def _notify_settled(self) -> None:
         if self._waiters:

@@ -30,7 +30,7 @@ from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
-from reliable_mq.errors import BrokerUnavailable, PublishBlocked, UsageError
+from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -129,6 +129,7 @@ class BasePublisherChannel(Generic[P]):
         self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout
         self._raise_when_blocked = options.raise_when_blocked
+        self._raise_when_disconnected = options.raise_when_disconnected
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
         self._woken = False
         self._closed = False
@@ -160,6 +161,10 @@ class BasePublisherChannel(Generic[P]):
 
     def _notify_settled(self) -> None:
         """Wake callers that wait for the window, or in a flush. Called under the lock."""
+        raise NotImplementedError
+
+    def _refuse_waiting(self) -> None:
+        """Refuse callers that wait for the window, if none is admitted. Under the lock."""
         raise NotImplementedError
 
     # For callers
@@ -242,8 +247,12 @@ class BasePublisherChannel(Generic[P]):
     @property
     def _takes_none(self) -> bool:
         """Whether there is a `_refusal` for a publish submitted now."""
+        session = self.session
         return (
-            self._closed or self.fatal is not None or (self._raise_when_blocked and bool(self.session.blocked_reason))
+            self._closed
+            or self.fatal is not None
+            or (self._raise_when_blocked and bool(session.blocked_reason))
+            or (self._raise_when_disconnected and session.disconnected_reason is not None)
         )
 
     def _refusal(self, confirmation: P) -> ReliableMQError:
@@ -251,11 +260,16 @@ class BasePublisherChannel(Generic[P]):
             return copy.copy(self.fatal)
         if self._closed:
             return UsageError("this publisher is closed; nothing was sent")
-        reason = self.session.blocked_reason or ""
+        message_id = confirmation.message.message_id
+        blocked = self.session.blocked_reason
+        if self._raise_when_disconnected and not blocked:
+            reason = self.session.disconnected_reason or "it was lost a moment ago"
+            text = f"{confirmation} was not sent: there is no connection to the broker ({printable(reason)})"
+            return PublishDisconnected(text, message_id=message_id, reason=reason)
         return PublishBlocked(
-            f"{confirmation} was not sent: the broker has blocked publishing ({reason})",
-            message_id=confirmation.message.message_id,
-            reason=reason,
+            f"{confirmation} was not sent: the broker has blocked publishing ({blocked or ''})",
+            message_id=message_id,
+            reason=blocked or "",
         )
 
     def _settled_before(self, moment: float) -> bool:
@@ -284,9 +298,10 @@ class BasePublisherChannel(Generic[P]):
         """Take back the publishes of the lost channel."""
         reply = BrokerReply(loss.code, loss.text) if loss.by_broker and loss.code is not None else None
         self._record.lost(self.session.proven)
-        self.session.channel_lost(generation, reply, connection=loss.scope == "connection")
+        self.session.channel_lost(generation, reply, connection=loss.scope == "connection", text=loss.text)
         with self._guard:
             self.connected = False
+            self._refuse_waiting()
         self._connection_lost = loss.scope == "connection"
         self._advance()
 
@@ -295,6 +310,7 @@ class BasePublisherChannel(Generic[P]):
         with self._guard:
             self._attempts_failed += 1
             self._last_error = error
+            self.session.disconnected(str(error))
             if not will_retry:
                 self.fatal = error
             self._notify_change()
@@ -306,6 +322,8 @@ class BasePublisherChannel(Generic[P]):
         logger.warning("the broker blocks publishing: %s", printable(reason))
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
+        with self._guard:
+            self._refuse_waiting()
 
     def unblocked(self) -> None:
         """Publish again: ``connection.unblocked``."""

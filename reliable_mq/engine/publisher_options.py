@@ -53,6 +53,7 @@ class PublisherOptions:
         name, mandatory, max_outstanding, outbox, registry: as given.
         delivery_timeout, new_queue_grace: as given, in seconds.
         raise_when_blocked: whether a publish is refused while the broker blocks publishing.
+        raise_when_disconnected: whether a publish is refused while there is no connection.
         settings: of the connection.
         window: of messages that are not confirmed yet.
     """
@@ -70,6 +71,7 @@ class PublisherOptions:
         delivery_timeout: Duration = 120.0,
         retry: RetryPolicy = DEFAULT_RETRY,
         on_blocked: Literal["wait", "raise"] = "wait",
+        on_disconnected: Literal["wait", "raise"] = "wait",
         new_queue_grace: Duration = NEW_QUEUE_GRACE,
         outbox: Outbox | None = None,
         reconnect_wait: ReconnectWait | None = None,
@@ -99,6 +101,10 @@ class PublisherOptions:
                 ``give_up_on`` and ``backend``, which are for consumers.
             on_blocked: while the broker blocks publishing (memory or disk alarm), ``"wait"`` until the deadline, or
                 ``"raise"`` ``PublishBlocked`` at once for new messages.
+            on_disconnected: while there is no connection, ``"wait"`` for one until the deadline, or ``"raise"``
+                ``PublishDisconnected`` at once for new messages, also for those that wait for the window. Messages
+                accepted before are published again as ever. The first publish waits until every host had one attempt.
+                Not together with an outbox, which stores messages whether or not the broker is there.
             new_queue_grace: seconds for which confirms of a quorum queue that this process has made are provisional:
                 RabbitMQ loses the messages of a queue younger than a second if it is killed. Until then, and until the
                 broker has answered a request sent after that, the message counts as outstanding, and is published
@@ -129,6 +135,12 @@ class PublisherOptions:
         )
         if on_blocked not in ("wait", "raise"):
             raise ConfigurationError(f"on_blocked must be 'wait' or 'raise', not {on_blocked!r}")
+        if on_disconnected not in ("wait", "raise"):
+            raise ConfigurationError(f"on_disconnected must be 'wait' or 'raise', not {on_disconnected!r}")
+        if on_disconnected == "raise" and outbox is not None:
+            raise ConfigurationError(
+                "on_disconnected='raise' contradicts outbox, which stores messages without a connection: leave one out"
+            )
         if not isinstance(retry, RetryPolicy):
             raise ConfigurationError(f"retry must be a RetryPolicy, not {retry!r}")
         if retry.for_consumers:
@@ -146,6 +158,7 @@ class PublisherOptions:
         self.mandatory = mandatory
         self.max_outstanding = max_outstanding
         self.raise_when_blocked = on_blocked == "raise"
+        self.raise_when_disconnected = on_disconnected == "raise"
         self.delivery_timeout = seconds("delivery_timeout", delivery_timeout, positive=True)
         self.new_queue_grace = seconds("new_queue_grace", new_queue_grace)
         self.outbox = outbox

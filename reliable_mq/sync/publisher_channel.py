@@ -218,7 +218,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Accept a publish; wait for the window up to its deadline.
 
         Raises:
-            PublishBlocked: the broker blocks publishing, and that is to be raised.
+            PublishBlocked, PublishDisconnected: the broker blocks publishing, or is away, and that is to be raised.
             PublishUnconfirmed: the window was full for so long; it was not sent.
             UsageError: closed.
         """
@@ -307,6 +307,10 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self._changed.notify_all()
         self._waiters.wake()
 
+    def _refuse_waiting(self) -> None:
+        if self._takes_none:
+            self._waiters.wake()
+
     def _notify_settled(self) -> None:
         self._crowded = self._callbacks.backlog > self.window.max_count
         if self._waiting and self.window.worth_waking(self.session.on_wire):
@@ -352,7 +356,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
 
     @property
     def _takes_no_more(self) -> bool:
-        return self._closed or self.fatal is not None or self.forked
+        return self._takes_none or self.forked
 
     def _take(self, confirmation: Confirmation) -> None:
         self._inbox.append(confirmation)
@@ -372,7 +376,8 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             size, deadline, partial(self._take, confirmation), lambda: self._takes_no_more, passes=passes
         ):
             return True
-        if self._closed or self.fatal is not None or self.session.blocked_reason:
+        early = not self.forked and time.monotonic() < deadline
+        if self._takes_none or self.session.blocked_reason or early:
             self._refuse(confirmation)
         why = f"the window ({self.window.max_count} messages, {self.window.max_bytes} bytes) was full"
         if self._crowded:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
+from integration.support.containers import free_port
 from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
     Message,
     PublishBlocked,
+    PublishDisconnected,
     PublishError,
     PublishNacked,
     PublishRefused,
@@ -578,6 +580,81 @@ def test_closing_while_blocked_ends_in_time(broker: ScriptedBroker, new_publishe
         publisher.close(timeout=0.2)
     assert time.monotonic() - began < 20
     assert confirmation.done()
+
+
+# -- fail fast ---------------------------------------------------------------------------------------------------------
+
+
+def test_while_disconnected_a_publish_may_raise_at_once(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """New messages are refused; those accepted before are published again, and new ones once it is connected."""
+    with new_publisher(on_disconnected="raise") as publisher:
+        [before] = submit(publisher, 1)
+        broker.wait_published(1)
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.connection.cut()
+        wait_until(lambda: not publisher.connected, timeout=30, what="the loss")
+        with pytest.raises(PublishDisconnected, match="no connection to the broker") as caught:
+            publisher.publish(Message(b"x"), routing_key=KEY)
+        assert caught.value.reason
+        assert not caught.value.may_have_arrived
+        report = publisher.publish_many([Message(b"y"), Message(b"z")], routing_key=KEY)
+        assert [type(error) for _, error in report.failures] == [PublishDisconnected] * 2
+        assert not before.done()
+        broker.script = acking
+        del broker.refusals["Connection.Open"]
+        assert before.exception(30) is None
+        publisher.connect()
+        publisher.publish(Message(b"after"), routing_key=KEY)
+    assert {published.body for published in broker.published} == {b"0", b"after"}
+
+
+def test_a_caller_that_waits_for_the_window_is_refused_when_the_connection_is_lost(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """Long before its deadline: it was not accepted yet."""
+    with new_publisher(on_disconnected="raise", max_outstanding=1, delivery_timeout=60) as publisher:
+        with ThreadPoolExecutor(1) as pool:
+            [first] = submit(publisher, 1)
+            broker.wait_published(1)
+            second = pool.submit(publisher.submit, Message(b"waits"), routing_key=KEY)
+            channel = getattr(publisher, "publisher", publisher)._channel  # of a blocking one, the publisher inside
+            waiters = channel._waiters
+            wait_until(lambda: getattr(waiters, "waiting", waiters), timeout=30, what="a caller that waits")
+            broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+            broker.connection.cut()
+            assert isinstance(second.exception(30), PublishDisconnected)
+        broker.script = acking
+        del broker.refusals["Connection.Open"]
+        assert first.exception(30) is None
+
+
+def test_a_channel_that_is_closed_is_no_lost_connection(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A message that the broker closes the channel over fails alone: others are not refused meanwhile."""
+    with new_publisher(on_disconnected="raise") as publisher:
+        publisher.connect()
+        gate = threading.Event()
+
+        def script(published: Published) -> None:
+            if published.exchange == "missing":
+                published.channel.close(404, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+                gate.set()
+            else:
+                published.channel.ack(published.number)
+
+        broker.script = script
+        [culprit] = submit(publisher, 1, exchange="missing")
+        assert gate.wait(30)
+        assert errors(submit(publisher, 50)) == [None] * 50
+        assert isinstance(culprit.exception(30), PublishRefused)
+
+
+def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: NewPublisher) -> None:
+    """The first publish waits for one attempt at each host, and then fails."""
+    with new_publisher(f"amqp://guest:guest@127.0.0.1:{free_port()}/", on_disconnected="raise") as publisher:
+        began = time.monotonic()
+        with pytest.raises(PublishDisconnected):
+            publisher.publish(Message(b"x"), routing_key=KEY)
+        assert time.monotonic() - began < 20
 
 
 # -- the beginning and the end -----------------------------------------------------------------------------------------

@@ -485,6 +485,20 @@ def test_a_new_channel_on_a_blocked_connection_is_blocked(shell: Shell) -> None:
     assert shell.sent() == []
 
 
+def test_disconnected_is_the_connection_and_not_its_channel(shell: Shell) -> None:
+    """From the first open channel on, until a connection is lost or another channel cannot be opened."""
+    session = shell.session
+    shell.lose(connection=False)
+    assert session.disconnected_reason is None
+    session.disconnected("no such exchange")
+    assert session.disconnected_reason == "no such exchange"
+    shell.reopen()
+    assert session.disconnected_reason is None
+    shell.lose(connection=True)
+    assert session.disconnected_reason == "lost"
+    assert new_session(1).disconnected_reason == "no attempt to connect has ended yet"
+
+
 @pytest.mark.parametrize("channel_first", [False, True])
 def test_a_new_connection_is_not_blocked(shell: Shell, channel_first: bool) -> None:
     """The loss of a blocked connection ends the blocking, also where its channel was lost before."""

@@ -121,6 +121,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.channel: Channel | None = None
         self.generation = 0
         self.connection_blocked = False
+        self.disconnected: str | None = "no attempt to connect has ended yet"
         self.again: list[Expected] = []  # unsettled at a channel loss and not sent since, in the order of sending
         self.last_first_send = -1
         self.settled: Counter[Publication] = Counter()
@@ -190,6 +191,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def open_channel(self) -> None:
         self.generation += 1
         self.channel = Channel(self.generation, progress_at=self.now)
+        self.disconnected = None
         self.session.channel_opened(self.generation, self.generation % 7 + 1, FRAME_MAX, self.now, self.new_queues)
 
     def make_queue(self, event: str) -> None:
@@ -460,9 +462,9 @@ class PublishingMachine(RuleBasedStateMachine):
     def old_channel_is_lost_again(self, data: st.DataObject) -> None:
         connection = data.draw(st.booleans())
         reply = data.draw(st.sampled_from([None, NO_EXCHANGE]))
-        self.session.channel_lost(self.generation - 1, reply, connection=connection)
+        self.session.channel_lost(self.generation - 1, reply, connection=connection, text="reset")
         if connection and self.channel is None:
-            self.connection_blocked = False
+            self.connection_blocked, self.disconnected = False, "reset"
             self.again = self.lose_provisional() + self.again
 
     @precondition(lambda self: self.channel is None)
@@ -472,6 +474,12 @@ class PublishingMachine(RuleBasedStateMachine):
         self.connection_blocked = False
         self.session.blocked_reason = None
         self.again = self.lose_provisional() + self.again
+
+    @precondition(lambda self: self.channel is None)
+    @rule()
+    def attempt_fails(self) -> None:
+        self.disconnected = "refused"
+        self.session.disconnected("refused")
 
     def lose_provisional(self) -> list[Expected]:
         lost = self.provisional
@@ -490,7 +498,7 @@ class PublishingMachine(RuleBasedStateMachine):
         channel = self.channel
         assert channel is not None
         isolating = reply in (NO_EXCHANGE, FRAME_ERROR) or self.session._bisector.active
-        self.session.channel_lost(channel.generation, reply, connection=connection)
+        self.session.channel_lost(channel.generation, reply, connection=connection, text="reset")
         on_wire = channel.on_wire
         unsettled = [expected for expected in on_wire if expected.outcome is None]
         blames = reply in (NO_EXCHANGE, FRAME_ERROR)
@@ -512,7 +520,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.again = [*unsettled, *self.again]
         self.channel = None
         if connection:
-            self.connection_blocked = False
+            self.connection_blocked, self.disconnected = False, "reset"
 
     def mark_doubt(self, on_wire: list[Expected], named: list[Expected], *, alone: bool) -> None:
         """The broker processes in order: the last that is named, and what came after it, were not processed."""
@@ -592,6 +600,7 @@ class PublishingMachine(RuleBasedStateMachine):
         assert session.on_wire == len(on_wire)
         assert session.stale_confirms == self.stale
         assert session.blocked_reason == ("low on memory" if self.connection_blocked else None)
+        assert session.disconnected_reason == self.disconnected
         for expected in self.everyone:
             assert expected.publication.state in self.possible_states(expected, expected in on_wire)
 

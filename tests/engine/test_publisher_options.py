@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,11 @@ from reliable_mq.engine import publisher_options
 from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
+from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FRAME_MAX = 131072
 
@@ -26,6 +30,7 @@ def options(**arguments: Any) -> PublisherOptions:
     ("name", "value"),
     [
         ("on_blocked", "drop"),
+        ("on_disconnected", "drop"),
         ("retry", 3),
         ("name", ""),
         ("name", 7),
@@ -71,10 +76,18 @@ def test_the_parts_fit_each_other() -> None:
     made = options(max_outstanding=5)
     assert (made.max_outstanding, made.window.max_count, made.raise_when_blocked) == (5, 5, False)
     assert options(on_blocked="raise").raise_when_blocked
+    assert not made.raise_when_disconnected
+    assert options(on_disconnected="raise").raise_when_disconnected
     assert made.settings.first_attempts_timeout == 2 * made.settings.connect_timeout + 1
     assert made.new_reconnect_policy() is not made.new_reconnect_policy()
     assert made.new_session(random.Random(1)).outstanding == 0
     assert list(made.setup(ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)))) == [ConfirmSelect()]
+
+
+def test_an_outbox_contradicts_raising_while_disconnected(tmp_path: Path) -> None:
+    """With an outbox, a message is stored whether or not the broker is there."""
+    with pytest.raises(ConfigurationError, match="on_disconnected='raise' contradicts outbox"):
+        options(on_disconnected="raise", outbox=SQLiteOutbox(tmp_path / "outbox.db"))
 
 
 def test_what_is_no_message_is_refused() -> None:

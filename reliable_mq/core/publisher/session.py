@@ -66,18 +66,13 @@ _DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABAN
 
 _IN_DOUBT = {headers.POSSIBLE_DUPLICATE: True}
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
-
 _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
     "(new_queue_grace)"
 )
-
 _NEVER, _FOR_EVER = float("-inf"), float("inf")
-
 _NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
-
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
-
 # Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
 # (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
 _BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
@@ -100,6 +95,8 @@ class PublisherSession(Generic[P]):
         proven: when the broker of this connection is known to have lived; minus infinity if that is not known.
         frame_max: bytes that a frame may have on the latest channel.
         blocked_reason: the reason of the broker while it blocks publishing; else None.
+        disconnected_reason: why there is no connection; None from an open channel on until the connection is lost, or
+            another channel cannot be opened.
         settled: publishes settled since the caller last took and cleared the list.
         freed_count, freed_bytes: places of the window released since the caller last took and zeroed them.
     """
@@ -138,9 +135,9 @@ class PublisherSession(Generic[P]):
         self._progress_at = 0.0  # when the broker last settled anything, or last owed nothing
         self.statistics = PublisherStatistics()
         self.blocked_reason: str | None = None
+        self.disconnected_reason: str | None = "no attempt to connect has ended yet"
         self.settled: list[P] = []
-        self.freed_count = 0
-        self.freed_bytes = 0
+        self.freed_count = self.freed_bytes = 0
 
     # Events
 
@@ -160,6 +157,7 @@ class PublisherSession(Generic[P]):
         if new_queues is not None and self._new_queue_grace:
             self._new_queues = new_queues
         self._channel = channel
+        self.disconnected_reason = None
         self.frame_max = frame_max
         self._heads.clear()
         self._progress_at = now
@@ -229,21 +227,26 @@ class PublisherSession(Generic[P]):
         elif state is not _ABANDONED:
             self.statistics.stray_returns += 1
 
-    def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool) -> None:
+    def disconnected(self, reason: str) -> None:
+        """Note that an attempt to connect, or to open another channel, has failed."""
+        self.disconnected_reason = reason
+
+    def channel_lost(self, generation: int, reply: BrokerReply | None, *, connection: bool, text: str = "lost") -> None:
         """Take back the publishes of a lost channel.
 
         Args:
             generation: of the channel.
             reply: the reason of the broker; None if it gave none.
             connection: whether the connection was lost with it.
+            text: the reason of that.
         """
         if generation != self._tracker.generation:
             if connection and not self._tracker.open:
-                self.blocked_reason = None
+                self.blocked_reason, self.disconnected_reason = None, text
                 self.connection_replaced()
             return
         if connection:
-            self.blocked_reason = None
+            self.blocked_reason, self.disconnected_reason = None, text
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
         self._round_trip_since = None
