@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from reliable_mq.sync.publisher import Publisher
     from reliable_mq.tls import TLSOptions
     from reliable_mq.topology import Binding, Exchange, Queue
+    from reliable_mq.tracing import Tracing
 
 __all__ = [
     "Ack",
@@ -78,6 +79,7 @@ __all__ = [
     "StaleDelivery",
     "TLSOptions",
     "TopologyMismatch",
+    "Tracing",
     "UsageError",
 ]
 
@@ -103,6 +105,7 @@ _HOME = {
     "Binding": "topology",
     "Exchange": "topology",
     "Queue": "topology",
+    "Tracing": "tracing",
 }
 
 if not TYPE_CHECKING:  # where any name would seem to exist

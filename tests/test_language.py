@@ -36,8 +36,9 @@ SMALLEST, LARGEST = 80, 600
 #: Modules that users import, or that are the whole of their subject.
 SMALL_MODULES: Final = frozenset(
     {
-        "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "spark/autoregister.py",
-        "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
+        "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "core/publisher/trace.py",
+        "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
+        "tracing/conventions.py", "tracing/propagation.py",
     }
 )  # fmt: skip
 

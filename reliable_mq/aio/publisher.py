@@ -274,14 +274,22 @@ class AsyncPublisher(
             await outbox_channel.submit(stored, row)
             return stored
         options = self._options
-        channel = self._channel or await self._open(options.delivery_timeout if limit is None else limit)
-        size = options.check(message, exchange, routing_key, channel.frame_max)
-        confirmation = AsyncConfirmation(
-            message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
-        )
-        confirmation.result_observed = reported
-        if not channel.take(confirmation):
-            await channel.wait_for_window(confirmation)
+        trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
+        try:
+            channel = self._channel or await self._open(options.delivery_timeout if limit is None else limit)
+            size = options.check(message, exchange, routing_key, channel.frame_max)
+            confirmation = AsyncConfirmation(
+                message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
+            )
+            confirmation.result_observed = reported
+            if trace is not None:
+                channel.observe(confirmation, trace)
+            if not channel.take(confirmation):
+                await channel.wait_for_window(confirmation)
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(error)
+            raise
         return confirmation
 
     async def _connect_relay(self) -> None:

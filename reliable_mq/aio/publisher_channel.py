@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.connection import AsyncConnection
+from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 
@@ -199,7 +200,8 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         """
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
-        if await self._waiters.wait(confirmation.size, remaining, partial(self._admit, confirmation)):
+        record((confirmation,), PublicationEvent.WINDOW_FULL)
+        if await self._waiters.wait(confirmation.size, remaining, partial(self._admit_waiting, confirmation)):
             return
         early = time.monotonic() < confirmation.accepted_at + seconds
         if self._takes_none or self.session.blocked_reason or early:
@@ -258,6 +260,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._woken = True
             self.loop.call_soon(self._io.guard, self._on_wake)
 
+    def _admit_waiting(self, confirmation: AsyncConfirmation) -> None:
+        record((confirmation,), PublicationEvent.ADMITTED)
+        self._admit(confirmation)
+
     def _on_wake(self) -> None:
         self._woken = False
         self._advance()
@@ -279,6 +285,9 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._waiters.admit()
         if self._flushing:
             self._notify_flushing()
+
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self.loop.call_soon(call)
 
     def _end(self) -> None:
         self._waiters.refuse()

@@ -91,6 +91,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         self._lock = threading.RLock()  # for state and channels if callers are on several threads; held for moments
         self._options = PublisherOptions(*args, **kwargs)
         self._outbox = self._options.outbox
+        self._tracer = self._options.new_tracer()
         registry = self._options.registry
         self._registration = None if registry is None else register(registry, self._readings)
         self._state = PublisherState.OPEN

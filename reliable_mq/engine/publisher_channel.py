@@ -20,6 +20,7 @@ import logging
 import random
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
+    from reliable_mq.tracing.publishing import SendTrace
 
 __all__ = ["CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "PublisherConnection", "unwatched_logger"]
 
@@ -125,6 +127,7 @@ class BasePublisherChannel(Generic[P]):
         self.largest_body = 0
         self._guard = lock
         self._setup = options.setup
+        self._fits_frame = options.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
         self._connection_lost = False
         self._delivery_timeout = options.delivery_timeout
@@ -167,6 +170,10 @@ class BasePublisherChannel(Generic[P]):
         """Refuse callers that wait for the window, if none is admitted. Under the lock."""
         raise NotImplementedError
 
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        """Run code that is not ours, soon, and not here. Does not block."""
+        raise NotImplementedError
+
     # For callers
 
     def take_failures(self) -> tuple[list[P], int]:
@@ -189,6 +196,17 @@ class BasePublisherChannel(Generic[P]):
                     if confirmation.outcome not in (None, Outcome.CONFIRMED):
                         self._failures.append(confirmation)
                         self._unobserved += 1
+
+    def observe(self, confirmation: P, trace: SendTrace) -> None:
+        """Record a publish that is not accepted yet."""
+        if trace.headers and not self._fits_frame(confirmation.message, trace.header_bytes, self.frame_max):
+            trace = trace.without_headers()
+        confirmation.trace = trace
+        if trace.recording:
+            confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]
+
+    def _end_trace(self, trace: SendTrace, confirmation: P) -> None:
+        self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
 
     def failure_observed(self) -> None:
         """Note that a user looked at a failure; the caller holds the lock."""
@@ -410,7 +428,7 @@ class BasePublisherChannel(Generic[P]):
         with self._guard:
             for confirmation in settled:
                 if confirmation.outcome is not confirmed:
-                    if confirmation.callbacks is None and not confirmation.result_observed:
+                    if not confirmation.result_observed and not _is_watched(confirmation):
                         unwatched = confirmation
                         self._unwatched += 1
                     if not confirmation.result_observed:
@@ -441,6 +459,11 @@ class BasePublisherChannel(Generic[P]):
         self._accept_inbox()
         self.session.abandon_all()
         self._settle()
+
+
+def _is_watched(publication: Publication) -> bool:
+    """Whether anything but its trace is called when it is settled."""
+    return publication.callbacks is not None and len(publication.callbacks) != (publication.trace is not None)
 
 
 # A forked child has copies of the channels, whose loops and sockets are the parent's.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from reliable_mq._util.validation import Duration, is_text, is_whole_number, seconds
-from reliable_mq.codec import header_frame_size, publish_head
+from reliable_mq.codec import encode_properties, header_frame_size, publish_head
 from reliable_mq.core import channel_setup
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.publisher.session import PublisherSession
@@ -20,6 +20,7 @@ from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import Outbox
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.topology import declarations
+from reliable_mq.tracing import Tracing
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
     from reliable_mq.topology import Declaration
+    from reliable_mq.tracing.publishing import PublisherTracer
 
 __all__ = ["DEFAULT_RETRY", "PublisherOptions"]
 
@@ -50,7 +52,7 @@ class PublisherOptions:
     """The options of one publisher, checked, and the objects that they describe.
 
     Attributes:
-        name, mandatory, max_outstanding, outbox, registry: as given.
+        name, mandatory, max_outstanding, outbox, registry, tracing: as given.
         delivery_timeout, new_queue_grace: as given, in seconds.
         raise_when_blocked: whether a publish is refused while the broker blocks publishing.
         raise_when_disconnected: whether a publish is refused while there is no connection.
@@ -82,6 +84,7 @@ class PublisherOptions:
         connect_timeout: Duration | None = None,
         name: str = "publisher",
         registry: CollectorRegistry | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Check the options; nothing is connected yet.
 
@@ -124,6 +127,7 @@ class PublisherOptions:
             connect_timeout: seconds for one attempt on one host, the handshakes and the declarations included.
             name: of threads and in metrics, and of the connection in RabbitMQ's management UI unless the URL names it.
             registry: where to register Prometheus metrics; None for none.
+            tracing: a ``Tracing``, for an OpenTelemetry span of every message; None for none.
 
         Raises:
             ConfigurationError: an option is wrong; the message names it.
@@ -154,7 +158,10 @@ class PublisherOptions:
             raise ConfigurationError(f"mandatory must be True or False, not {mandatory!r}")
         if not is_whole_number(max_message_bytes, 0):
             raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
+        if tracing is not None and not isinstance(tracing, Tracing):
+            raise ConfigurationError(f"tracing must be a Tracing, not {tracing!r}")
         self.name = name
+        self.tracing = tracing
         self.mandatory = mandatory
         self.max_outstanding = max_outstanding
         self.raise_when_blocked = on_blocked == "raise"
@@ -220,6 +227,20 @@ class PublisherOptions:
         if size > self._max_message_bytes or message.encoded_properties is not None:
             self._check_size(message, size, frame_max)
         return size
+
+    @staticmethod
+    def fits_frame(message: Message, header_bytes: int, frame_max: int) -> bool:
+        """Whether a frame holds the headers of a message and so many bytes more."""
+        header = header_frame_size(encode_properties(message))
+        return header + header_bytes + _DUPLICATE_HEADER_BYTES <= frame_max
+
+    def new_tracer(self) -> PublisherTracer | None:
+        """Make the tracer of a publisher; None without traces."""
+        if self.tracing is None:
+            return None
+        from reliable_mq.tracing.publishing import PublisherTracer  # noqa: PLC0415  # it imports OpenTelemetry
+
+        return PublisherTracer(self.tracing, name=self.name, endpoints=self.settings.endpoints)
 
     def _check_size(self, message: Message, size: int, frame_max: int) -> None:
         if size > self._max_message_bytes:

@@ -252,13 +252,21 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             outbox_channel.submit(stored, row)
             return stored
         options = self._options
-        channel = self._channel or self._open(options.delivery_timeout if limit is None else limit)
-        size = options.check(message, exchange, routing_key, channel.frame_max)
-        confirmation = Confirmation(
-            message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
-        )
-        confirmation.result_observed = reported
-        channel.submit(confirmation)
+        trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
+        try:
+            channel = self._channel or self._open(options.delivery_timeout if limit is None else limit)
+            size = options.check(message, exchange, routing_key, channel.frame_max)
+            confirmation = Confirmation(
+                message, exchange, routing_key, options.mandatory, size, accepted_at, limit, channel
+            )
+            confirmation.result_observed = reported
+            if trace is not None:
+                channel.observe(confirmation, trace)
+            channel.submit(confirmation)
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(error)
+            raise
         return confirmation
 
     def _relay(self, row: OutboxRow) -> Confirmation:

@@ -35,6 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from reliable_mq._util.threads import CallbackThread, Condition
+from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed
 from reliable_mq.sync.confirmation import PATIENCE, CallbackOwner, Confirmation
@@ -318,6 +319,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         if self._flushing and self._settled_before(min(self._flushing)):
             self._changed.notify_all()
 
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self._callbacks.put(call)
+
     def _check_waiters(self) -> None:
         with self.lock:
             if self._waiting:
@@ -359,6 +363,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         return self._takes_none or self.forked
 
     def _take(self, confirmation: Confirmation) -> None:
+        record((confirmation,), PublicationEvent.ADMITTED)
         self._inbox.append(confirmation)
         self.window.take(confirmation.size)
         if self._oldest is None:
@@ -370,6 +375,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         size, passes = confirmation.size, self._callbacks.is_current  # a callback does not wait for those behind it
         if self._waiters.is_free(size, crowded=self._crowded, passes=passes):
             return False
+        record((confirmation,), PublicationEvent.WINDOW_FULL)
         timeout = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         deadline = confirmation.accepted_at + timeout
         if self._waiters.wait(

@@ -56,7 +56,11 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["ChannelErrorBisector", "named_by", "processed"]
+__all__ = ["BLAMES_A_PUBLISH", "ChannelErrorBisector", "named_by", "processed"]
+
+# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
+# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
+BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
 
 T = TypeVar("T")
 

@@ -31,6 +31,7 @@ from reliable_mq.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reliable_mq.core.publisher.trace import PublicationTrace
     from reliable_mq.message import Message
 
 __all__ = [
@@ -139,6 +140,7 @@ class Publication:
         outcome: None until it is settled.
         owner: its publisher, for the calls of its user.
         callbacks: called when it is settled; None if there are none.
+        trace: records its life; None if nothing does.
         result_observed: whether its user has asked for the outcome, or will be told.
     """
 
@@ -159,6 +161,7 @@ class Publication:
         "size",
         "state",
         "timeout",
+        "trace",
     )
 
     def __init__(
@@ -187,6 +190,7 @@ class Publication:
         self.outcome: Outcome | None = None
         self.owner = owner
         self.callbacks: list[Callable[[], object]] | None = None
+        self.trace: PublicationTrace | None = None
         self.result_observed = False
 
     def receipt(self) -> Receipt:

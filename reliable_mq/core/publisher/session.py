@@ -39,13 +39,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.codec import append_publish, encode_properties, publish_head
-from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.new_queues import NewQueues, is_copied
-from reliable_mq.core.publisher.bisect import ChannelErrorBisector, named_by, processed
+from reliable_mq.core.publisher.bisect import BLAMES_A_PUBLISH, ChannelErrorBisector, named_by, processed
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState
+from reliable_mq.core.publisher.trace import PublicationEvent, extra_headers, record
 from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
@@ -63,8 +63,6 @@ P = TypeVar("P", bound=Publication)
 _WAITING, _READY, _SUSPECT = PublicationState.WAITING, PublicationState.READY, PublicationState.SUSPECT
 _ON_WIRE, _PROVISIONAL = PublicationState.ON_WIRE, PublicationState.PROVISIONAL
 _DELAYED, _ABANDONED, _SETTLED = PublicationState.DELAYED, PublicationState.ABANDONED, PublicationState.SETTLED
-
-_IN_DOUBT = {headers.POSSIBLE_DUPLICATE: True}
 _HEADS_KEPT = 1024  # encoded basic.publish frames, by exchange, routing key and mandatory
 _NEW = (
     "the broker has confirmed it, but made the queue so short a time ago that it loses what is in there if it dies now "
@@ -73,9 +71,6 @@ _NEW = (
 _NEVER, _FOR_EVER = float("-inf"), float("inf")
 _NO_LEADER = " (does a quorum queue have no leader? `rabbitmq-queues quorum_status` tells)"
 _DEAD_KEPT = 64  # given-up publishes that may stand in the queue before it is swept
-# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors); the others
-# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) blame the broker's state.
-_BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, 541})
 
 
 class PublisherSession(Generic[P]):
@@ -145,6 +140,8 @@ class PublisherSession(Generic[P]):
         """Accept publishes in the order of ``accepted_at``, each admitted to the window."""
         self._deadlines.enter(publications)
         self._ready.extend(self._ids.enter(publications))
+        if self.blocked_reason is not None:
+            record(publications, PublicationEvent.BLOCKED)
 
     def channel_opened(
         self, generation: int, channel: int, frame_max: int, now: float, new_queues: NewQueues | None = None
@@ -177,7 +174,7 @@ class PublisherSession(Generic[P]):
         since, self._round_trip_since = self._round_trip_since, None
         if since is None:
             return
-        self._slow = not self._slow and not self._is_quick(since, now)
+        self._slow = not self._slow and now - since > self._new_queue_grace / 2
         if self._slow:
             self._round_trip_after = now + self._new_queue_grace
         else:
@@ -202,6 +199,7 @@ class PublisherSession(Generic[P]):
         for publication in settled:
             publication.nacks += 1
             self.statistics.nacks += 1
+            record((publication,), PublicationEvent.NACKED)
             if publication.state is _ABANDONED:
                 self._release(publication)
             elif publication.reply is not None:
@@ -224,6 +222,7 @@ class PublisherSession(Generic[P]):
         state = None if publication is None or generation != self._tracker.generation else publication.state
         if publication is not None and state is _ON_WIRE:
             publication.reply = BrokerReply(code, text)
+            record((publication,), PublicationEvent.RETURNED)
         elif state is not _ABANDONED:
             self.statistics.stray_returns += 1
 
@@ -250,7 +249,7 @@ class PublisherSession(Generic[P]):
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
         self._round_trip_since = None
-        blames = reply is not None and (not connection or reply.code in _BLAMES_A_PUBLISH)
+        blames = reply is not None and (not connection or reply.code in BLAMES_A_PUBLISH)
         unwritten = self._take_probe()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
         doubted = processed(lost, named) if blames else len(lost)
@@ -264,6 +263,7 @@ class PublisherSession(Generic[P]):
             if place < doubted:
                 publication.in_doubt = True
                 self.statistics.in_doubt += 1
+                record((publication,), PublicationEvent.IN_DOUBT)
             publication.reply = None
             unsettled.append(publication)
         if reply is not None and blames:
@@ -284,11 +284,13 @@ class PublisherSession(Generic[P]):
     def blocked(self, reason: str) -> None:
         """Write nothing until `unblocked`: ``connection.blocked``."""
         self.blocked_reason = reason
+        record(self._ready, PublicationEvent.BLOCKED)
 
     def unblocked(self, now: float) -> None:
         """Write again: ``connection.unblocked``."""
         self.blocked_reason = None
         self._progress_at = now
+        record(self._ready, PublicationEvent.UNBLOCKED)
 
     def abandon(self, publication: P) -> None:
         """Settle an accepted publish whose caller waits no longer, as at its deadline.
@@ -338,9 +340,9 @@ class PublisherSession(Generic[P]):
         self._tracker.published(sent)
         for publication in sent:
             publication.state = _ON_WIRE
-            if publication.sends:
-                self.statistics.republished += 1
+            self.statistics.republished += publication.sends > 0
             publication.sends += 1
+        record(sent, PublicationEvent.SENT)
         return data
 
     def channel_in_doubt(self, now: float) -> bool:
@@ -410,9 +412,6 @@ class PublisherSession(Generic[P]):
         at = min(final_at, old_at if old_at > self.proven else _FOR_EVER)
         return max(at, self._round_trip_after) if at < _FOR_EVER else None
 
-    def _is_quick(self, since: float, now: float) -> bool:
-        return now - since <= self._new_queue_grace / 2
-
     def _prove(self, moment: float, now: float) -> None:
         """Confirm publishes for good: a frame sent after ``moment`` was answered."""
         self.proven = max(self.proven, moment)
@@ -442,15 +441,15 @@ class PublisherSession(Generic[P]):
                         heads.clear()
                     head = heads[key] = publish_head(channel, *key)
                 message = publication.message
-                properties = encode_properties(message, _IN_DOUBT if publication.in_doubt else None)
+                extra = extra_headers(publication) if publication.in_doubt or publication.trace is not None else None
+                properties = encode_properties(message, extra)
                 size += append_publish(out, head, channel, properties, message.body, frame_max)
             except MemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 -- whatever a message raises that is damaged, or a user's own
                 sent.pop()
                 del out[pieces:]
-                failure = describe(error, 0.0)
-                text = f"it cannot be encoded: {failure.exception_type}: {failure.exception_message}"
+                text = "it cannot be encoded: {0.exception_type}: {0.exception_message}".format(describe(error, 0.0))
                 publication.reply = BrokerReply(0, text)
                 self._finish(publication, Outcome.REFUSED)
         return b"".join(out)
@@ -503,7 +502,7 @@ class PublisherSession(Generic[P]):
             return
         self._progress_at = now
         newest = max(one.accepted_at for one in settled)
-        if self._is_quick(newest, now):
+        if now - newest <= self._new_queue_grace / 2:
             self._prove(newest, now)
         for_good: list[P] = []
         provisional: dict[float, list[P]] = {}
@@ -522,6 +521,7 @@ class PublisherSession(Generic[P]):
                 for_good.append(publication)
             else:
                 publication.state = _PROVISIONAL
+                record((publication,), PublicationEvent.PROVISIONAL)
                 self._provisional[publication] = generation, number
                 provisional.setdefault(at, []).append(publication)
         for at, publications in provisional.items():
@@ -538,6 +538,7 @@ class PublisherSession(Generic[P]):
         """
         for publication in self._provisional:
             publication.in_doubt = True
+        record(self._provisional, PublicationEvent.IN_DOUBT)
         self.statistics.in_doubt += len(self._provisional)
         again = {**self._provisional, **unsettled}
         self._provisional.clear()
@@ -555,8 +556,7 @@ class PublisherSession(Generic[P]):
             self._ready.extendleft(reversed(publications))
 
     def _take_probe(self) -> list[P]:
-        rest = list(self._probe)
-        self._probe.clear()
+        rest, self._probe = list(self._probe), deque()
         return rest
 
     def _give_up(self, publication: P) -> None:

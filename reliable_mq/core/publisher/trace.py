@@ -1,0 +1,72 @@
+"""The events in the life of a publish that a trace shows.
+
+The session tells the trace of a publication, if it has one, of each event as it happens. It knows nothing of spans: a
+trace is whatever records events, and brings the headers by which the receiver of the message continues it.
+
+Invariant: most publishes have no trace, and cost no more than finding that out.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final, Protocol
+
+from reliable_mq.core import headers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from reliable_mq.codec import FieldValue
+    from reliable_mq.core.publisher.publication import Publication
+
+__all__ = ["PublicationEvent", "PublicationTrace", "extra_headers", "record"]
+
+
+class PublicationEvent(enum.Enum):
+    """An event in the life of a publish that its trace shows, beside its outcome."""
+
+    WINDOW_FULL = "window_full"
+    """Its caller waits for the window."""
+    ADMITTED = "admitted"
+    """The window has room for it again."""
+    BLOCKED = "blocked"
+    """The broker blocks publishing, and it is not written yet."""
+    UNBLOCKED = "unblocked"
+    """The broker takes publishes again."""
+    SENT = "sent"
+    """It was written to a channel."""
+    RETURNED = "returned"
+    """No queue is bound for it."""
+    NACKED = "nacked"
+    """The broker nacked it."""
+    PROVISIONAL = "provisional"
+    """The broker acked it, and may still lose it: a queue is new."""
+    IN_DOUBT = "in_doubt"
+    """The channel was lost before its confirm: it may have arrived."""
+
+
+class PublicationTrace(Protocol):
+    """Records the life of one publish. Called by the session: it must not block."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers to set on the message, beside its own."""
+
+    def event(self, event: PublicationEvent, publication: Publication) -> None:
+        """Record an event."""
+
+
+_IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
+
+
+def extra_headers(publication: Publication) -> Mapping[str, FieldValue] | None:
+    """Return headers to set on the message beside its own, at the next attempt."""
+    doubt = _IN_DOUBT if publication.in_doubt else {}
+    return doubt if publication.trace is None else {**publication.trace.headers, **doubt}
+
+
+def record(publications: Iterable[Publication], event: PublicationEvent) -> None:
+    """Record an event in the traces of publishes that have one."""
+    for publication in publications:
+        if publication.trace is not None:
+            publication.trace.event(event, publication)

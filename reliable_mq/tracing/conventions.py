@@ -1,0 +1,58 @@
+"""Names of spans and attributes: of OpenTelemetry's conventions, and ours.
+
+The former are those of version 1.44.0, of which messaging is in development. A test compares them with the constants of
+``opentelemetry-semantic-conventions``, which is no dependency of this package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reliable_mq.settings import Endpoint
+
+SYSTEM: Final = "messaging.system"
+OPERATION_NAME: Final = "messaging.operation.name"
+OPERATION_TYPE: Final = "messaging.operation.type"
+DESTINATION: Final = "messaging.destination.name"
+ROUTING_KEY: Final = "messaging.rabbitmq.destination.routing_key"
+DELIVERY_TAG: Final = "messaging.rabbitmq.message.delivery_tag"
+MESSAGE_ID: Final = "messaging.message.id"
+CONVERSATION_ID: Final = "messaging.message.conversation_id"
+BODY_SIZE: Final = "messaging.message.body.size"
+BATCH_COUNT: Final = "messaging.batch.message_count"
+CLIENT_ID: Final = "messaging.client.id"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+ERROR_TYPE: Final = "error.type"
+
+OUTCOME: Final = "reliable_mq.outcome"
+ATTEMPTS: Final = "reliable_mq.attempts"
+ATTEMPT: Final = "reliable_mq.attempt"
+POSSIBLE_DUPLICATE: Final = "reliable_mq.possible_duplicate"
+REPLY_CODE: Final = "reliable_mq.reply.code"
+REPLY_TEXT: Final = "reliable_mq.reply.text"
+REDELIVERED: Final = "reliable_mq.redelivered"
+
+RABBITMQ: Final = "rabbitmq"
+_DEFAULT_EXCHANGE: Final = "amq.default"
+
+
+def published_to(exchange: str, routing_key: str) -> str:
+    """Return the name of a destination, for a producer."""
+    return ":".join(part for part in (exchange, routing_key) if part) or _DEFAULT_EXCHANGE
+
+
+def consumed_from(exchange: str, routing_key: str, queue: str) -> str:
+    """Return the name of a destination, for a consumer."""
+    parts = [exchange, routing_key] if routing_key == queue else [exchange, routing_key, queue]
+    return ":".join(part for part in parts if part)
+
+
+def server(endpoints: Sequence[Endpoint]) -> Mapping[str, str | int]:
+    """Return the attributes of the broker; empty if it may be one of several."""
+    if len(endpoints) != 1:
+        return {}
+    return {SERVER_ADDRESS: endpoints[0].host, SERVER_PORT: endpoints[0].port}

@@ -1,0 +1,249 @@
+"""Spans of publishing: a *send* span for each message, ended by its outcome.
+
+The context of the span goes into the headers of the message as it is encoded; the user's `Message` stays as it is.
+A message that carries a context of its own keeps that, and the span links to it.
+
+A span belongs to the trace of the current span, or of the message; else it begins one. Whether that is sampled is
+known from the flag of the context, or from the sampler, before anything else is done for it: unless it is, the message
+gets the context that its receiver is to go on with, and no span.
+
+Invariants:
+
+- no span is ended on the loop of a connection: a processor of spans is code of the user's;
+- a span that was begun ends once: with the outcome of its message, or with the error that was raised to its caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace import (
+    Link,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    get_current_span,
+    set_span_in_context,
+)
+
+from reliable_mq.core.publisher.publication import Outcome
+from reliable_mq.core.publisher.trace import PublicationEvent
+from reliable_mq.errors import PublishBlocked, PublishRefused, PublishUnconfirmed
+from reliable_mq.message import Message
+from reliable_mq.tracing import conventions
+from reliable_mq.tracing.propagation import Propagation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from opentelemetry.trace import Span
+
+    from reliable_mq.core.publisher.publication import Publication
+    from reliable_mq.settings import Endpoint
+    from reliable_mq.tracing.tracing import Tracing
+
+__all__ = ["PublisherTracer", "SendTrace"]
+
+logger = logging.getLogger(__name__)
+
+_DESTINATIONS_KEPT: Final = 1024  # names and attributes of spans, by exchange and routing key
+_NOTHING: Final[Mapping[str, str]] = {}
+
+
+class PublisherTracer:
+    """Begins the spans of one publisher. Thread-safe.
+
+    Args:
+        tracing: the settings.
+        name: of the publisher.
+        endpoints: of the broker.
+    """
+
+    def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
+        self._tracing = tracing
+        self._name = name
+        self._server = conventions.server(endpoints)
+        self._propagation: Propagation | None = None
+        self._destinations: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
+        # The last context that was not sampled, with what its messages get: callers publish many in one.
+        self._unsampled: tuple[Context, SendTrace] | None = None
+
+    def begin(self, message: Message, exchange: str, routing_key: str) -> SendTrace | None:
+        """Begin the span of a publish; None if there is nothing to record or to pass on.
+
+        Arguments that are wrong are for the publisher to refuse.
+        """
+        context = get_current()
+        known = self._unsampled
+        properties = message.encoded_properties if isinstance(message, Message) else None
+        if known is not None and known[0] is context and properties is None:
+            return known[1]
+        propagation = self._propagation
+        if propagation is None:
+            propagation = self._propagation = Propagation(self._tracing.propagator)
+        carried = get_current_span(propagation.extract(message.headers)) if propagation.carries(properties) else None
+        theirs = None if carried is None else carried.get_span_context()
+        parent = get_current_span(context).get_span_context()
+        if not parent.is_valid and theirs is not None and theirs.is_valid:
+            parent, context = theirs, set_span_in_context(carried, context)  # type: ignore[arg-type]
+        if parent.is_valid:
+            if not parent.trace_flags.sampled:
+                return self._pass_on(propagation, context, properties) if theirs is None else None
+        elif random.random() >= self._tracing.root_ratio:
+            return None
+        return self._start(propagation, context, message, properties, theirs, exchange, routing_key)
+
+    def _start(
+        self,
+        propagation: Propagation,
+        context: Context,
+        message: Message,
+        properties: bytes | None,
+        theirs: SpanContext | None,
+        exchange: str,
+        routing_key: str,
+    ) -> SendTrace | None:
+        name, attributes = self._destination(exchange, routing_key)
+        span = self._tracing.tracer.start_span(
+            name,
+            context,
+            SpanKind.PRODUCER if theirs is None else SpanKind.CLIENT,
+            attributes,
+            [Link(theirs)] if theirs is not None and theirs.is_valid else None,
+        )
+        headers = _NOTHING
+        if theirs is None:
+            headers = propagation.headers(set_span_in_context(span, context))
+            if properties is not None:
+                headers = propagation.added(headers, properties)
+        if not span.is_recording():
+            return SendTrace(headers) if headers else None
+        span.set_attribute(conventions.MESSAGE_ID, message.message_id)
+        span.set_attribute(conventions.BODY_SIZE, len(message.body))
+        if properties is not None and (correlation_id := message.correlation_id) is not None:
+            span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
+        return SendTrace(headers, span)
+
+    def _pass_on(self, propagation: Propagation, context: Context, properties: bytes | None) -> SendTrace | None:
+        """Return the trace of a message whose context is not sampled."""
+        headers: Mapping[str, str] = propagation.headers(context)
+        if properties is not None:
+            headers = propagation.added(headers, properties)
+        trace = SendTrace(headers)
+        if properties is None:
+            self._unsampled = context, trace
+        return trace
+
+    def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
+        """Return the name of a span, and the attributes that a sampler may look at."""
+        found = self._destinations.get((exchange, routing_key))
+        if found is not None:
+            return found
+        destination = conventions.published_to(str(exchange), str(routing_key))
+        attributes: dict[str, Any] = {
+            conventions.SYSTEM: conventions.RABBITMQ,
+            conventions.OPERATION_NAME: "send",
+            conventions.OPERATION_TYPE: "send",
+            conventions.DESTINATION: destination,
+            conventions.CLIENT_ID: self._name,
+            **self._server,
+        }
+        if routing_key:
+            attributes[conventions.ROUTING_KEY] = str(routing_key)
+        if len(self._destinations) >= _DESTINATIONS_KEPT:
+            self._destinations.clear()
+        found = self._destinations[exchange, routing_key] = f"send {destination}", attributes
+        return found
+
+
+class SendTrace:
+    """The trace of one publish: its headers, and its span if it is sampled.
+
+    Args:
+        headers: to set on the message.
+        span: None if it is not sampled; the same object then serves many publishes.
+    """
+
+    __slots__ = ("_span", "headers")
+
+    def __init__(self, headers: Mapping[str, str], span: Span | None = None) -> None:
+        self.headers = headers
+        self._span = span
+
+    @property
+    def recording(self) -> bool:
+        """Whether there is a span to end."""
+        return self._span is not None
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes that the headers take, encoded."""
+        return sum(len(name.encode()) + len(value.encode()) + 6 for name, value in self.headers.items())
+
+    def without_headers(self) -> SendTrace:
+        """Return the trace of a message whose headers leave no room for the context."""
+        return SendTrace(_NOTHING, self._span)
+
+    def event(self, event: PublicationEvent, publication: Publication) -> None:
+        """Record an event. Never raises: the session goes on whatever a tracer does."""
+        span = self._span
+        if span is None:
+            return
+        attributes: dict[str, str | int] = {}
+        if event in {PublicationEvent.SENT, PublicationEvent.NACKED, PublicationEvent.IN_DOUBT}:
+            attributes[conventions.ATTEMPT] = publication.sends
+        if event is PublicationEvent.RETURNED and publication.reply is not None:
+            attributes[conventions.REPLY_CODE] = publication.reply.code
+            attributes[conventions.REPLY_TEXT] = publication.reply.text
+        try:
+            span.add_event(f"reliable_mq.{event.value}", attributes)
+        except Exception:
+            logger.exception("a span of OpenTelemetry raised; the publish itself is not affected")
+
+    def settled(self, publication: Publication, at: int) -> None:
+        """End the span with the outcome.
+
+        Args:
+            publication: settled.
+            at: when it was, in nanoseconds since 1970.
+        """
+        span = self._span
+        if span is None or publication.outcome is None:
+            return
+        span.set_attribute(conventions.OUTCOME, publication.outcome.value)
+        span.set_attribute(conventions.ATTEMPTS, publication.sends)
+        if publication.in_doubt:
+            span.set_attribute(conventions.POSSIBLE_DUPLICATE, True)
+        if publication.reply is not None and publication.reply.code:
+            span.set_attribute(conventions.REPLY_CODE, publication.reply.code)
+            span.set_attribute(conventions.REPLY_TEXT, publication.reply.text)
+        error = publication.failure()
+        if error is not None:
+            _fail(span, error)
+        span.end(at)
+
+    def failed(self, error: BaseException) -> None:
+        """End the span of a publish that was not accepted."""
+        if self._span is None:
+            return
+        outcome = _OUTCOMES.get(type(error))
+        if outcome is not None:
+            self._span.set_attribute(conventions.OUTCOME, outcome.value)
+        _fail(self._span, error)
+        self._span.end(time.time_ns())
+
+
+_OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
+    PublishRefused: Outcome.REFUSED,
+    PublishUnconfirmed: Outcome.UNKNOWN,
+    PublishBlocked: Outcome.UNKNOWN,
+}
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    span.set_attribute(conventions.ERROR_TYPE, type(error).__name__)
+    span.set_status(StatusCode.ERROR, str(error))

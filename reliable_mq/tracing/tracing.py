@@ -1,0 +1,103 @@
+"""The settings of traces.
+
+OpenTelemetry is imported here when a `Tracing` is made: a program without traces does not load it, and does not need
+it. All other modules of this package are imported by publishers and consumers that have a `Tracing`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reliable_mq._util.version import OWN_VERSION
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.propagators.textmap import TextMapPropagator
+    from opentelemetry.trace import Tracer, TracerProvider
+
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.message import Message
+
+__all__ = ["Tracing"]
+
+#: The version of the semantic conventions that names, kinds and attributes follow.
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+
+
+class Tracing:
+    """OpenTelemetry spans for a publisher or a consumer; needs the extra ``otel``.
+
+    One object may serve any number of publishers and consumers. Thread-safe.
+
+    A message whose trace is not sampled costs no span: its context is passed on as it is.
+
+    Args:
+        tracer_provider: makes the tracer; None for the global one, which may be set later.
+        propagator: writes the context into headers and reads it there; None for the global one, by default that of W3C
+            Trace Context and Baggage.
+        root_ratio: the share, 0 to 1, of publishes without a current span, and of handler calls for messages without a
+            context, for which the sampler of the tracer is asked whether to begin a trace. The others have no span and
+            no context. A sampler costs several microseconds a message, also where it declines.
+
+    Raises:
+        ConfigurationError: the extra ``otel`` is not installed, or an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracer_provider: TracerProvider | None = None,
+        propagator: TextMapPropagator | None = None,
+        root_ratio: float = 1.0,
+    ) -> None:
+        try:
+            from opentelemetry import trace  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigurationError(
+                "Tracing needs OpenTelemetry's API: install the extra otel, pip install 'reliable-mq[otel]'"
+            ) from error
+        if tracer_provider is not None and not callable(getattr(tracer_provider, "get_tracer", None)):
+            raise ConfigurationError(
+                f"tracer_provider must be a TracerProvider of OpenTelemetry, not {tracer_provider!r}"
+            )
+        if propagator is not None and not callable(getattr(propagator, "inject", None)):
+            raise ConfigurationError(f"propagator must be a TextMapPropagator of OpenTelemetry, not {propagator!r}")
+        if isinstance(root_ratio, bool) or not isinstance(root_ratio, (int, float)) or not 0 <= root_ratio <= 1:
+            raise ConfigurationError(f"root_ratio must be a number from 0 to 1, not {root_ratio!r}")
+        self._tracer = trace.get_tracer(
+            "reliable_mq", OWN_VERSION, tracer_provider=tracer_provider, schema_url=SCHEMA_URL
+        )
+        self._propagator = propagator
+        self._root_ratio = float(root_ratio)
+
+    @property
+    def tracer(self) -> Tracer:
+        """The tracer that makes the spans."""
+        return self._tracer
+
+    @property
+    def propagator(self) -> TextMapPropagator:
+        """The propagator: as given, or the global one of this moment."""
+        if self._propagator is not None:
+            return self._propagator
+        from opentelemetry.propagate import get_global_textmap  # noqa: PLC0415
+
+        return get_global_textmap()
+
+    @property
+    def root_ratio(self) -> float:
+        """As given."""
+        return self._root_ratio
+
+    def context_of(self, message: Delivery | Message) -> Context:
+        """Return the context that a message carries; an empty one if it carries none.
+
+        For code that handles the items of a batch, or deliveries of ``get``, each in a context of its own.
+        """
+        from reliable_mq.tracing.propagation import Propagation  # noqa: PLC0415
+
+        return Propagation(self.propagator).extract(message.headers)
+
+    def __repr__(self) -> str:
+        return f"<Tracing: root_ratio={self._root_ratio:g}>"

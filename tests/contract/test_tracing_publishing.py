@@ -1,0 +1,345 @@
+"""Spans of publishing, on either API: name, kind, attributes, events and outcome; the context in the headers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry import baggage, context
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.trace import get_current_span
+
+from integration.support.waiting import wait_until
+from reliable_mq import (
+    Message,
+    PublishBlocked,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+    RetryPolicy,
+)
+from tests.tracing.spans import Recorder, context_of, traceparent
+
+if TYPE_CHECKING:
+    from tests.contract.scripted_broker import Published, ScriptedBroker
+
+NewPublisher = "Callable[..., Any]"
+THEIRS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NOT_SAMPLED = THEIRS[:-1] + "0"
+
+
+def acking(published: Published) -> None:
+    published.channel.ack(published.number)
+
+
+def headers_of(published: Published) -> dict[str, Any]:
+    return published.properties.headers or {}
+
+
+def test_a_confirmed_publish_is_a_send_span_in_the_callers_trace(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    message = Message(b"four", correlation_id="c-1")
+    with (
+        new_publisher(tracing=recorder.tracing, name="shop") as publisher,
+        recorder.tracer.start_as_current_span("HTTP"),
+    ):
+        receipt = publisher.publish(message, exchange="shop", routing_key="orders.new")
+    recorder.wait(2)
+    assert recorder.golden() == [
+        {"name": "HTTP", "kind": "INTERNAL", "attributes": {}, "status": "UNSET"},
+        {
+            "name": "send shop:orders.new",
+            "kind": "PRODUCER",
+            "parent": "HTTP",
+            "attributes": {
+                "messaging.client.id": "shop",
+                "messaging.destination.name": "shop:orders.new",
+                "messaging.message.body.size": 4,
+                "messaging.message.conversation_id": "c-1",
+                "messaging.message.id": "...",
+                "messaging.operation.name": "send",
+                "messaging.operation.type": "send",
+                "messaging.rabbitmq.destination.routing_key": "orders.new",
+                "messaging.system": "rabbitmq",
+                "reliable_mq.attempts": 1,
+                "reliable_mq.outcome": "confirmed",
+                "server.address": "127.0.0.1",
+                "server.port": "...",
+            },
+            "status": "UNSET",
+            "events": [("reliable_mq.sent", {"reliable_mq.attempt": 1})],
+        },
+    ]
+    send = recorder.named("send shop:orders.new")
+    assert send.attributes is not None
+    assert send.attributes["messaging.message.id"] == receipt.message_id
+    [published] = broker.published
+    assert headers_of(published) == {"traceparent": traceparent(send)}
+    assert message.headers == {}
+
+
+def test_the_span_lasts_until_the_confirm(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        confirmation = publisher.submit(Message(b""), routing_key="orders")
+        [published] = broker.wait_published(1)
+        assert recorder.spans == []
+        acking(published)
+        confirmation.result(30)
+        recorder.wait(1)
+
+
+def outcome(recorder: Recorder) -> tuple[object, object, str, list[str]]:
+    [span] = recorder.wait(1)
+    attributes = span.attributes or {}
+    return (
+        attributes.get("reliable_mq.outcome"),
+        attributes.get("error.type"),
+        span.status.status_code.name,
+        [event.name.removeprefix("reliable_mq.") for event in span.events],
+    )
+
+
+def test_a_nacked_publish_shows_its_attempts(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = lambda published: published.channel.nack(published.number)
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, retry=RetryPolicy(2, delays=(0.01,))) as publisher:
+        with pytest.raises(PublishNacked):
+            publisher.publish(Message(b""), routing_key="orders")
+        assert outcome(recorder) == ("nacked", "PublishNacked", "ERROR", ["sent", "nacked", "sent", "nacked"])
+
+
+def test_a_returned_publish_shows_the_reply(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    def returning(published: Published) -> None:
+        published.channel.return_(published)
+        acking(published)
+
+    broker.script = returning
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        with pytest.raises(PublishReturned):
+            publisher.publish(Message(b""), routing_key="orders")
+        assert outcome(recorder) == ("returned", "PublishReturned", "ERROR", ["sent", "returned"])
+    [span] = recorder.spans
+    assert span.attributes is not None
+    assert (span.attributes["reliable_mq.reply.code"], span.attributes["reliable_mq.reply.text"]) == (312, "NO_ROUTE")
+
+
+def test_a_refused_publish_shows_its_doubt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = lambda published: published.channel.close(404, "NOT_FOUND - no exchange 'x' in vhost '/'")
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        with pytest.raises(PublishRefused):
+            publisher.publish(Message(b""), exchange="x")
+        found = outcome(recorder)
+    assert found[:3] == ("refused", "PublishRefused", "ERROR")
+    assert found[3][0] == "sent"
+
+
+def test_a_lost_connection_is_doubt_and_a_second_attempt(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    def script(published: Published) -> None:
+        if len(broker.published) == 1:
+            published.channel.connection.cut()
+        else:
+            acking(published)
+
+    broker.script = script
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b""), routing_key="orders")
+        assert outcome(recorder) == ("confirmed", None, "UNSET", ["sent", "in_doubt", "sent"])
+    [span] = recorder.spans
+    assert span.attributes is not None
+    assert span.attributes["reliable_mq.possible_duplicate"] is True
+    assert span.attributes["reliable_mq.attempts"] == 2
+    first, second = broker.published
+    assert headers_of(first)["traceparent"] == headers_of(second)["traceparent"] == traceparent(span)
+    assert second.possible_duplicate
+
+
+def test_a_publish_without_a_confirm_ends_as_unknown(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        with pytest.raises(PublishUnconfirmed):
+            publisher.publish(Message(b""), routing_key="orders", timeout=0.2)
+        assert outcome(recorder) == ("unknown", "PublishUnconfirmed", "ERROR", ["sent"])
+
+
+def test_waiting_for_the_window_is_an_event(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, max_outstanding=1) as publisher:
+        first = publisher.submit(Message(b"1"), routing_key="orders")
+        [published] = broker.wait_published(1)
+        with pytest.raises(PublishUnconfirmed):
+            publisher.submit(Message(b"2"), routing_key="orders", timeout=0.1)
+        assert outcome(recorder) == ("unknown", "PublishUnconfirmed", "ERROR", ["window_full"])
+        broker.script = acking
+        acking(published)
+        first.result(30)
+
+
+def test_a_publish_that_gets_room_says_when(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, max_outstanding=1) as publisher, ThreadPoolExecutor(1) as another:
+        publisher.submit(Message(b"1"), routing_key="orders")
+        [published] = broker.wait_published(1)
+        broker.script = acking
+        waiting = another.submit(publisher.publish, Message(b"2"), routing_key="orders")
+        wait_until(lambda: len(recorder.started) == 2 and recorder.started[1].events, timeout=30, what="a full window")
+        acking(published)
+        waiting.result(30)
+        second = recorder.wait(2)[1]
+    assert [event.name.removeprefix("reliable_mq.") for event in second.events] == ["window_full", "admitted", "sent"]
+
+
+def test_a_blocked_broker_is_an_event(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        connection = broker.connections[-1]
+        connection.block("low on memory")
+        wait_until(lambda: publisher.blocked, timeout=30, what="the alarm")
+        confirmation = publisher.submit(Message(b""), routing_key="orders")
+        wait_until(lambda: publisher.outstanding, timeout=30, what="a publish")
+        with pytest.raises(PublishBlocked):
+            publisher.publish(Message(b""), routing_key="orders", timeout=0.1)
+        connection.unblock()
+        confirmation.result(30)
+        spans = recorder.wait(2)
+    events = [[event.name.removeprefix("reliable_mq.") for event in span.events] for span in spans]
+    assert events == [["blocked", "unblocked", "sent"], ["blocked"]]
+
+
+def test_a_context_in_the_message_is_kept_and_linked(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher, recorder.tracer.start_as_current_span("HTTP"):
+        publisher.publish(Message(b"", headers={"traceparent": THEIRS, "mine": 1}), routing_key="orders")
+    send = recorder.wait(2)[1]
+    [published] = broker.published
+    assert headers_of(published) == {"traceparent": THEIRS, "mine": 1}
+    assert send.kind.name == "CLIENT"
+    assert [f"{link.context.trace_id:032x}" for link in send.links] == [THEIRS[3:35]]
+    assert send.parent is not None
+    assert send.parent.span_id == context_of(recorder.named("HTTP")).span_id
+
+
+def test_without_a_current_span_a_messages_own_trace_goes_on(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b"", headers={"traceparent": THEIRS}), routing_key="orders")
+        publisher.publish(Message(b"", headers={"traceparent": NOT_SAMPLED}), routing_key="orders")
+        publisher.publish(Message(b"", headers={"traceparent": "rubbish"}), routing_key="orders")
+    ours, another = recorder.wait(2)
+    assert f"{context_of(ours).trace_id:032x}" == THEIRS[3:35]
+    assert another.links == ()
+    assert [headers_of(one)["traceparent"] for one in broker.published] == [THEIRS, NOT_SAMPLED, "rubbish"]
+
+
+def test_a_trace_that_is_not_sampled_is_passed_on_without_a_span(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    broker.script = acking
+    recorder = Recorder(ParentBased(ALWAYS_OFF))
+    with new_publisher(tracing=recorder.tracing) as publisher, recorder.tracer.start_as_current_span("HTTP") as current:
+        publisher.publish(Message(b""), routing_key="orders")
+        publisher.publish(Message(b""), routing_key="orders")
+        publisher.publish(Message(b"", headers={"mine": 1}), routing_key="orders")
+        publisher.publish(Message(b"", headers={"traceparent": THEIRS}), routing_key="orders")
+    assert recorder.spans == []
+    trace_id = f"{current.get_span_context().trace_id:032x}"
+    found = [headers_of(one)["traceparent"] for one in broker.published]
+    assert [header[3:35] for header in found] == [trace_id, trace_id, trace_id, THEIRS[3:35]]
+    assert [header[-2:] in ("00", "02") for header in found] == [True, True, True, False]  # 02: a random trace id
+    assert headers_of(broker.published[2])["mine"] == 1
+
+
+def test_a_root_that_is_not_sampled_is_passed_on_too(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder(ParentBased(ALWAYS_OFF))
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b""), routing_key="orders")
+    assert recorder.spans == []
+    assert headers_of(broker.published[0])["traceparent"][-2:] in ("00", "02")
+
+
+def test_a_root_ratio_of_0_begins_no_trace(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder(root_ratio=0)
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b""), routing_key="orders")
+        with recorder.tracer.start_as_current_span("HTTP"):
+            publisher.publish(Message(b""), routing_key="orders")
+    assert [span.name for span in recorder.wait(2)] == ["HTTP", "send orders"]
+    assert [sorted(headers_of(one)) for one in broker.published] == [[], ["traceparent"]]
+
+
+def test_baggage_goes_with_the_message(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    token = context.attach(baggage.set_baggage("tenant", "a"))
+    try:
+        with new_publisher(tracing=recorder.tracing) as publisher:
+            publisher.publish(Message(b"", headers={"mine": 1}), routing_key="orders")
+            publisher.publish(Message(b"", headers={"baggage": "tenant=b"}), routing_key="orders")
+    finally:
+        context.detach(token)
+    assert [headers_of(one)["baggage"] for one in broker.published] == ["tenant=a", "tenant=b"]
+
+
+def test_headers_that_fill_the_frame_leave_the_context_out(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    broker.frame_max = 8192
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b"", headers={"large": "x" * 8000}), routing_key="orders")
+        recorder.wait(1)
+    assert sorted(headers_of(broker.published[0])) == ["large"]
+
+
+def test_a_wrong_argument_ends_its_span_with_the_error(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, max_message_bytes=1) as publisher:
+        with pytest.raises(PublishRefused):
+            publisher.publish(Message(b"12"), routing_key="orders")
+        assert outcome(recorder) == ("refused", "PublishRefused", "ERROR", [])
+
+
+def test_a_report_names_the_messages_of_the_caller(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = lambda published: published.channel.nack(published.number)
+    recorder = Recorder()
+    message = Message(b"")
+    with new_publisher(tracing=recorder.tracing, retry=RetryPolicy(1)) as publisher:
+        report = publisher.publish_many([message], routing_key="orders")
+    assert [failed for failed, _ in report.failures] == [message]
+
+
+def test_a_failure_that_nobody_waits_for_is_logged_with_traces_too(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.script = lambda published: published.channel.nack(published.number)
+    recorder = Recorder()
+    publisher = new_publisher(tracing=recorder.tracing, retry=RetryPolicy(1))
+    publisher.connect()
+    publisher.submit(Message(b""), routing_key="orders")
+    recorder.wait(1)
+    with pytest.raises(PublishNacked):
+        publisher.close()
+    assert "1 publishes failed that nobody waits for" in caplog.text
+
+
+def test_a_publish_leaves_the_callers_context_as_it_was(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing) as publisher, recorder.tracer.start_as_current_span("HTTP") as current:
+        publisher.publish(Message(b""), routing_key="orders")
+        assert get_current_span() is current
+    assert not get_current_span().get_span_context().is_valid

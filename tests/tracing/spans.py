@@ -1,0 +1,107 @@
+"""Finished spans, for a test to compare with what it expects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from integration.support.waiting import wait_until
+from reliable_mq import Tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import ReadableSpan, Span
+    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.trace import SpanContext, Tracer
+
+#: Attributes that differ from run to run; a golden trace has only their names.
+_OWN = {"messaging.message.id", "server.port", "reliable_mq.seconds"}
+
+
+class Recorder:
+    """A tracer provider that keeps its finished spans.
+
+    Attributes:
+        provider: to trace with.
+        tracing: with that provider.
+        tracer: another one of it, for spans of the test.
+        started: the spans that have begun, ended or not.
+    """
+
+    def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=sampler)
+        self.started: list[ReadableSpan] = []
+        self.provider.add_span_processor(_Started(self.started))
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = Tracing(tracer_provider=self.provider, **options)
+        self.tracer: Tracer = self.provider.get_tracer("test")
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        """The spans that have ended, in that order."""
+        return list(self._exporter.get_finished_spans())
+
+    def wait(self, count: int) -> list[ReadableSpan]:
+        """Wait for so many spans: they end on other threads. Return them in the order in which they began."""
+        wait_until(lambda: len(self.spans) >= count, timeout=30, what=lambda: f"{count} spans: {self.golden()}")
+        assert len(self.spans) == count, self.golden()
+        return sorted(self.spans, key=lambda span: span.start_time or 0)
+
+    def named(self, name: str) -> ReadableSpan:
+        """Return the only span of a name."""
+        [span] = [span for span in self.spans if span.name == name]
+        return span
+
+    def golden(self) -> list[dict[str, Any]]:
+        """Return every span in the order in which they began, without what differs from run to run."""
+        spans = sorted(self.spans, key=lambda span: span.start_time or 0)
+        names = {format_span_id(context_of(span).span_id): span.name for span in spans}
+        return [_golden(span, names) for span in spans]
+
+
+class _Started(SpanProcessor):
+    def __init__(self, started: list[ReadableSpan]) -> None:
+        self._started = started
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self._started.append(span)
+
+
+def context_of(span: ReadableSpan) -> SpanContext:
+    context = span.get_span_context()
+    assert context is not None
+    return context
+
+
+def traceparent(span: ReadableSpan) -> str:
+    """Return the header that carries the context of a sampled span."""
+    context = context_of(span)
+    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{int(context.trace_flags):02x}"
+
+
+def _golden(span: ReadableSpan, names: Mapping[str, str]) -> dict[str, Any]:
+    def name_of(context: SpanContext) -> str:
+        return names.get(format_span_id(context.span_id), "another")
+
+    golden: dict[str, Any] = {
+        "name": span.name,
+        "kind": span.kind.name,
+        "attributes": {
+            name: "..." if name in _OWN else value for name, value in sorted((span.attributes or {}).items())
+        },
+        "status": span.status.status_code.name,
+    }
+    if span.parent is not None:
+        golden["parent"] = name_of(span.parent)
+    if span.links:
+        golden["links"] = [name_of(link.context) for link in span.links]
+    if span.events:
+        golden["events"] = [(event.name, dict(event.attributes or {})) for event in span.events]
+    return golden
