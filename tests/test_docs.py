@@ -229,7 +229,13 @@ def test_every_error_that_the_index_explains_has_such_a_text() -> None:
 def test_the_reference_has_every_public_name() -> None:
     """The page of the API documents ``__all__`` of every package that a user imports from."""
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", API.read_text(), re.MULTILINE))
-    packages = ("reliable_mq", "reliable_mq.stores", "reliable_mq.outbox", "reliable_mq.deadletters")
+    packages = (
+        "reliable_mq",
+        "reliable_mq.stores",
+        "reliable_mq.outbox",
+        "reliable_mq.deadletters",
+        "reliable_mq.monitoring",
+    )
     for package in (*packages, "reliable_mq.errors", "reliable_mq.testing"):
         assert set(importlib.import_module(package).__all__) - {"Difference"} <= documented
 

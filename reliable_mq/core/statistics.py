@@ -26,6 +26,8 @@ __all__ = [
     "OutboxStatus",
     "PublisherStatistics",
     "PublisherStatus",
+    "QueueDepthStatistics",
+    "QueueStatus",
 ]
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -248,3 +250,19 @@ class OutboxStatus:
     def after(self, elapsed: float) -> OutboxStatus:
         """Return the status `elapsed` seconds later: rows that wait have grown older."""
         return replace(self, oldest_age=self.oldest_age + elapsed) if self.rows else self
+
+
+@dataclass(slots=True)
+class QueueDepthStatistics:
+    """Counts of one queue whose depth is measured."""
+
+    failures: int = _count("Measurements that the broker did not answer, or refused.", "depth_failures")
+
+
+# Several processes of a registry may measure one queue: their readings of it must not be added up.
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Depth of a queue, as the broker reported it last."""
+
+    messages: int = field(metadata=_gauge("Messages that are ready for delivery.", merged="highest"))
+    consumers: int = field(metadata=_gauge("Consumers that are subscribed to the queue.", merged="highest"))

@@ -1,4 +1,4 @@
-"""The metrics of publishers, consumers and outboxes.
+"""The metrics of publishers, consumers, outboxes and queues.
 
 Derived from the fields of `reliable_mq.core.statistics`.
 """
@@ -16,16 +16,19 @@ from reliable_mq.core.statistics import (
     OutboxStatus,
     PublisherStatistics,
     PublisherStatus,
+    QueueDepthStatistics,
+    QueueStatus,
 )
 from reliable_mq.metrics.registry import Family, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["FAMILIES", "consumer_readings", "outbox_readings", "publisher_readings"]
+__all__ = ["FAMILIES", "consumer_readings", "outbox_readings", "publisher_readings", "queue_readings"]
 
 _PUBLISHER: Final = ("publisher",)
 _CONSUMER: Final = ("consumer", "queue")
+_QUEUE: Final = ("queue", "role")
 
 
 class _Shown(NamedTuple):
@@ -59,6 +62,8 @@ _SHOWN: Final[Mapping[type, tuple[_Shown, ...]]] = {
         (ConsumerStatistics, "consumer", _CONSUMER),
         (OutboxStatus, "outbox", _PUBLISHER),
         (OutboxStatistics, "outbox", _PUBLISHER),
+        (QueueStatus, "queue", _QUEUE),
+        (QueueDepthStatistics, "queue", _QUEUE),
     )
 }
 
@@ -84,6 +89,16 @@ def outbox_readings(name: str, status: OutboxStatus | None, statistics: OutboxSt
     `status` is None while the outbox does not answer: a gauge that is made up would hide that.
     """
     return _readings((name,), status, statistics)
+
+
+def queue_readings(
+    name: str, role: str, status: QueueStatus | None, statistics: QueueDepthStatistics
+) -> Iterator[Reading]:
+    """Yield one scrape of the queue called ``name``.
+
+    `status` is None while its depth is not known: a gauge that is made up would hide that.
+    """
+    return _readings((name, role), status, statistics)
 
 
 def _readings(labels: tuple[str, ...], *readable: object) -> Iterator[Reading]:

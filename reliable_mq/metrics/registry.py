@@ -4,9 +4,10 @@ Nothing is counted here. The core counts while it works, in plain numbers; a scr
 between scrapes, and a process without a registry pays nothing at all.
 
 Labels are bounded by the code: ``publisher`` and ``consumer`` are the names given to the constructors, ``queue`` is the
-queue consumed from, ``outcome`` is one of five (of an outbox's row: of three), ``what`` of two. Publishers with the
-same name are added up, except for an age and for the rows of an outbox, of which the highest counts. The counts of a
-closed one stay in the totals, so a counter never falls while the process lives.
+queue consumed from or measured, ``role`` is one of two, ``outcome`` is one of five (of an outbox's row: of three),
+``what`` of two. Publishers with the same name are added up, except for an age, the rows of an outbox and the depth of a
+queue, of which the highest counts. The counts of a closed one stay in the totals, so a counter never falls while the
+process lives.
 """
 
 from __future__ import annotations

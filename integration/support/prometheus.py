@@ -1,0 +1,120 @@
+"""Prometheus and promtool, of Debian: rule files checked, and a server that scrapes a test's programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+from integration.support.containers import free_port, set_up
+from integration.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Prometheus", "promtool"]
+
+
+@cache
+def _installed() -> None:
+    set_up("prometheus")
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run promtool to its end."""
+    _installed()
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+class Prometheus:
+    """A server of its own, on a port of its own, that scrapes and evaluates rules often. A context manager.
+
+    Args:
+        directory: for its configuration, data and log.
+        targets: addresses to scrape, by job.
+        rules: the text of a rule file; empty for none.
+        interval: seconds between two scrapes, and between two evaluations of the rules.
+
+    Attributes:
+        url: of the server.
+    """
+
+    def __init__(
+        self, directory: Path, targets: Mapping[str, Sequence[str]], *, rules: str = "", interval: float = 1.0
+    ) -> None:
+        _installed()
+        every = f"{interval * 1000:.0f}ms"
+        (directory / "rules.yml").write_text(rules or "groups: []\n")
+        configuration = {
+            "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
+            "rule_files": ["rules.yml"],
+            "scrape_configs": [
+                {"job_name": job, "static_configs": [{"targets": list(addresses)}]}
+                for job, addresses in targets.items()
+            ],
+        }
+        (directory / "prometheus.yml").write_text(json.dumps(configuration))  # JSON is YAML
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = directory / "prometheus.log"
+        self._command = [
+            "prometheus",
+            f"--config.file={directory / 'prometheus.yml'}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--log.level=warn",
+        ]
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            wait_until(self._is_ready, timeout=60, what=lambda: f"Prometheus: {self._log.read_text()}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the instant vector of an expression: ``metric`` and ``value`` of each series."""
+        found: list[dict[str, Any]] = self._get("query", query=expression)["result"]
+        return found
+
+    def query_range(self, expression: str, seconds: float, *, points: int = 120) -> list[dict[str, Any]]:
+        """Return the series of an expression over the last `seconds`: ``metric`` and ``values`` of each."""
+        end = time.time()
+        found: list[dict[str, Any]] = self._get(
+            "query_range", query=expression, start=f"{end - seconds}", end=f"{end}", step=f"{seconds / points:.3f}"
+        )["result"]
+        return found
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Return the alerts that are pending or firing: ``labels``, ``annotations``, ``state``."""
+        found: list[dict[str, Any]] = self._get("alerts")["alerts"]
+        return found
+
+    def firing(self) -> set[str]:
+        """Return the names of the alerts that are firing."""
+        return {alert["labels"]["alertname"] for alert in self.alerts() if alert["state"] == "firing"}
+
+    def _get(self, path: str, **parameters: str) -> Any:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=15) as response:
+            return json.load(response)["data"]
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text()
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:  # HTTPError is one: it is starting
+            return False

@@ -1,0 +1,224 @@
+"""The alert rules under promtool: each fires under its fault, when the settings say so, and is quiet without."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from integration.support.command_line import run_cli
+from integration.support.prometheus import promtool
+from reliable_mq.monitoring.alerts import ALERTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PUBLISHER = 'instance="i",job="j",publisher="p"'
+CONSUMER = 'consumer="c",instance="i",job="j",queue="q"'
+DEAD_LETTERS = 'instance="i",job="j",queue="q.dead",role="dead_letters"'
+EVERY = 15  # seconds between two samples
+MINUTES = 60
+
+HEALTHY = {
+    f"reliable_mq_publisher_outstanding{{{PUBLISHER}}}": "100+0x200",
+    f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0.5+0x200",
+    f"reliable_mq_publisher_connected{{{PUBLISHER}}}": "1+0x200",
+    f"reliable_mq_publisher_blocked{{{PUBLISHER}}}": "0+0x200",
+    f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="confirmed"}}': "0+1000x200",
+    f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}': "7+0x200",
+    f"reliable_mq_publisher_event_loop_stalled_seconds_total{{{PUBLISHER}}}": "3+0x200",
+    f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0.5+0x200",
+    f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x200",
+    f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x200",
+    f"reliable_mq_consumer_paused{{{CONSUMER}}}": "0+0x200",
+    f"reliable_mq_consumer_pauses_total{{{CONSUMER}}}": "2+0x200",
+    f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}": "5+0x200",
+    f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}": "5+0x200",
+    f"reliable_mq_queue_messages{{{DEAD_LETTERS}}}": "1000-5x200",
+    f"reliable_mq_consumer_overdue_total{{{CONSUMER}}}": "5+0x200",
+    f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "5+0x200",
+    f"reliable_mq_consumer_event_loop_stalled_seconds_total{{{CONSUMER}}}": "3+0x200",
+}
+
+
+class Fault(NamedTuple):
+    """A fault that begins at ten minutes.
+
+    Attributes:
+        series: what it changes, of `HEALTHY`.
+        quiet, fires, over: seconds after its begin at which the alert is still quiet, fires, is quiet again although
+            the fault lasts (0 if it goes on firing).
+        labels: of the alert.
+    """
+
+    series: dict[str, str]
+    quiet: float
+    fires: float
+    over: float
+    labels: str
+
+
+FAULTS = {
+    "ReliableMQOldestOutstanding": Fault(
+        {f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0+0x39 0+15x100"},
+        60, 75, 0, PUBLISHER,
+    ),
+    "ReliableMQNothingConfirmed": Fault(
+        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="confirmed"}}': "0+1000x40 40000+0x160"},
+        225, 255, 0, PUBLISHER,
+    ),
+    "ReliableMQMessagesNotConfirmed": Fault(
+        {f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}': "7+0x39 8+0x160"},
+        -15, 15, 16 * MINUTES, f'{PUBLISHER},outcome="returned"',
+    ),
+    "ReliableMQPublishingBlocked": Fault(
+        {f"reliable_mq_publisher_blocked{{{PUBLISHER}}}": "0+0x39 1+0x160"}, 105, 135, 0, PUBLISHER
+    ),
+    "ReliableMQPublisherDisconnected": Fault(
+        {f"reliable_mq_publisher_connected{{{PUBLISHER}}}": "1+0x39 0+0x160"}, 105, 135, 0, PUBLISHER
+    ),
+    "ReliableMQOldestInOutbox": Fault(
+        {f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0+0x39 0+15x100"}, 60, 75, 0, PUBLISHER
+    ),
+    "ReliableMQOutboxSetAside": Fault(
+        {f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x39 1+0x160"}, -15, 15, 0, PUBLISHER
+    ),
+    "ReliableMQRejected": Fault(
+        {f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+    ),
+    "ReliableMQDeadLetters": Fault(
+        {f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}": "5+0x39 6+0x160"},
+        -15, 15, 16 * MINUTES, CONSUMER,
+    ),
+    "ReliableMQDeadLetterQueueGrows": Fault(
+        {f"reliable_mq_queue_messages{{{DEAD_LETTERS}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES,
+        'job="j",queue="q.dead"',
+    ),
+    "ReliableMQConsumerPaused": Fault(
+        {f"reliable_mq_consumer_pauses_total{{{CONSUMER}}}": "2+0x39 3+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+    ),
+    "ReliableMQConsumerDisconnected": Fault(
+        {f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x39 0+0x160"}, 105, 135, 0, CONSUMER
+    ),
+    "ReliableMQHandlersOverdue": Fault(
+        {f"reliable_mq_consumer_overdue_total{{{CONSUMER}}}": "5+0x39 6+0x160"}, -15, 15, 16 * MINUTES, CONSUMER
+    ),
+    "ReliableMQStoreFailing": Fault(
+        {f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "5+0x39 5+1x160"}, 105, 135, 0, CONSUMER
+    ),
+    "ReliableMQEventLoopStalled": Fault(
+        {f"reliable_mq_consumer_event_loop_stalled_seconds_total{{{CONSUMER}}}": "3+0x39 35+0x160"},
+        -15, 15, 16 * MINUTES, CONSUMER,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rule file that the command prints."""
+    file = tmp_path_factory.mktemp("rules") / "rules.yml"
+    done = run_cli("alerts", "--manual-url", "https://manual.example/")
+    assert done.returncode == 0, done
+    file.write_bytes(done.stdout)
+    return file
+
+
+def check(rules: Path, case: dict[str, object]) -> None:
+    """Run one case of ``promtool test rules``."""
+    file = rules.with_name("case.yml")
+    file.write_text(json.dumps({"rule_files": [rules.name], "evaluation_interval": f"{EVERY}s", "tests": [case]}))
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def series(values: dict[str, str]) -> list[dict[str, str]]:
+    return [{"series": name, "values": each} for name, each in values.items()]
+
+
+def test_promtool_accepts_the_rules(rules: Path) -> None:
+    done = promtool("check", "rules", rules)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
+
+
+@pytest.mark.parametrize("name", [alert.name for alert in ALERTS])
+def test_an_alert_fires_under_its_fault_and_not_before(name: str, rules: Path) -> None:
+    fault = FAULTS[name]
+    alert = next(alert for alert in ALERTS if alert.name == name)
+    fired = f'ALERTS{{alertname="{name}",alertstate="firing",severity="{alert.severity}",{fault.labels}}}'
+    at = [(fault.quiet, False), (fault.fires, True), *([(fault.over, False)] if fault.over else [])]
+    check(
+        rules,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series({**HEALTHY, **fault.series}),
+            "promql_expr_test": [
+                {
+                    "expr": f'ALERTS{{alertname="{name}",alertstate="firing"}}',
+                    "eval_time": f"{10 * MINUTES + seconds:.0f}s",
+                    "exp_samples": [{"labels": fired, "value": 1}] if fires else [],
+                }
+                for seconds, fires in at
+            ],
+        },
+    )
+
+
+def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
+    quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (0, 1, 2, 5, 10, 20, 40)]
+    check(rules, {"interval": f"{EVERY}s", "input_series": series(HEALTHY), "promql_expr_test": quiet})
+
+
+def test_an_alert_names_whom_it_concerns_and_the_runbook(rules: Path) -> None:
+    name = "ReliableMQOutboxSetAside"
+    check(
+        rules,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series({f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "3+0x10"}),
+            "alert_rule_test": [
+                {
+                    "alertname": name,
+                    "eval_time": "1m",
+                    "exp_alerts": [
+                        {
+                            "exp_labels": {"severity": "warning", "instance": "i", "job": "j", "publisher": "p"},
+                            "exp_annotations": {
+                                "summary": "3 messages in the outbox are set aside: publisher p of j (i)",
+                                "description": next(a.description for a in ALERTS if a.name == name),
+                                "runbook_url": f"https://manual.example/guides/runbook.html#{name.lower()}",
+                            },
+                        }
+                    ],
+                }
+            ],
+        },
+    )
+
+
+def test_the_settings_are_those_of_the_rules(tmp_path: Path) -> None:
+    """With short times, an alert fires after these."""
+    file = tmp_path / "rules.yml"
+    file.write_bytes(run_cli("alerts", "--for", "30s", "--window", "1m", "--max-age", "1m30s").stdout)
+    stuck = {f"reliable_mq_publisher_outstanding_oldest_age_seconds{{{PUBLISHER}}}": "0+15x100"}
+    blocked = {f"reliable_mq_publisher_blocked{{{PUBLISHER}}}": "1+0x100"}
+    firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    both = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in ("ReliableMQPublishingBlocked",)]
+    late = [*both, {"labels": '{alertname="ReliableMQOldestOutstanding"}', "value": 1}]
+    check(
+        file,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series({**stuck, **blocked}),
+            "promql_expr_test": [
+                {"expr": firing, "eval_time": "15s", "exp_samples": []},
+                {"expr": firing, "eval_time": "45s", "exp_samples": both},
+                {"expr": firing, "eval_time": "90s", "exp_samples": both},
+                {"expr": firing, "eval_time": "105s", "exp_samples": late},
+            ],
+        },
+    )
+    again = run_cli("alerts", "--for", "soon")
+    assert again.returncode == 1
+    assert b"hold must be a duration of Prometheus" in again.stderr

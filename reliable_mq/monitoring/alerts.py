@@ -1,0 +1,261 @@
+"""The alert rules for Prometheus.
+
+An alert is declared once, here; `rules` writes all of them as a rule file. Three kinds of conditions:
+
+- an age above ``max_age``: the age has lasted by itself, so the alert fires at once;
+- a state (blocked, not connected): it fires after the state has lasted for ``hold``;
+- an event (a message rejected, a dead letter): a counter that grew within ``window``. It fires at once, and ends when
+  ``window`` has passed without another event.
+
+Invariant: the name of an alert is a heading of the runbook, ``docs/guides/runbook.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["ALERTS", "Alert", "AlertSettings", "rules"]
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
+_DURATION: Final = re.compile(r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSettings:
+    """The times that the rules compare with, as Prometheus writes them: ``1h30m``.
+
+    Args:
+        hold: how long a state must last before its alert fires.
+        window: how far back events count.
+        max_age: of the oldest outstanding message, and of the oldest one in an outbox.
+        manual_url: where this manual is served; links to the runbook begin with it.
+
+    Raises:
+        ConfigurationError: one of the times is no positive duration.
+    """
+
+    hold: str = "2m"
+    window: str = "15m"
+    max_age: str = "1m"
+    manual_url: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("hold", "window", "max_age"):
+            _seconds(name, getattr(self, name))
+
+    @property
+    def max_age_seconds(self) -> float:
+        """`max_age` in seconds."""
+        return _seconds("max_age", self.max_age)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """An alert rule.
+
+    Attributes:
+        name: of the alert, and of its section in the runbook.
+        severity: ``"critical"`` if messages wait or are lost, else ``"warning"``.
+        expression: in PromQL; ``HOLD``, ``WINDOW`` and ``MAX_AGE`` stand for the settings.
+        lasting: whether the condition must last for ``hold``.
+        summary: one line.
+        description: the next step.
+    """
+
+    name: str
+    severity: Literal["critical", "warning"]
+    expression: str
+    lasting: bool = False
+    summary: str
+    description: str
+
+    def expression_for(self, settings: AlertSettings) -> str:
+        """Return the expression with the settings in it."""
+        values = {"HOLD": settings.hold, "WINDOW": settings.window, "MAX_AGE": f"{settings.max_age_seconds:g}"}
+        return re.sub(r"\b(HOLD|WINDOW|MAX_AGE)\b", lambda found: values[found[1]], self.expression)
+
+    def runbook_url(self, settings: AlertSettings) -> str:
+        """Return the link to the section of the runbook."""
+        base = settings.manual_url and settings.manual_url.rstrip("/") + "/"
+        return f"{base}guides/runbook.html#{self.name.lower()}"
+
+
+_PUBLISHER: Final = "publisher {{ $labels.publisher }} of {{ $labels.job }} ({{ $labels.instance }})"
+_CONSUMER: Final = (
+    "consumer {{ $labels.consumer }} of queue {{ $labels.queue }}, {{ $labels.job }} ({{ $labels.instance }})"
+)
+
+ALERTS: Final = (
+    Alert(
+        name="ReliableMQOldestOutstanding",
+        severity="critical",
+        expression="reliable_mq_publisher_outstanding_oldest_age_seconds > MAX_AGE",
+        summary=f"A message is unconfirmed for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
+        description="The broker does not confirm this message, and the publisher goes on trying.",
+    ),
+    Alert(
+        name="ReliableMQNothingConfirmed",
+        severity="critical",
+        expression=(
+            "min_over_time(reliable_mq_publisher_outstanding[HOLD]) > 0\n"
+            "and on (job, instance, publisher)\n"
+            'increase(reliable_mq_publisher_settled_total{outcome="confirmed"}[HOLD]) == 0'
+        ),
+        lasting=True,
+        summary=f"Messages are outstanding and none is confirmed: {_PUBLISHER}",
+        description="The broker takes no messages of this publisher, or does not confirm them.",
+    ),
+    Alert(
+        name="ReliableMQMessagesNotConfirmed",
+        severity="warning",
+        expression='increase(reliable_mq_publisher_settled_total{outcome!="confirmed"}[WINDOW]) > 0',
+        summary=f"About {{{{ $value | humanize }}}} messages were {{{{ $labels.outcome }}}}: {_PUBLISHER}",
+        description="The publisher has given these messages up and has raised an error to its caller for each.",
+    ),
+    Alert(
+        name="ReliableMQPublishingBlocked",
+        severity="warning",
+        expression="reliable_mq_publisher_blocked > 0",
+        lasting=True,
+        summary=f"The broker blocks publishing: {_PUBLISHER}",
+        description="The broker has a memory or disk alarm. Messages wait in the publisher.",
+    ),
+    Alert(
+        name="ReliableMQPublisherDisconnected",
+        severity="warning",
+        expression="reliable_mq_publisher_connected == 0",
+        lasting=True,
+        summary=f"Not connected: {_PUBLISHER}",
+        description="The publisher cannot reach a broker, and goes on trying. Its log names the reason.",
+    ),
+    Alert(
+        name="ReliableMQOldestInOutbox",
+        severity="critical",
+        expression="reliable_mq_outbox_oldest_age_seconds > MAX_AGE",
+        summary=f"A message is in the outbox for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
+        description="The relay does not publish its rows: no broker, no relay, or too few of them.",
+    ),
+    Alert(
+        name="ReliableMQOutboxSetAside",
+        severity="warning",
+        expression="reliable_mq_outbox_set_aside > 0",
+        summary=f"{{{{ $value }}}} messages in the outbox are set aside: {_PUBLISHER}",
+        description="The broker returned or refused these messages. They stay unpublished until an operator decides.",
+    ),
+    Alert(
+        name="ReliableMQRejected",
+        severity="critical",
+        expression="increase(reliable_mq_consumer_rejected_total[WINDOW]) > 0",
+        summary=f"About {{{{ $value | humanize }}}} messages were rejected: {_CONSUMER}",
+        description="The queue has no dead-letter queue of ours: the broker drops these messages, or dead-letters.",
+    ),
+    Alert(
+        name="ReliableMQDeadLetters",
+        severity="warning",
+        expression="increase(reliable_mq_consumer_dead_lettered_total[WINDOW]) > 0",
+        summary=f"About {{{{ $value | humanize }}}} messages were dead-lettered: {_CONSUMER}",
+        description="Handlers have given these messages up.",
+    ),
+    Alert(
+        name="ReliableMQDeadLetterQueueGrows",
+        severity="warning",
+        expression=(
+            'max by (job, queue) (reliable_mq_queue_messages{role="dead_letters"})\n'
+            '> min by (job, queue) (min_over_time(reliable_mq_queue_messages{role="dead_letters"}[WINDOW]))'
+        ),
+        summary="{{ $value }} messages are in dead-letter queue {{ $labels.queue }}, of {{ $labels.job }}",
+        description="More than before: RabbitMQ or a consumer has dead-lettered messages. Needs QueueDepths.",
+    ),
+    Alert(
+        name="ReliableMQConsumerPaused",
+        severity="critical",
+        expression="reliable_mq_consumer_paused > 0\nor\nincrease(reliable_mq_consumer_pauses_total[WINDOW]) > 0",
+        summary=f"The kill switch has paused a consumer: {_CONSUMER}",
+        description="Nearly all handlers fail. Messages stay in the queue.",
+    ),
+    Alert(
+        name="ReliableMQConsumerDisconnected",
+        severity="warning",
+        expression="reliable_mq_consumer_connected == 0",
+        lasting=True,
+        summary=f"Not subscribed: {_CONSUMER}",
+        description="The consumer cannot reach a broker or its queue, and goes on trying. Its log names the reason.",
+    ),
+    Alert(
+        name="ReliableMQHandlersOverdue",
+        severity="warning",
+        expression="increase(reliable_mq_consumer_overdue_total[WINDOW]) > 0",
+        summary=f"Handlers come close to the consumer timeout of the broker: {_CONSUMER}",
+        description="A delivery that is unacked for longer is taken back and delivered again.",
+    ),
+    Alert(
+        name="ReliableMQStoreFailing",
+        severity="warning",
+        expression="increase(reliable_mq_consumer_store_failures_total[HOLD]) > 0",
+        lasting=True,
+        summary=f"The idempotency store fails: {_CONSUMER}",
+        description="Deliveries that the store cannot claim or complete are not acked, and come again.",
+    ),
+    Alert(
+        name="ReliableMQEventLoopStalled",
+        severity="warning",
+        expression=(
+            "increase(reliable_mq_publisher_event_loop_stalled_seconds_total[WINDOW]) > 0\n"
+            "or\n"
+            "increase(reliable_mq_consumer_event_loop_stalled_seconds_total[WINDOW]) > 0"
+        ),
+        summary=(
+            "The event loop stood still for {{ $value | humanizeDuration }}: "
+            "{{ $labels.publisher }}{{ $labels.consumer }} of {{ $labels.job }} ({{ $labels.instance }})"
+        ),
+        description="Something that blocks runs on the event loop. No heartbeat is sent meanwhile.",
+    ),
+)
+"""Every alert, in the order of the runbook."""
+
+
+def rules(settings: AlertSettings | None = None) -> str:
+    """Return a rule file for Prometheus with every alert, as YAML.
+
+    Args:
+        settings: the times; None for the defaults.
+    """
+    return "\n".join(_lines(settings or AlertSettings())) + "\n"
+
+
+def _lines(settings: AlertSettings) -> Iterator[str]:
+    yield "groups:"
+    yield "  - name: reliable_mq"
+    yield "    rules:"
+    for alert in ALERTS:
+        yield f"      - alert: {alert.name}"
+        yield "        expr: |-"
+        yield from (f"          {line}" for line in alert.expression_for(settings).splitlines())
+        if alert.lasting:
+            yield f"        for: {settings.hold}"
+        yield "        labels:"
+        yield f"          severity: {alert.severity}"
+        yield "        annotations:"
+        for name, text in (
+            ("summary", alert.summary),
+            ("description", alert.description),
+            ("runbook_url", alert.runbook_url(settings)),
+        ):
+            yield f"          {name}: {json.dumps(text)}"  # a string of JSON is one of YAML
+
+
+def _seconds(name: str, duration: str) -> float:
+    found = _DURATION.fullmatch(duration)
+    total = sum(
+        int(count) * _UNITS[unit]
+        for count, unit in zip(found.groups("0") if found else (), reversed(_UNITS), strict=False)
+    )
+    if not total:
+        raise ConfigurationError(f"{name} must be a duration of Prometheus above zero, such as 90s, not {duration!r}")
+    return total

@@ -1,0 +1,182 @@
+"""The depths of queues as metrics, without a further exporter.
+
+A thread asks the broker by passive declares, over a connection of its own: a queue that does not exist closes the
+channel that asks, which must not be one that publishes or consumes. Every queue costs one round trip for each interval.
+
+Invariant: a gauge shows the last answer of the broker, and disappears when the broker gives none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from prometheus_client import CollectorRegistry
+
+from reliable_mq._util.threads import start_daemon
+from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.codec.methods import CheckQueue
+from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.core.statistics import QueueDepthStatistics, QueueStatus
+from reliable_mq.errors import ConfigurationError, ReliableMQError, UsageError
+from reliable_mq.metrics.families import queue_readings
+from reliable_mq.metrics.registry import Reading, Registration, register
+from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.topology import DEAD_SUFFIX, Queue
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.tls import TLSOptions
+
+__all__ = ["QueueDepths"]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = "queue depths"
+_QUEUE: Final = "queue"
+_DEAD_LETTERS: Final = "dead_letters"
+_END: Final = 10.0  # seconds for the thread, which may wait for the broker
+
+
+class QueueDepths:
+    """Measures how many messages wait in queues, for a registry. A context manager.
+
+    One process for each virtual host is enough. Entering starts a thread and does not wait for the broker, so it suits
+    asyncio programs, too. It reconnects by itself. It runs once.
+
+    Args:
+        url: as for ``Publisher``.
+        queues: a `Queue` stands for itself and its dead-letter queue; a name for that queue alone. The label ``role``
+            is ``dead_letters`` for dead-letter queues and names that end with ``.dead``, else ``queue``.
+        registry: a ``prometheus_client.CollectorRegistry``.
+        interval: seconds or a timedelta between two measurements.
+        credentials: as for ``Publisher``.
+        tls: as for ``Publisher``.
+        heartbeat: seconds.
+        connect_timeout: seconds for one attempt on one host.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        queues: Iterable[Queue | str],
+        *,
+        registry: CollectorRegistry,
+        interval: Duration = 15.0,
+        credentials: Credentials | CredentialsCallback | None = None,
+        tls: TLSOptions | None = None,
+        heartbeat: int | None = None,
+        connect_timeout: Duration | None = None,
+    ) -> None:
+        self._settings = parse_url(
+            url,
+            tls=tls,
+            credentials=credentials,
+            heartbeat=heartbeat,
+            connect_timeout=connect_timeout,
+            connection_name=_NAME,
+        )
+        self._roles = _roles(queues)
+        self._interval = seconds("interval", interval, positive=True)
+        self._statistics = {name: QueueDepthStatistics() for name in self._roles}
+        self._status: dict[str, QueueStatus] = {}
+        self._complaints: dict[str, str] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._registry = registry
+        self._registration: Registration | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to measure, in the background.
+
+        Raises:
+            UsageError: it was entered before.
+            ConfigurationError: `registry` is none.
+        """
+        if self._thread is not None:
+            raise UsageError("these queue depths were entered before, and run once: make others")
+        self._registration = register(self._registry, self._readings)
+        self._thread = start_daemon(_NAME, self._run)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop, and wait until the connection is closed, for ten seconds at most."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END)
+        if self._registration is not None:
+            self._registration.close()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with AdminChannel(self._settings, name=_NAME) as channel:
+                    while not self._stop.is_set():
+                        self._measure(channel)
+                        self._stop.wait(self._interval)
+            except ReliableMQError as error:
+                self._status = {}
+                for name in self._roles:
+                    self._failed(name, str(error))
+                self._stop.wait(self._interval)
+
+    def _measure(self, channel: AdminChannel) -> None:
+        """Ask for each queue.
+
+        Raises:
+            BrokerUnavailable: the connection is lost.
+        """
+        measured = {}
+        for name in self._roles:
+            try:
+                state: Any = channel.perform(CheckQueue(name))
+            except StepRefused as error:
+                self._failed(name, str(error))
+            else:
+                measured[name] = QueueStatus(state.messages, state.consumers)
+                self._complaints.pop(name, None)
+        self._status = measured
+
+    def _failed(self, name: str, reason: str) -> None:
+        """Count it, and log it once for each reason."""
+        self._statistics[name].failures += 1
+        if self._complaints.get(name) != reason:
+            logger.warning("the depth of queue %r is not known: %s", name, reason)
+        self._complaints[name] = reason
+
+    # -- a scrape ------------------------------------------------------------------------------------------------------
+
+    def _readings(self) -> Iterator[Reading]:
+        status = self._status
+        for name, role in self._roles.items():
+            yield from queue_readings(name, role, status.get(name), self._statistics[name])
+
+
+def _roles(queues: Iterable[Queue | str]) -> dict[str, str]:
+    """Return the role of each queue to measure, by its name."""
+    if isinstance(queues, str | Queue):
+        raise ConfigurationError(f"queues must be several, such as [{queues!r}]")
+    roles: dict[str, str] = {}
+    for queue in queues:
+        if isinstance(queue, Queue):
+            roles.setdefault(queue.name, _QUEUE)
+            if queue.dead_letter_name is not None:
+                roles[queue.dead_letter_name] = _DEAD_LETTERS
+        elif isinstance(queue, str) and queue:
+            roles.setdefault(queue, _DEAD_LETTERS if queue.endswith(DEAD_SUFFIX) else _QUEUE)
+        else:
+            raise ConfigurationError(f"queues must be names and Queues, not {queue!r}")
+    if not roles:
+        raise ConfigurationError("queues must name at least one queue")
+    return roles
