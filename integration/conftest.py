@@ -47,15 +47,14 @@ from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.broker import LINES, Broker
 from integration.support.checker import Checker
-from integration.support.containers import remove_leftovers, set_up
 from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
-from integration.support.management import VirtualHost
 from integration.support.processes import start_server
 from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
+from integration.support.set_up import LINES, broker_image, set_up
+from reliable_mq.testing import RabbitMQ, VirtualHost, remove_leftovers
 from reliable_mq.testing.fixtures import fault_proxy
 from tests import properties
 from tests.new_queues import treat_new_queues_as_old
@@ -229,54 +228,53 @@ def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
 
 
 @contextmanager
-def _brokers() -> Iterator[Callable[[str], Broker]]:
+def _brokers() -> Iterator[Callable[[str], RabbitMQ]]:
     remove_leftovers()
-    running: dict[str, Broker] = {}
+    running: dict[str, RabbitMQ] = {}
     with ExitStack() as stack:
 
-        def get(line: str) -> Broker:
+        def get(line: str) -> RabbitMQ:
             if line not in running:
-                set_up("image", line)
-                running[line] = stack.enter_context(Broker(line))
+                running[line] = stack.enter_context(RabbitMQ(broker_image(line)))
             return running[line]
 
         yield get
 
 
 @pytest.fixture(scope="session")
-def _shared_brokers() -> Iterator[Callable[[str], Broker]]:
+def _shared_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
     """One shared broker of each line that is asked for."""
     with _brokers() as get:
         yield get
 
 
 @pytest.fixture(scope="session")
-def broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Broker]) -> Broker:
+def broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
     """The shared broker of the newest line (or of the line chosen by an indirect parameter)."""
     return _shared_brokers(getattr(request, "param", "newest"))
 
 
 @pytest.fixture(scope="session")
-def broker_40(_shared_brokers: Callable[[str], Broker]) -> Broker:
+def broker_40(_shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
     """The shared broker of line 4.0."""
     return _shared_brokers("4.0")
 
 
 @pytest.fixture(scope="session")
-def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], Broker]) -> Broker:
+def any_broker(request: pytest.FixtureRequest, _shared_brokers: Callable[[str], RabbitMQ]) -> RabbitMQ:
     """The shared brokers, one after the other."""
     return _shared_brokers(request.param)
 
 
 @pytest.fixture(scope="session")
-def _private_brokers() -> Iterator[Callable[[str], Broker]]:
+def _private_brokers() -> Iterator[Callable[[str], RabbitMQ]]:
     """One more broker of each line that is asked for: to start one takes as long as many tests."""
     with _brokers() as get:
         yield get
 
 
 @pytest.fixture
-def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], Broker]) -> Iterator[Broker]:
+def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[str], RabbitMQ]) -> Iterator[RabbitMQ]:
     """A broker for one test at a time, free of earlier faults when it starts: kill, pause and starve it at will."""
     broker = _private_brokers(getattr(request, "param", "newest"))
     broker.heal()
@@ -288,11 +286,11 @@ def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[s
 
 
 @pytest.fixture
-def new_vhost() -> Iterator[Callable[[Broker], VirtualHost]]:
+def new_vhost() -> Iterator[Callable[[RabbitMQ], VirtualHost]]:
     """A function that makes a fresh virtual host on a broker; all are deleted after the test."""
     made: list[VirtualHost] = []
 
-    def make(on: Broker) -> VirtualHost:
+    def make(on: RabbitMQ) -> VirtualHost:
         vhost = VirtualHost(on, f"test-{uuid.uuid4().hex[:12]}")
         vhost.create()
         made.append(vhost)
@@ -305,25 +303,25 @@ def new_vhost() -> Iterator[Callable[[Broker], VirtualHost]]:
 
 
 @pytest.fixture
-def vhost(broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+def vhost(broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on the shared broker."""
     return new_vhost(broker)
 
 
 @pytest.fixture
-def vhost_40(broker_40: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+def vhost_40(broker_40: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on the shared broker of line 4.0."""
     return new_vhost(broker_40)
 
 
 @pytest.fixture
-def any_vhost(any_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+def any_vhost(any_broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on each of the shared brokers, one after the other."""
     return new_vhost(any_broker)
 
 
 @pytest.fixture
-def private_vhost(private_broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> VirtualHost:
+def private_vhost(private_broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on the broker that may be harmed."""
     return new_vhost(private_broker)
 

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 
-from integration.support.broker import Broker
-from integration.support.containers import remove_leftovers
+from reliable_mq.testing import RabbitMQ, remove_leftovers
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +17,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the demo's; we clean up when it has ended
     remove_leftovers()
     print("starting RabbitMQ in a container", file=sys.stderr)
-    with Broker() as broker:
+    with RabbitMQ() as broker:
         hooks = ["--kill-command", f"docker kill {broker.container.id}"]
         hooks += ["--restart-command", f"docker start {broker.container.id}"]
         command = [sys.executable, "-m", "reliable_mq.cli", "demo", "--url", broker.url, *hooks, *arguments]

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.spark_orders import LIMIT
-from integration.support.broker import Broker
-from integration.support.containers import remove_leftovers
 from integration.support.programs import ROOT, environment
 from integration.support.spark import SETTINGS
 from integration.support.spark_application import batches_in, descendants
 from integration.support.spark_cluster import StandaloneCluster
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.testing import RabbitMQ, remove_leftovers
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ def main() -> int:
     """Run it; 0 where the account adds up."""
     remove_leftovers()
     say("starting RabbitMQ in a container, and a Spark master with one worker")
-    with tempfile.TemporaryDirectory(prefix="reliable-mq-spark-") as name, Broker() as broker:
+    with tempfile.TemporaryDirectory(prefix="reliable-mq-spark-") as name, RabbitMQ() as broker:
         directory = Path(name)
         with StandaloneCluster(directory) as cluster:
             say(f"RabbitMQ and {cluster.url} are up")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import aio_pika
 import pytest
 
-from integration.support.waiting import until
 from reliable_mq import (
     AsyncPublisher,
     ConfigurationError,
@@ -32,12 +31,11 @@ from reliable_mq import (
 )
 from reliable_mq.connection.channel import Channel
 from reliable_mq.core import reconnect
+from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -149,14 +147,14 @@ def test_aio_03_an_unroutable_publish_raises_unasked_and_after_a_reconnect_too(
 
 @pytest.mark.parametrize("run_async", [asyncio.new_event_loop], ids=["asyncio"], indirect=True)
 def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
-    private_broker: Broker, private_vhost: VirtualHost, run_async: Any
+    private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:
     """aio-pika: channel.initialize(timeout=2) took over 10 s on a connection that an alarm has blocked."""
 
     async def main() -> None:
         publisher = AsyncPublisher(private_vhost.url, topology=[ORDERS])
         await publisher.publish(Message(b"x"), routing_key="orders")
-        await asyncio.to_thread(private_broker.set_memory_alarm, True)
+        await asyncio.to_thread(private_broker.alarm, "memory")
         outcomes = await asyncio.gather(
             *(publisher.publish(Message(b"x"), routing_key="orders", timeout=1) for _ in range(3)),
             return_exceptions=True,
@@ -178,7 +176,7 @@ def test_aio_07_an_alarm_holds_up_no_call_beyond_its_time(
     try:
         run_async(main())
     finally:
-        private_broker.set_memory_alarm(False)
+        private_broker.clear_alarm("memory")
 
 
 def test_aio_09_channels_that_are_closed_leave_nothing_behind(

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import numbered, publish, send
-from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncConsumer, AsyncPublisher, Message, Queue, TopologyMismatch
 from reliable_mq.codec import join_properties
+from reliable_mq.testing.waiting import until, wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import numbered, publish
-from integration.support.waiting import until
 from reliable_mq import AsyncConsumer, Publisher, Queue, RetryPolicy, UsageError
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
-from integration.support.waiting import until
 from reliable_mq import (
     BrokerUnavailable,
     Message,
@@ -33,15 +32,14 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.aio.publisher import AsyncPublisher
+from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from random import Random
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -436,7 +434,7 @@ def test_publish_many_takes_plain_and_asynchronous_iterables(vhost: VirtualHost,
 
 
 def test_closing_while_the_broker_is_away_ends_in_time_and_can_be_cancelled(
-    private_broker: Broker, private_vhost: VirtualHost, run_async: Any
+    private_broker: RabbitMQ, private_vhost: VirtualHost, run_async: Any
 ) -> None:
     """What is outstanding is reported as unconfirmed; a close that is cancelled is taken up again."""
 

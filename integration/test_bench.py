@@ -14,9 +14,9 @@ from integration.bench.contenders.ours_consumer_stores import KINDS, new_store
 from integration.bench.paths import ROOT
 from integration.bench.poison import add_to_report, measure
 from integration.bench.stores import TOGETHER, rates
-from integration.support.management import VirtualHost
 from integration.support.seeds import soaking
 from reliable_mq import RetryPolicy
+from reliable_mq.testing import VirtualHost
 
 
 @pytest.mark.timeout(900 if soaking() else 200)

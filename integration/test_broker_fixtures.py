@@ -12,18 +12,17 @@ import pytest
 from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
-from integration.support.broker import Broker
 from integration.support.checker import Checker
-from integration.support.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
-from integration.support.management import ManagementError
-from integration.support.waiting import wait_until
+from reliable_mq.testing import RabbitMQ
+from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
+from reliable_mq.testing.management import ManagementAPIError
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 PLUGINS = {
     "rabbitmq_auth_mechanism_ssl",
@@ -41,14 +40,14 @@ timer:sleep(100)
 """
 
 
-def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: Broker) -> None:
+def test_both_lines_run_with_the_plugins_that_tests_rely_on(any_broker: RabbitMQ) -> None:
     enabled = any_broker.evaluate("rabbit_plugins:active()")
 
-    assert any_broker.version.startswith("4.0." if any_broker.line == "4.0" else "4.")
+    assert any_broker.version.startswith("4.0." if any_broker.image.endswith(":4.0") else "4.")
     assert {plugin for plugin in PLUGINS if plugin in enabled} == PLUGINS
 
 
-def test_a_virtual_host_is_one_tests_own(vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]) -> None:
+def test_a_virtual_host_is_one_tests_own(vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> None:
     other = new_vhost(vhost.broker)
     publish(vhost, "orders", ["1"])
 
@@ -68,11 +67,11 @@ def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost)
     assert any_vhost.live_counts() == {"orders": 0}
 
 
-def test_a_deleted_virtual_host_is_gone(broker: Broker, new_vhost: Callable[[Broker], VirtualHost]) -> None:
+def test_a_deleted_virtual_host_is_gone(broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> None:
     vhost = new_vhost(broker)
     vhost.delete()
 
-    with pytest.raises(ManagementError, match="404"):
+    with pytest.raises(ManagementAPIError, match="404"):
         vhost.delete()
     vhost.create()  # for the fixture to delete
 
@@ -86,7 +85,7 @@ def test_a_killed_broker_comes_back_at_the_same_place_with_its_messages(private_
 
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         connection.process_data_events(time_limit=5)
-    assert not broker._answers()
+    assert not broker.answers()
     broker.start()
     assert private_vhost.url == url
     private_vhost.wait_for_messages("orders", 2)
@@ -103,7 +102,7 @@ def test_an_orderly_restart_says_so_to_clients(private_vhost: VirtualHost) -> No
     private_vhost.connect().close()
 
 
-def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Broker) -> None:
+def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: RabbitMQ) -> None:
     private_broker.pause()
 
     with socket.create_connection((private_broker.host, private_broker.port), timeout=1) as connection:
@@ -114,26 +113,28 @@ def test_a_paused_broker_accepts_connections_and_says_nothing(private_broker: Br
     private_broker.wait_ready(timeout=10)
 
 
-def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(private_broker: Broker) -> None:
+def test_a_broker_that_waits_for_the_disk_is_frozen_when_it_has_its_answer(private_broker: RabbitMQ) -> None:
     writing = "while [ -e /tmp/on ]; do dd if=/dev/zero of=/tmp/$1 bs=16M count=4 conv=fsync; done"
-    private_broker._exec("touch", "/tmp/on")
+    private_broker.execute("touch", "/tmp/on")
     for writer in range(4):
         private_broker.container.exec_run(["sh", "-c", writing, "sh", f"written-{writer}"], detach=True)
 
     begun = "ls /tmp | grep -c written- || true"
     try:
-        wait_until(lambda: private_broker._exec("sh", "-c", begun).strip() == "4", timeout=30, what="all of them begun")
+        wait_until(
+            lambda: private_broker.execute("sh", "-c", begun).strip() == "4", timeout=30, what="all of them begun"
+        )
         for _ in range(3):
             private_broker.pause()
             assert private_broker.status() == "paused"
             private_broker.unpause()
     finally:
         private_broker.heal()
-        private_broker._exec("rm", "/tmp/on")
+        private_broker.execute("rm", "/tmp/on")
 
 
 @pytest.mark.parametrize("private_broker", ["newest", "4.0"], indirect=True)
-@pytest.mark.parametrize("alarm", ["set_memory_alarm", "set_disk_alarm"])
+@pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, alarm: str) -> None:
     broker = private_vhost.broker
     seen: list[str] = []
@@ -142,19 +143,19 @@ def test_an_alarm_blocks_publishers_until_it_ends(private_vhost: VirtualHost, al
         connection.add_on_connection_unblocked_callback(lambda *_: seen.append("unblocked"))
         channel = connection.channel()
         channel.queue_declare("orders", durable=True)
-        getattr(broker, alarm)(True)
+        broker.alarm(alarm)
         channel.basic_publish("", "orders", b"")
 
         wait_until(lambda: connection.process_data_events(0.1) or seen == ["blocked"], timeout=10, what="blocked")
-        getattr(broker, alarm)(False)
+        broker.clear_alarm(alarm)
         wait_until(lambda: connection.process_data_events(0.1) or seen[1:], timeout=10, what="unblocked")
 
     assert seen == ["blocked", "unblocked"]
 
 
-def test_whatever_was_done_to_a_broker_heals(private_broker: Broker) -> None:
-    private_broker.set_memory_alarm(True)
-    private_broker.set_disk_alarm(True)
+def test_whatever_was_done_to_a_broker_heals(private_broker: RabbitMQ) -> None:
+    private_broker.alarm("memory")
+    private_broker.alarm("disk")
     private_broker.pause()
 
     private_broker.heal()
@@ -162,16 +163,16 @@ def test_whatever_was_done_to_a_broker_heals(private_broker: Broker) -> None:
     assert not private_broker.management.alarmed()
     private_broker.kill()
     private_broker.heal()
-    assert private_broker._answers()
+    assert private_broker.answers()
 
 
 def test_a_broker_can_be_given_configuration_and_files() -> None:
-    with Broker(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
-        assert broker._exec("cat", "/etc/reliable-mq/ca.pem") == "content"
+    with RabbitMQ(conf="heartbeat = 17\n", files={"/etc/reliable-mq/ca.pem": b"content"}) as broker:
+        assert broker.execute("cat", "/etc/reliable-mq/ca.pem") == "content"
         assert "17" in broker.evaluate("application:get_env(rabbit, heartbeat)")
 
 
-def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> None:
+def test_only_containers_whose_owner_is_gone_are_leftovers(broker: RabbitMQ) -> None:
     host, process, started = owner().rsplit(":", 2)
 
     assert broker.container.labels[OWNER_LABEL] == owner()
@@ -182,7 +183,7 @@ def test_only_containers_whose_owner_is_gone_are_leftovers(broker: Broker) -> No
 
 
 def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
+    broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = broker.container.client
     leftovers = [

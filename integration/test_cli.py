@@ -16,15 +16,14 @@ from integration.support.command_line import run_cli, start_cli
 from integration.support.new_queues import let_new_queues_age
 from integration.support.programs import environment
 from integration.support.spark import bodies_of, drain
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.codec import encode_properties, join_properties
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.broker import Broker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 SECRET = "canary-password"
 pytestmark = pytest.mark.one_line
@@ -254,7 +253,7 @@ def test_ctrl_c_ends_a_publisher_and_says_how_far_it_came(vhost: VirtualHost) ->
         assert report == b"interrupted: 100 of 100 messages are confirmed\n"
 
 
-def test_lines_ride_over_a_kill_of_the_broker(private_broker: Broker, private_vhost: VirtualHost) -> None:
+def test_lines_ride_over_a_kill_of_the_broker(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     """What a shell pipes in is all there after the broker was killed in the middle, at least once each."""
     declare(private_vhost)
     let_new_queues_age()

@@ -10,8 +10,7 @@ import pytest
 from integration.support.command_line import run_cli, start_cli
 
 if TYPE_CHECKING:
-    from integration.support.broker import Broker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 
 def queues(vhost: VirtualHost) -> list[str]:
@@ -29,7 +28,7 @@ def test_on_a_users_own_broker_it_adds_up_and_leaves_nothing(any_vhost: VirtualH
 
 
 @pytest.mark.timeout(180)
-def test_it_adds_up_though_the_broker_is_killed(private_broker: Broker, private_vhost: VirtualHost) -> None:
+def test_it_adds_up_though_the_broker_is_killed(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     done = run_cli(
         "demo",
         *("--url", private_vhost.url, "--messages", "6000", "--rate", "2000", "--kills", "1"),

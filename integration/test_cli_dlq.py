@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.command_line import run_cli, start_cli
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.core import headers
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
@@ -103,7 +102,7 @@ def test_chosen_dead_letters_are_replayed(any_vhost: VirtualHost) -> None:
     _, dry = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout", "--dry-run")
     assert dry == "3 of 30 would be replayed\n"
     _, told = dlq("replay", any_vhost, DEAD, "--exception", "PaymentTimeout")
-    if any_vhost.broker.line == "4.0":
+    if any_vhost.broker.version.startswith("4.0."):
         assert told.startswith("3 of 30 replayed; 3 had been delivered before, by a browse or a replay")
     else:
         assert told == "3 of 30 replayed\n"
@@ -229,7 +228,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
     checker.drain(any_vhost, ["orders"])
     balance = checker.close()
     assert len(balance.duplicated) <= 2 * 200
-    assert ("delivered before" if any_vhost.broker.line == "4.0" else "may be duplicates") in told
+    assert ("delivered before" if any_vhost.broker.version.startswith("4.0.") else "may be duplicates") in told
 
 
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(

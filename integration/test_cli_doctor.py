@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from integration.support.broker import Broker
 from integration.support.certificates import Authority
 from integration.support.command_line import run_cli
-from integration.support.waiting import wait_until
 from reliable_mq import Publisher, Queue
+from reliable_mq.testing import RabbitMQ
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 SECRET = "canary-password"
 
@@ -211,9 +211,9 @@ def test_every_host_is_looked_at(vhost: VirtualHost) -> None:
 
 
 def test_an_alarm_is_seen_with_and_without_the_management_api(
-    private_broker: Broker, private_vhost: VirtualHost
+    private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
-    private_broker.set_memory_alarm(True)
+    private_broker.alarm("memory")
     status, findings = doctor(private_vhost)
     assert status == 1
     assert about(findings, "alarms")["status"] == "problem"
@@ -237,10 +237,10 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def tls_broker(authority: Authority) -> Iterator[Broker]:
+def tls_broker(authority: Authority) -> Iterator[RabbitMQ]:
     own = authority.issue("broker", "localhost")
     files = {"/tls/broker.crt": own.cert_file.read_bytes(), "/tls/broker.key": own.key_file.read_bytes()}
-    with Broker(conf=CONF, files=files) as broker:
+    with RabbitMQ(conf=CONF, files=files) as broker:
         yield broker
 
 
@@ -253,7 +253,7 @@ def tls_broker(authority: Authority) -> Iterator[Broker]:
     ],
 )
 def test_tls_is_verified_and_dated(
-    tls_broker: Broker, authority: Authority, host: str, trusted: bool, status: str, text: str
+    tls_broker: RabbitMQ, authority: Authority, host: str, trusted: bool, status: str, text: str
 ) -> None:
     trust = f"?cacertfile={authority.file}" if trusted else ""
     done = run_cli("doctor", f"amqps://guest:guest@{host}:{tls_broker.tls_port}/{trust}", "--json")

@@ -17,18 +17,17 @@ from sqlalchemy.pool import NullPool
 
 from integration.support.command_line import run_cli, start_cli
 from integration.support.queues import bodies
-from integration.support.waiting import wait_until
 from reliable_mq import Message
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator
 
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 
 @pytest.fixture(params=["file", "postgresql"])

@@ -23,12 +23,12 @@ from integration.support.lossy import LossyProxy
 from integration.support.processes import Process, run
 from integration.support.programs import ROOT, environment, faketime
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from integration.test_stores import make
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import AsyncRedisStore, AsyncSQLAlchemyStore, RedisStore, SQLAlchemyStore, SQLiteStore
 from reliable_mq.stores.redis import CLAIM, COMPLETE, RELEASE
 from reliable_mq.testing.store_contract import LEASE, RETENTION
+from reliable_mq.testing.waiting import wait_until
 from tests.stores.subjects import Bridged
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from integration.support.checker import Checker
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
 
 ORDERS = Queue("orders")
 UNPREPARED = {"prepare_threshold": None}  # so that each question has its text, for a proxy to know it by

@@ -18,15 +18,15 @@ import pytest
 from sqlalchemy import create_engine, inspect
 
 from integration.support import processes
-from integration.support.broker import Broker
 from integration.support.certificates import Authority
 from integration.support.programs import output_of
+from reliable_mq.testing import RabbitMQ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -135,7 +135,7 @@ def tls(tmp_path: Path) -> Iterator[Mapping[str, str]]:
         "/tls/broker.crt": own.cert_file.read_bytes(),
         "/tls/broker.key": own.key_file.read_bytes(),
     }
-    with Broker(conf=textwrap.dedent(conf), files=files) as broker:
+    with RabbitMQ(conf=textwrap.dedent(conf), files=files) as broker:
         yield {
             "RELIABLE_MQ_URL": f"amqps://guest:guest@localhost:{broker.tls_port}/",
             "RELIABLE_MQ_CA_FILE": str(authority.file),

@@ -12,17 +12,17 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from integration.support.consuming import numbered, publish
 from integration.support.databases import with_driver
-from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncConsumer, Consumer, IdempotencyStoreError, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
+from reliable_mq.testing.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
 
 ORDERS = Queue("orders")
 INSERT = text("INSERT INTO effects (id) VALUES (:id)")

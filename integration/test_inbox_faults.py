@@ -20,18 +20,18 @@ from integration.support.blocking_consumer import ends_with_its_consumer
 from integration.support.consuming import numbered, publish
 from integration.support.databases import with_driver
 from integration.support.lossy import LossyProxy
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, IdempotencyStoreError, Queue, RetryPolicy
 from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, ClaimStatus, SQLAlchemyStore
+from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
 
 ORDERS = Queue("orders")
 INSERT = text("INSERT INTO effects (id) VALUES (:id)")

@@ -18,9 +18,8 @@ from integration.support.seeds import soaking
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api", "consumer_api")
 

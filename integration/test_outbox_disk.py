@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 
 @pytest.mark.parametrize("api", ["sync", "aio"])

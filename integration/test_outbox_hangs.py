@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

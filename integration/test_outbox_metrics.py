@@ -11,18 +11,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from integration.support.command_line import start_cli
-from integration.support.waiting import wait_until
 from reliable_mq import Message, OutboxError, Publisher, Queue
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from integration.support.management import VirtualHost
     from reliable_mq.core.outbox import RowSettlement
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 ORDERS = Queue("orders", type="classic", dead_letter=None)
 

@@ -18,11 +18,11 @@ from integration.support.databases import APIS, with_driver
 from integration.support.processes import run
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from integration.test_outbox_sqlite import Killed
 from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
 from reliable_mq.core.outbox import FORMAT, NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from integration.support.checker import Checker
     from integration.support.databases import Database
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -15,18 +15,17 @@ import pytest
 from integration.support.processes import Process
 from integration.support.queues import bodies
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue, RetryPolicy, UsageError
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
     from pathlib import Path
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

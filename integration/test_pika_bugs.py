@@ -21,7 +21,6 @@ import tenacity
 
 from integration.support.certificates import Authority
 from integration.support.publishing import book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
@@ -35,16 +34,15 @@ from reliable_mq import (
     RetryPolicy,
     UsageError,
 )
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from random import Random
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -79,12 +77,12 @@ def test_pika_01_an_interrupted_wait_credits_its_confirm_to_no_other_publish(
 
 
 def test_pika_04_a_memory_alarm_hangs_neither_publish_nor_close(
-    private_broker: Broker, private_vhost: VirtualHost
+    private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """pika waits for ever where blocked_connection_timeout is not set, in close() too."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     publisher.publish(Message(b"x"), routing_key="orders")
-    private_broker.set_memory_alarm(True)
+    private_broker.alarm("memory")
     began = time.monotonic()
     with pytest.raises(PublishUnconfirmed):  # it was sent: the broker blocks a connection over a publish
         publisher.publish(Message(b"x"), routing_key="orders", timeout=1)

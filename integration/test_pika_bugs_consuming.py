@@ -12,12 +12,12 @@ import pytest
 from pika.exceptions import StreamLostError
 
 from integration.support.consuming import Handler, numbered, publish, running, send
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.codec import join_properties
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -10,16 +10,15 @@ import pika
 import pika.exceptions
 import pytest
 
-from integration.support.waiting import wait_until
 from reliable_mq.testing import Cut, basic_ack, channel_close, connection_blocked, connection_unblocked
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pika.adapters.blocking_connection import BlockingChannel
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import Direction, FaultProxy, FaultProxyFactory, Frame
+    from reliable_mq.testing import Direction, FaultProxy, FaultProxyFactory, Frame, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

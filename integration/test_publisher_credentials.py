@@ -9,14 +9,14 @@ import pytest
 import tenacity
 
 from integration.support.publishing import book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import BrokerUnavailable, Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory
+    from reliable_mq.testing import FaultProxy, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 

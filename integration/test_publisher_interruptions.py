@@ -8,10 +8,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from integration.support.programs import environment
-from integration.support.waiting import wait_until
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 
 def test_f48_exceptions_of_signal_handlers_cost_nothing_but_the_call(vhost: VirtualHost, seed: int) -> None:

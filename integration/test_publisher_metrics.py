@@ -9,13 +9,12 @@ import pytest
 import tenacity
 from prometheus_client import CollectorRegistry
 
-from integration.support.waiting import wait_until
 from reliable_mq import ConfigurationError, Message, Publisher, PublishUnconfirmed, Queue, RetryPolicy
 from reliable_mq.testing import connection_blocked, connection_unblocked
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -15,7 +15,6 @@ import tenacity
 from tenacity.wait import wait_base
 
 from integration.support.programs import environment
-from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
@@ -27,10 +26,10 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.engine.publisher import PublisherState
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

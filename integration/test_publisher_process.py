@@ -22,8 +22,7 @@ from reliable_mq import (
 )
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -18,7 +18,6 @@ import tenacity
 
 from integration.support.programs import environment
 from integration.support.publishing import book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Message,
     Publisher,
@@ -29,14 +28,14 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.engine.publisher import PublisherState
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import tenacity
 
-from integration.support.broker import Broker
 from integration.support.certificates import DAY, Authority, Certificate
-from integration.support.management import VirtualHost
 from integration.support.publishing import book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import BrokerUnavailable, Message, Publisher, Queue, TLSOptions
+from reliable_mq.testing import RabbitMQ, VirtualHost
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,13 +54,13 @@ def good(authority: Authority) -> Certificate:
 
 
 @pytest.fixture(scope="module")
-def tls_broker(authority: Authority, good: Certificate) -> Iterator[Broker]:
-    with Broker(conf=CONF, files=files(authority, good)) as broker:
+def tls_broker(authority: Authority, good: Certificate) -> Iterator[RabbitMQ]:
+    with RabbitMQ(conf=CONF, files=files(authority, good)) as broker:
         yield broker
 
 
 @pytest.fixture
-def tls_vhost(tls_broker: Broker, authority: Authority, good: Certificate) -> Iterator[VirtualHost]:
+def tls_vhost(tls_broker: RabbitMQ, authority: Authority, good: Certificate) -> Iterator[VirtualHost]:
     tls_broker.change_certificate(files(authority, good))
     vhost = VirtualHost(tls_broker, "tls")
     vhost.create()

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client import CollectorRegistry
 
-from integration.support.waiting import wait_until
 from reliable_mq import ConfigurationError, Consumer, DeadLetter, Message, Publisher, Queue, UsageError
 from reliable_mq.monitoring import QueueDepths
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

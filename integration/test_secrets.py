@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
-from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
@@ -31,12 +30,12 @@ from reliable_mq import (
     RetryPolicy,
 )
 from reliable_mq.settings import Credentials
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

@@ -13,8 +13,7 @@ from integration.support.programs import environment, faketime
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 
 @pytest.mark.parametrize("api", ["sync", "aio"])

@@ -15,6 +15,7 @@ The tree, and the caller's remedy for each branch::
     │   ├── PublishBlocked      the broker has blocked this connection (memory or disk alarm)
     │   ├── PublishDisconnected there is no connection, and waiting for one was not asked for
     │   └── OutboxError         the outbox could not store the message, or cannot be read
+    ├── LabError                docker, a container or a broker's API failed under `reliable_mq.testing`
     └── ConsumeError
         ├── ConsumerCancelled   the queue of a pulling consumer was deleted
         ├── StaleDelivery       the delivery's channel is closed; the broker redelivers the message
@@ -36,6 +37,7 @@ __all__ = [
     "ConsumeError",
     "ConsumerCancelled",
     "IdempotencyStoreError",
+    "LabError",
     "OutboxError",
     "PublishBlocked",
     "PublishDisconnected",
@@ -268,6 +270,10 @@ class OutboxError(PublishError):
         own.may_have_arrived = self.may_have_arrived
         own.__cause__ = self.__cause__
         return own
+
+
+class LabError(ReliableMQError):
+    """Docker, a container or a broker's API failed under `reliable_mq.testing`."""
 
 
 class ConsumeError(ReliableMQError):

@@ -25,6 +25,7 @@ EXAMPLES: list[errors.ReliableMQError] = [
     errors.PublishBlocked("m", message_id="1", reason="low on memory"),
     errors.PublishDisconnected("m", message_id="1", reason="no heartbeat"),
     errors.OutboxError("m", message_id="id"),
+    errors.LabError("m"),
     errors.ConsumeError("m"),
     errors.ConsumerCancelled("m"),
     errors.StaleDelivery("m"),

@@ -38,7 +38,7 @@ SMALL_MODULES: Final = frozenset(
     {
         "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "core/publisher/trace.py",
         "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
-        "tracing/conventions.py", "tracing/propagation.py",
+        "testing/waiting.py", "tracing/conventions.py", "tracing/propagation.py",
     }
 )  # fmt: skip
 

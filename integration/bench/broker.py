@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pika
 from pika.exceptions import AMQPError
 
-from integration.support.waiting import wait_until
+from reliable_mq.testing.waiting import wait_until
 
 __all__ = ["REST_SHARE", "BenchBroker", "BrokerError", "started", "wait_for_rest"]
 
@@ -133,14 +133,13 @@ def started(line: str) -> Iterator[BenchBroker]:
     Its address on the container network is used where this machine can reach it: docker's proxy for ports published on
     loopback would take CPU time from everyone who is measured.
     """
-    from integration.support.broker import Broker
-    from integration.support.containers import remove_leftovers, set_up
+    from integration.support.set_up import broker_image
+    from reliable_mq.testing import RabbitMQ, remove_leftovers
 
-    set_up("image", line)
+    image = broker_image(line)
     remove_leftovers()
-    with Broker(line) as broker:
-        networks = broker.container.attrs["NetworkSettings"]["Networks"].values()
-        address = next((network["IPAddress"] for network in networks if network["IPAddress"]), "")
+    with RabbitMQ(image) as broker:
+        address = broker.address
         direct = address and listens(address)
         yield BenchBroker(f"amqp://guest:guest@{address}:{AMQP_PORT}/" if direct else broker.url)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine
 
-from integration.support.containers import set_up
 from integration.support.databases import Database
+from integration.support.set_up import set_up
 from reliable_mq import Message
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from integration.bench.paths import OUTPUT
 from integration.bench.report import Table
-from integration.support.broker import Broker
-from integration.support.containers import set_up
-from integration.support.management import VirtualHost
-from integration.support.waiting import wait_until
+from integration.support.set_up import broker_image
 from reliable_mq import Consumer, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.testing import RabbitMQ, VirtualHost
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +130,7 @@ def add_to_report(costs: list[Cost], output: Path) -> None:
     data.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _cpu(broker: Broker, run: Callable[[], T]) -> tuple[float, T]:
+def _cpu(broker: RabbitMQ, run: Callable[[], T]) -> tuple[float, T]:
     before = broker.cpu_seconds
     answer = run()
     return broker.cpu_seconds - before, answer
@@ -139,8 +138,7 @@ def _cpu(broker: Broker, run: Callable[[], T]) -> tuple[float, T]:
 
 def main(count: int, seconds: int) -> None:
     logging.getLogger("reliable_mq").setLevel(logging.CRITICAL)  # each poison message is a line, and that is not asked
-    set_up("image", "newest")
-    with Broker("newest") as broker:
+    with RabbitMQ(broker_image("newest")) as broker:
         vhost = VirtualHost(broker, "bench")
         vhost.create()
         costs = measure(vhost, count, RetryPolicy(5, delays=(1.0,)), seconds)

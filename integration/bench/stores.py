@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from integration.bench.contenders.ours_consumer_stores import KINDS, new_store
-from integration.support.containers import set_up
+from integration.support.set_up import set_up
 
 if TYPE_CHECKING:
     from reliable_mq.stores import IdempotencyStore

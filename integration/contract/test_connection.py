@@ -13,23 +13,21 @@ import pytest
 import tenacity
 
 from integration.support.recorder import Recorded
-from integration.support.waiting import wait_until
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, publisher_setup
 from reliable_mq.errors import BrokerUnavailable, TopologyMismatch, UsageError
 from reliable_mq.settings import Credentials
 from reliable_mq.testing import Frame, basic_ack, connection_blocked, connection_unblocked
+from reliable_mq.testing.waiting import wait_until
 from reliable_mq.topology import Exchange, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from random import Random
 
-    from integration.support.broker import Broker
-    from integration.support.management import VirtualHost
     from reliable_mq.codec.methods import Step
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory
+    from reliable_mq.testing import FaultProxy, FaultProxyFactory, RabbitMQ, VirtualHost
     from reliable_mq.topology.queue import QueueType
 
 pytestmark = pytest.mark.usefixtures("baseline", "connection_api")
@@ -683,20 +681,20 @@ def test_a_step_that_cannot_be_encoded_is_an_error_and_costs_nothing(vhost: Virt
 
 
 def test_a_memory_alarm_is_a_state_that_is_shown_and_close_works_in_it(
-    private_broker: Broker, private_vhost: VirtualHost
+    private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """pika's own close waits for ever here."""
     setup = lambda server: publisher_setup([Queue("q")], server.version_tuple)  # noqa: E731
     with Recorded(private_vhost.url, setup) as recorded, Recorded(private_vhost.url, setup) as closed:
         recorded.client.wait_for("ready")
         closed.client.wait_for("ready")
-        private_broker.set_memory_alarm(True)
+        private_broker.alarm("memory")
         for blocked in (recorded, closed):
             blocked.publish("q")
             assert "memory" in blocked.client.wait_for("blocked")[0]
         assert closed.io.close(1.0)
         assert closed.client.names("read_finished", "acked")[-2:] == ["unblocked", "lost"]
-        private_broker.set_memory_alarm(False)
+        private_broker.clear_alarm("memory")
         recorded.client.wait_for("unblocked")
         recorded.client.wait_for("acked")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import tenacity
 
-from integration.support.broker import Broker
 from integration.support.certificates import DAY, Authority, Certificate
 from integration.support.recorder import Recorded
-from integration.support.waiting import wait_until
 from reliable_mq.core.channel_setup import consumer_setup, publisher_setup
+from reliable_mq.testing import RabbitMQ
+from reliable_mq.testing.waiting import wait_until
 from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 
@@ -45,14 +45,14 @@ def client(authority: Authority) -> Certificate:
 
 
 @pytest.fixture(scope="module")
-def tls_broker(authority: Authority) -> Iterator[Broker]:
+def tls_broker(authority: Authority) -> Iterator[RabbitMQ]:
     own = authority.issue("broker", "localhost", "127.0.0.1")
     files = {
         "/tls/ca.pem": authority.file.read_bytes(),
         "/tls/broker.crt": own.cert_file.read_bytes(),
         "/tls/broker.key": own.key_file.read_bytes(),
     }
-    with Broker(conf=CONF, files=files) as broker:
+    with RabbitMQ(conf=CONF, files=files) as broker:
         yield broker
 
 
@@ -61,7 +61,7 @@ def options(authority: Authority, client: Certificate) -> TLSOptions:
 
 
 def test_more_than_any_buffer_holds_goes_both_ways(
-    tls_broker: Broker, authority: Authority, client: Certificate, connection_api: str
+    tls_broker: RabbitMQ, authority: Authority, client: Certificate, connection_api: str
 ) -> None:
     queue = f"q-{connection_api}"
     url = f"amqps://guest:guest@localhost:{tls_broker.tls_port}/"
@@ -89,14 +89,14 @@ def bodies(recorded: Recorded) -> list[bytes]:
 
 
 def test_a_client_can_be_known_by_its_certificate(
-    tls_broker: Broker, authority: Authority, client: Certificate
+    tls_broker: RabbitMQ, authority: Authority, client: Certificate
 ) -> None:
     url = f"amqps://127.0.0.1:{tls_broker.tls_port}/"
     with Recorded(url, tls=options(authority, client), mechanism="EXTERNAL") as recorded:
         recorded.client.wait_for("ready")
 
 
-def test_a_broker_of_an_unknown_authority_is_refused(tls_broker: Broker, client: Certificate, tmp_path: Path) -> None:
+def test_a_broker_of_an_unknown_authority_is_refused(tls_broker: RabbitMQ, client: Certificate, tmp_path: Path) -> None:
     with Recorded(
         f"amqps://guest:guest@localhost:{tls_broker.tls_port}/", tls=options(Authority(tmp_path, "other"), client)
     ) as recorded:
@@ -107,7 +107,9 @@ def test_a_broker_of_an_unknown_authority_is_refused(tls_broker: Broker, client:
 
 
 @pytest.mark.parametrize("given", ["none", "expired"])
-def test_a_client_without_a_valid_certificate_is_told_so(tls_broker: Broker, authority: Authority, given: str) -> None:
+def test_a_client_without_a_valid_certificate_is_told_so(
+    tls_broker: RabbitMQ, authority: Authority, given: str
+) -> None:
     """The broker's refusal is an alert after our side of the handshake; a file can be renewed, so it is tried again."""
     tls = TLSOptions(ca_file=authority.file)
     if given == "expired":
@@ -120,7 +122,7 @@ def test_a_client_without_a_valid_certificate_is_told_so(tls_broker: Broker, aut
         assert f"certificate {'required' if given == 'none' else 'expired'}" in str(error)
 
 
-def test_tls_to_a_port_without_it_is_a_failed_attempt(tls_broker: Broker, authority: Authority) -> None:
+def test_tls_to_a_port_without_it_is_a_failed_attempt(tls_broker: RabbitMQ, authority: Authority) -> None:
     with Recorded(
         f"amqps://guest:guest@localhost:{tls_broker.port}/",
         tls=TLSOptions(ca_file=authority.file),
@@ -130,7 +132,7 @@ def test_tls_to_a_port_without_it_is_a_failed_attempt(tls_broker: Broker, author
         assert "TLS failed" in str(error)
 
 
-def test_no_tls_to_a_port_with_it_is_a_failed_attempt(tls_broker: Broker) -> None:
+def test_no_tls_to_a_port_with_it_is_a_failed_attempt(tls_broker: RabbitMQ) -> None:
     with Recorded(
         f"amqp://guest:guest@localhost:{tls_broker.tls_port}/", stop=tenacity.stop_after_attempt(1)
     ) as recorded:

@@ -14,19 +14,17 @@ from integration.support.allocations import Allocations
 from integration.support.consuming import Gate, Handler, numbered, publish
 from integration.support.publishing import book, submit
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.frames import basic_ack
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -38,7 +36,7 @@ SOON = tenacity.wait_fixed(0.1)
 @pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
 @pytest.mark.both_apis
 def test_f01_f02_broker_dies_while_messages_are_handled(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
 ) -> None:
     """Whether it is killed or restarted, everything confirmed is handled in the end; duplicates are allowed.
 
@@ -241,7 +239,7 @@ def test_f08_slow_and_jittery_network(
 
 
 def test_f08_network_that_loses_packets(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
     """Of all packets 5 % are lost, each way, whichever they are: all comes once, and no connection is replaced."""
     handler = Handler(account=checker)
@@ -340,7 +338,7 @@ def test_f10_peer_stops_reading_then_resets(
     assert (balance.left, balance.dead_lettered) == (0, 20)
 
 
-def test_f11_broker_is_frozen(private_broker: Broker, private_vhost: VirtualHost, checker: Checker) -> None:
+def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker) -> None:
     """Five seconds of silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
 
     It freezes while a handler runs and most of the messages are its own still. What the consumer had been given is

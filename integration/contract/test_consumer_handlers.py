@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from integration.support.consuming import Gate, Handler, dead_letters, numbered, publish, running, send
-from integration.support.waiting import wait_until
 from reliable_mq import Ack, Consumer, DeadLetter, Message, Publisher, Queue, RetryLater, RetryPolicy
 from reliable_mq.codec import split_properties
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 from tests.hostile_exceptions import NotYet, Textless
 
 if TYPE_CHECKING:
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -445,11 +445,11 @@ def test_dead_letters_are_published_while_handlers_go_on_under_an_alarm(
             handler._then, before = gate, handler._then
             publish(private_vhost, "orders", numbered(40, first=2))
             handler.wait_begun(2)
-            private_broker.set_memory_alarm(True)
+            private_broker.alarm("memory")
             handler._then = before
         handler.wait_done(20)
         wait_until(lambda: consumer.statistics.acked >= 20, timeout=10, what="handled ones acked")
-        private_broker.set_memory_alarm(False)
+        private_broker.clear_alarm("memory")
         wait_until(lambda: consumer.statistics.dead_lettered == 21, timeout=60, what="the odd ones dead-lettered")
 
 

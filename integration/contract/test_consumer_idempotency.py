@@ -8,19 +8,17 @@ import pytest
 import tenacity
 
 from integration.support.consuming import Gate, Handler, numbered, publish, send
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, IdempotencyStoreError, Message, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
     from reliable_mq.stores import Claim
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -107,7 +105,7 @@ class Noting(MemoryStore):
 
 @pytest.mark.both_apis
 def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
-    vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
+    vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:
     """An id that is done in one of them is not done in the other; keys say where, as the broker names itself."""
     store = Noting()
@@ -126,7 +124,7 @@ def test_equal_queue_names_in_two_virtual_hosts_share_a_store(
 
 @pytest.mark.both_apis
 def test_a_namespace_of_ones_own_is_one_for_several_places(
-    vhost: VirtualHost, new_vhost: Callable[[Broker], VirtualHost]
+    vhost: VirtualHost, new_vhost: Callable[[RabbitMQ], VirtualHost]
 ) -> None:
     """As where a cluster takes over from another one: what is done there is done here."""
     store = MemoryStore()

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import Gate, Handler, consumers, numbered, publish
-from integration.support.waiting import wait_until
 from reliable_mq import ConfigurationError, Consumer, Queue, RetryPolicy, UsageError
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing import Frame
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.consuming import Handler, dead_letters, numbered, publish, send
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Exchange, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.codec import join_properties
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing import Frame
+from reliable_mq.testing.waiting import wait_until
 from reliable_mq.topology import Binding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

@@ -22,16 +22,15 @@ from integration.support.consuming import Gate, Handler, Running, numbered, publ
 from integration.support.processes import Process
 from integration.support.programs import environment
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue, UsageError
 from reliable_mq.testing import Frame
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

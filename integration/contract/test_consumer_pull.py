@@ -10,7 +10,6 @@ import pytest
 import tenacity
 
 from integration.support.consuming import Handler, dead_letters, numbered, publish
-from integration.support.waiting import wait_until
 from reliable_mq import (
     ConfigurationError,
     ConsumeError,
@@ -24,11 +23,11 @@ from reliable_mq import (
     StaleDelivery,
     UsageError,
 )
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from integration.support.consuming import Gate, Handler, dead_letters, send
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Consumer,
     DeadLetter,
@@ -29,14 +28,15 @@ from reliable_mq import (
 from reliable_mq.codec import join_properties, split_properties
 from reliable_mq.codec.tables import walk_table
 from reliable_mq.core import headers
+from reliable_mq.testing.waiting import wait_until
 from reliable_mq.topology import Binding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -415,7 +415,6 @@ def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checke
     began is waited for first, a minute.
     """
     vhost = private_vhost
-    set_alarm = vhost.broker.set_memory_alarm if alarm == "memory" else vhost.broker.set_disk_alarm
 
     def handle(delivery: Delivery) -> None:
         if delivery.body.startswith(b"poison") or (delivery.body.startswith(b"flaky") and delivery.attempt == 1):
@@ -431,7 +430,7 @@ def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checke
             handler._then = lambda delivery: (gate(delivery), handle(delivery))
             send(vhost, "orders", [Message(body) for body in bodies], checker)
             wait_until(lambda: len(handler.begun) > 4, timeout=10, what="begun")
-            set_alarm(True)
+            vhost.broker.alarm(alarm)
             gate.open()
             wait_until(lambda: len(handler.done) == 21, timeout=120, what="good and flaky ones handled under the alarm")
             wait_until(
@@ -439,7 +438,7 @@ def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checke
                 timeout=120,
                 what=lambda: f"poison given up: {consumer.statistics}",
             )
-        set_alarm(False)
+        vhost.broker.clear_alarm(alarm)
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     checker.close()
 

@@ -10,16 +10,15 @@ import pytest
 import tenacity
 
 from integration.support.consuming import Gate, Handler, numbered, publish
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

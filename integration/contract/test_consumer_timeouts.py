@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.consuming import Gate, Handler, dead_letters, send
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Queue, RetryPolicy
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -32,7 +31,7 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
 
     Before 4.3 a channel compares ages once a minute, and the timeout with it.
     """
-    broker: Broker = any_vhost.broker
+    broker: RabbitMQ = any_vhost.broker
     policy = {"pattern": ".*", "definition": {"consumer-timeout": int(TIMEOUT * 1000)}, "apply-to": "queues"}
     broker.management.call("PUT", "policies", any_vhost.name, "impatient", body=policy)
     usual = broker.evaluate("application:get_env(rabbit, channel_tick_interval, 60000)")  # no channel opens without one

@@ -19,14 +19,13 @@ from integration.support.consuming import (
     run_to_its_error,
     running,
 )
-from integration.support.waiting import wait_until
 from reliable_mq import BrokerUnavailable, Consumer, Publisher, Queue, RetryPolicy, TopologyMismatch
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 

@@ -17,16 +17,14 @@ import tenacity
 from integration.support.consuming import numbered, publish
 from integration.support.new_queues import elect_leaders, let_new_queues_age
 from integration.support.publishing import Load
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, DeadLetter, Delivery, Message, Publisher, Queue, RetryLater, RetryPolicy
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 GRACE = 2.0
 AMPLE = 6.0  # seconds of grace for a test that does something within them
@@ -45,11 +43,11 @@ def made_before(vhost: VirtualHost, *queues: Queue) -> None:
     let_new_queues_age()
 
 
-def kill_and_start(broker: Broker) -> None:
+def kill_and_start(broker: RabbitMQ) -> None:
     """And do what an operator of RabbitMQ 4.0 has to do, or nothing more is confirmed in a queue that it has lost."""
     broker.kill()
     broker.start()
-    if broker.line == "4.0":
+    if broker.version.startswith("4.0."):
         wait_until(lambda: not elect_leaders(broker), timeout=PLENTY, what="leaders")
 
 
@@ -192,12 +190,12 @@ def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
             letters = partial(private_vhost.live_counts, ["letters"])  # what was not lost is there twice
             wait_until(lambda: letters()["letters"] >= LETTERS, timeout=PLENTY, what="dead letters", interval=0.5)
         else:
-            patience = PLENTY + (DEAD_LETTERED_AGAIN if broker.line == "4.0" else 0)
+            patience = PLENTY + (DEAD_LETTERED_AGAIN if broker.version.startswith("4.0.") else 0)
             try:
                 wait_until(lambda: checker.balance().handled >= LETTERS, timeout=patience, what="all handled")
             except TimeoutError:
                 # In a delay queue that 4.0 has lost, and that an operator has revived, messages may never expire.
-                if broker.line != "4.0":
+                if not broker.version.startswith("4.0."):
                     raise
         consumer.stop()
     delay_queues = [name for name in private_vhost.live_counts() if ".retry." in name]

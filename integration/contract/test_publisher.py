@@ -16,7 +16,6 @@ import pytest
 
 from integration.support.publishing import book, submit
 from integration.support.seeds import soaking
-from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     Message,
@@ -27,14 +26,13 @@ from reliable_mq import (
     Queue,
     UsageError,
 )
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -178,7 +176,9 @@ def test_use_after_close_is_refused(vhost: VirtualHost) -> None:
 
 
 @pytest.mark.one_api("aio")
-def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broker, private_vhost: VirtualHost) -> None:
+def test_closing_during_an_outage_ends_in_time_and_reports(
+    private_broker: RabbitMQ, private_vhost: VirtualHost
+) -> None:
     """close() while the broker is away gives up after its timeout, and the messages are reported as unconfirmed."""
     publisher = Publisher(private_vhost.url, topology=[ORDERS])
     publisher.connect()
@@ -194,7 +194,7 @@ def test_closing_during_an_outage_ends_in_time_and_reports(private_broker: Broke
 
 @pytest.mark.one_api("sync")
 def test_an_unreachable_broker_is_said_at_once_by_connect_and_waited_for_by_with(
-    private_broker: Broker, private_vhost: VirtualHost
+    private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """connect() raises at once; a with block starts all the same, and its publishes wait for the broker."""
     private_broker.kill()

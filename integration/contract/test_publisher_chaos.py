@@ -13,7 +13,6 @@ import pytest
 import tenacity
 
 from integration.support.publishing import book
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Message,
     PublishBlocked,
@@ -28,15 +27,15 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.testing import connection_blocked, connection_unblocked
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory
+    from reliable_mq.testing import FaultProxy, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

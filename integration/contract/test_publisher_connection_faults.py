@@ -10,18 +10,16 @@ import pytest
 
 from integration.support.allocations import Allocations
 from integration.support.publishing import Load, book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import Message, PublishDisconnected, Publisher, PublishUnconfirmed, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -41,7 +39,7 @@ def wait_for_confirms(load: Load, count: int) -> None:
 
 @pytest.mark.one_api("aio")
 def test_f01_broker_is_killed_while_messages_are_outstanding(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
     """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
     with Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=2.0) as publisher:
@@ -61,7 +59,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
 
 @pytest.mark.one_api("sync")
 def test_f02_broker_is_restarted_gracefully(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
     """A graceful restart of the broker costs no message and fails none."""
     with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
@@ -222,7 +220,7 @@ def test_f08_slow_and_jittery_network(
 
 @pytest.mark.one_api("aio")
 def test_f08_network_that_loses_packets(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
 ) -> None:
     """Of all packets 5 % are lost, each way, whichever they are: that fails nothing and replaces no connection."""
     private_broker.lose_packets(0.05)
@@ -287,7 +285,7 @@ def test_f10_peer_stops_reading_then_resets(
 @pytest.mark.one_api("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, rng: Random, seconds: int
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random, seconds: int
 ) -> None:
     """A frozen broker leaves outcomes unknown; when it thaws they are resolved, and nothing hangs."""
     with Publisher(private_vhost.url, topology=[ORDERS], **QUICK) as publisher:

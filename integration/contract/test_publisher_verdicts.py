@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.publishing import book, submit
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Binding,
     ConfigurationError,
@@ -22,16 +21,15 @@ from reliable_mq import (
     Queue,
     RetryPolicy,
 )
+from reliable_mq.testing.waiting import wait_until
 from tests.core.published import Unencodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from integration.support.broker import Broker
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -246,13 +244,12 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
 @pytest.mark.one_api("aio")
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_alarm_blocks_publishing(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker, alarm: str
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, alarm: str
 ) -> None:
     """Under an alarm the state shows, publishes fail in time and say whether they were sent, and close works."""
-    set_alarm: Callable[[bool], None] = getattr(private_broker, f"set_{alarm}_alarm")
     with Publisher(private_vhost.url, topology=[ORDERS], delivery_timeout=4) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
-        set_alarm(True)
+        private_broker.alarm(alarm)
         first = submit(checker, publisher, "orders")  # the broker blocks a connection when it publishes
         wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
         second = submit(checker, publisher, "orders")
@@ -265,38 +262,38 @@ def test_f18_f19_alarm_blocks_publishing(
         started = time.monotonic()
         publisher.close(timeout=1)
         assert time.monotonic() - started < 10
-    set_alarm(False)
+    private_broker.clear_alarm(alarm)
     checker.drain(private_vhost, ["orders"])
     checker.close()
 
 
 def test_f18_publishing_goes_on_when_the_alarm_is_over(
-    private_broker: Broker, private_vhost: VirtualHost, checker: Checker
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker
 ) -> None:
     """What waits out an alarm is confirmed after it, and is no failure."""
     with Publisher(private_vhost.url, topology=[ORDERS], confirm_timeout=1) as publisher:
         publisher.connect()
-        private_broker.set_memory_alarm(True)
+        private_broker.alarm("memory")
         confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
         wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
         confirmations += [submit(checker, publisher, "orders") for _ in range(10)]
-        private_broker.set_memory_alarm(False)
+        private_broker.clear_alarm("memory")
         assert [book(checker, one) for one in confirmations] == [None] * 20
         assert publisher.blocked is None
     checker.drain(private_vhost, ["orders"])
     checker.close()
 
 
-def test_f18_blocked_may_be_raised_at_once(private_broker: Broker, private_vhost: VirtualHost) -> None:
+def test_f18_blocked_may_be_raised_at_once(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
     """With on_blocked="raise" a new message is refused at once while the broker blocks."""
     with Publisher(private_vhost.url, topology=[ORDERS], on_blocked="raise") as publisher:
         publisher.connect()
-        private_broker.set_memory_alarm(True)
+        private_broker.alarm("memory")
         first = publisher.submit(Message(b"x"), routing_key="orders")
         wait_until(lambda: publisher.blocked, timeout=10, what="the blocked state")
         with pytest.raises(PublishBlocked, match="memory"):
             publisher.publish(Message(b"x"), routing_key="orders")
-        private_broker.set_memory_alarm(False)
+        private_broker.clear_alarm("memory")
         first.result(30)
 
 

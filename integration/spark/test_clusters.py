@@ -15,7 +15,7 @@ from reliable_mq import Message, Publisher, Queue
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 ORDERS, EVENTS, COPIES = Queue("orders"), Queue("events", type="stream"), Queue("copies")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

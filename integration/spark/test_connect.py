@@ -18,7 +18,7 @@ from reliable_mq import Message, Publisher, Queue
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 TOPOLOGY = [Queue("orders"), Queue("done"), Queue("events", type="stream")]
 ORDERS = 500

@@ -12,13 +12,13 @@ import pytest
 
 from integration.support.programs import output_of
 from integration.support.spark_application import descendants
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 ORDERS = Queue("orders")
 MIB = 2**20

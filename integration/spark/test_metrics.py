@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from pyspark.sql import SparkSession
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 ORDERS, COPIES, EVENTS = Queue("orders"), Queue("copies"), Queue("events", type="stream")
 

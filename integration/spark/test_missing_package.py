@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 EVENTS = Queue("events", type="stream")
 # Stands before the package on the workers' path: it is not there, or only not in tasks.

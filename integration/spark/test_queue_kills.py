@@ -9,9 +9,9 @@ import pytest
 
 from integration.programs.spark_queries import start
 from integration.support.spark_application import PHASES, Application, committed_rows, killed_in_each_phase
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
 from reliable_mq.stores import SQLiteStore
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 MESSAGES = 600
 PER_BATCH = 40

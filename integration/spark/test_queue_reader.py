@@ -26,18 +26,17 @@ from integration.programs.spark_reader import PHASES
 from integration.support.programs import ROOT, environment
 from integration.support.seeds import seeds
 from integration.support.spark import requeued_counts
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_source import QueueSource
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxy
+    from reliable_mq.testing import FaultProxy, VirtualHost
 
 ORDERS = Queue("orders")
 RESTARTS = int(os.environ.get("RELIABLE_MQ_SOAK_RESTARTS", "200"))

@@ -13,8 +13,8 @@ from pyspark.errors import PySparkException
 
 from integration.support.spark import failing_once, requeued_counts
 from integration.support.spark_application import batches_in
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
     from reliable_mq import Delivery
+    from reliable_mq.testing import VirtualHost
     from reliable_mq.testing.proxy import FaultProxy
 
 ORDERS, PAYMENTS = Queue("orders"), Queue("payments", type="classic")

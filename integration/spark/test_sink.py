@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
     from reliable_mq.testing.proxy import FaultProxy
 
 ORDERS = Queue("orders")

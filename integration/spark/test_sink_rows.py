@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
-    from integration.support.management import VirtualHost
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
     from reliable_mq.topology import Declaration
 
 ORDERS = Queue("orders", dead_letter=None)

@@ -12,7 +12,7 @@ from integration.support.programs import output_of
 from integration.test_examples import EXAMPLES, ROOT, assert_prints
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 NAMES = ("spark_files", "spark_once")
 

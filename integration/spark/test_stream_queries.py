@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from integration.support.checker import Checker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 EVENTS = Queue("events", type="stream")
 

@@ -10,7 +10,6 @@ import pytest
 from pyspark import cloudpickle
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark import stream_reader
@@ -19,14 +18,14 @@ from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.management import VirtualHost
     from reliable_mq.spark.options import StreamOptions
     from reliable_mq.spark.stream_source import StreamBatch, StreamSource
-    from reliable_mq.testing import FaultProxyFactory
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 

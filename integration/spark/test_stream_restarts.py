@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from integration.support.waiting import wait_until
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.spark.stream_source import StreamSource
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.broker import Broker
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -38,7 +37,7 @@ def publish(vhost: VirtualHost) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_f01_reads_outlive_a_broker_that_restarts_again_and_again(
-    private_broker: Broker, private_vhost: VirtualHost
+    private_broker: RabbitMQ, private_vhost: VirtualHost
 ) -> None:
     """A query that plans, and tasks that read, all the time: neither ever ends with an error."""
     publish(private_vhost)

@@ -14,10 +14,7 @@ from reliable_mq.testing.audit import Audit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pika.channel import Channel
-    from pika.spec import BasicProperties
-
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
     from reliable_mq.testing.audit import AuditResult
 
 
@@ -45,9 +42,9 @@ class Checker(Audit):
         deadline = time.monotonic() + timeout
         while True:
             for queue in queues:
-                self.left(_take_all(vhost, queue, deadline))
+                self.left(vhost.take_all(queue, timeout=deadline - time.monotonic()))
             for queue in dead_letters:
-                self.dead_lettered(_take_all(vhost, queue, deadline))
+                self.dead_lettered(vhost.take_all(queue, timeout=deadline - time.monotonic()))
             live = vhost.live_counts()
             remaining = {queue: live[queue] for queue in (*queues, *dead_letters) if live.get(queue)}
             if not remaining:
@@ -65,37 +62,3 @@ class Checker(Audit):
         self._report(str(balance))
         balance.check(effects_once=effects_once)
         return balance
-
-
-def _take_all(vhost: VirtualHost, queue: str, deadline: float) -> list[str]:
-    """Consume and ack until the queue has nothing ready; return the message ids, in order."""
-    taken: list[str] = []
-    with vhost.connect() as connection:
-        channel = connection.channel()
-        channel.basic_qos(prefetch_count=1000)
-        if not _exists(vhost, queue):
-            return taken
-        last_tag = 0
-
-        def on_message(_channel: Channel, method: object, properties: BasicProperties, _body: bytes) -> None:
-            nonlocal last_tag
-            last_tag = method.delivery_tag
-            taken.append(properties.message_id or "<no message id>")
-
-        channel.basic_consume(queue, on_message)
-        acked = 0
-        while time.monotonic() < deadline:
-            connection.process_data_events(time_limit=0.1)
-            if last_tag > acked:
-                channel.basic_ack(last_tag, multiple=True)
-                acked = last_tag
-            elif channel.queue_declare(queue, passive=True).method.message_count == 0:
-                # The reply came after every delivery that the broker had sent before it.
-                connection.process_data_events(time_limit=0)
-                if last_tag == acked:
-                    break
-    return taken
-
-
-def _exists(vhost: VirtualHost, queue: str) -> bool:
-    return vhost.queue(queue) is not None

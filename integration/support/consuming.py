@@ -12,8 +12,8 @@ from reliable_mq import Message, Publisher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from integration.support.management import VirtualHost
     from reliable_mq import Consumer, Delivery, ReliableMQError
+    from reliable_mq.testing import VirtualHost
     from reliable_mq.testing.audit import Audit
 
 

@@ -8,18 +8,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-import docker
 import pytest
-from docker.errors import APIError, NotFound
 from sqlalchemy import create_engine, text
 
-from integration.support.containers import OWNER_LABEL, ContainedServer, free_port, owner
-from integration.support.waiting import wait_until
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
+from reliable_mq.testing.containers import ContainedServer
+from reliable_mq.testing.waiting import wait_until
 
 KINDS = ("redis", "postgresql", "mariadb", "mysql")
 _PORTS = {"redis": 6379, "postgresql": 5432, "mariadb": 3306, "mysql": 3306}
@@ -67,9 +62,7 @@ class Database(ContainedServer):
     def __init__(self, kind: str, *, durable: bool = False) -> None:
         self.kind = kind
         self._durable = durable
-        self.port = 0
-        self._client = docker.from_env()
-        self._made: Container | None = None
+        super().__init__([_PORTS[kind]])
 
     def launch(self) -> Self:
         """Create and start the container; return when the server answers.
@@ -77,30 +70,10 @@ class Database(ContainedServer):
         Raises:
             TimeoutError: it did not within 60 s; the container's log is in the message.
         """
-        for attempt in range(10):
-            self.port = free_port()
-            try:
-                self._made = self._client.containers.run(
-                    _IMAGES.get(self.kind, "reliable-mq/databases:latest"),
-                    [self.kind, *([] if self._durable else _QUICK[self.kind])],
-                    detach=True,
-                    labels={OWNER_LABEL: owner()},
-                    ports={f"{_PORTS[self.kind]}/tcp": ("127.0.0.1", self.port)},
-                )
-            except APIError as error:
-                if attempt == 9 or "port" not in str(error):
-                    raise
-            else:
-                break
-        self._client.close()
+        image = _IMAGES.get(self.kind, "reliable-mq/databases:latest")
+        self.create(image, [self.kind, *([] if self._durable else _QUICK[self.kind])])
         self.wait_ready()
         return self
-
-    def remove(self) -> None:
-        """Kill the container and remove it with its data."""
-        with contextlib.suppress(NotFound):
-            self.container.remove(force=True, v=True)
-        self._client.close()
 
     def __enter__(self) -> Self:
         return self.launch()
@@ -109,10 +82,8 @@ class Database(ContainedServer):
         self.remove()
 
     @property
-    def container(self) -> Container:
-        if self._made is None:
-            raise RuntimeError("this database was never launched")
-        return self._made
+    def port(self) -> int:
+        return self._ports[_PORTS[self.kind]]
 
     @property
     def url(self) -> str:
@@ -143,22 +114,8 @@ class Database(ContainedServer):
         engine.dispose()
         return self.url_at(at).rpartition("/")[0] + f"/{name}"
 
-    # -- faults --------------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start again what was killed, on the same port and the same data."""
-        self.container.start()
-        self.wait_ready()
-
-    # -- waiting -------------------------------------------------------------------------------------------------------
-
-    def wait_ready(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            TimeoutError: it did not within 60 s.
-        """
-        wait_until(self._answers, timeout=_DEADLINE, what=lambda: f"{self.kind} ready:\n{self.logs()}", interval=0.1)
+    def wait_ready(self, timeout: float = _DEADLINE) -> None:
+        wait_until(self._answers, timeout=timeout, what=lambda: f"{self.kind} ready:\n{self.logs()}", interval=0.1)
 
     def _answers(self) -> bool:
         if self.status() == "exited":

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from integration.programs.killed_by_messages import Settings
 from integration.support.processes import Process
-from integration.support.waiting import wait_until
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 __all__ = ["Call", "Killed", "Settings"]
 

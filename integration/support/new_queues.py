@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from integration.support.broker import Broker
+    from reliable_mq.testing import RabbitMQ
 
 __all__ = ["elect_leaders", "let_new_queues_age"]
 
@@ -23,7 +23,7 @@ def let_new_queues_age() -> None:
     time.sleep(_OLD)
 
 
-def elect_leaders(broker: Broker) -> int:
+def elect_leaders(broker: RabbitMQ) -> int:
     """Let quorum queues without a leader elect one; return how many those are.
 
     RabbitMQ 4.0 starts a queue whose registration it has lost as a new member, a follower that nobody tells to stand

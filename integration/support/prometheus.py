@@ -10,8 +10,9 @@ import urllib.request
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-from integration.support.containers import free_port, set_up
-from integration.support.waiting import wait_until
+from integration.support.set_up import set_up
+from reliable_mq.testing.containers import free_port
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from integration.support.management import VirtualHost
+    from reliable_mq.testing import VirtualHost
 
 
 def bodies(vhost: VirtualHost, queue: str) -> list[tuple[str, bytes]]:

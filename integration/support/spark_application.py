@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from integration.support.programs import ROOT, environment
 from integration.support.spark import SETTINGS
-from integration.support.waiting import wait_until
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     import random

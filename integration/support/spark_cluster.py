@@ -19,7 +19,7 @@ import pyspark
 from integration.support.programs import ROOT, environment
 from integration.support.spark import SETTINGS
 from integration.support.spark_application import descendants
-from integration.support.waiting import wait_until
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,10 +1,19 @@
-"""Test services that use RabbitMQ: a proxy that injects faults before the broker.
+"""Test services that use RabbitMQ, with brokers and networks that fail on demand.
 
-The proxy is `reliable_mq.testing.proxy.FaultProxy`; the pytest fixtures are in `reliable_mq.testing.fixtures`.
+- `RabbitMQ` and `RabbitMQCluster` are real brokers in containers, with the faults of processes, disks, networks and
+  resources. They need Linux with docker, and the extra ``testing``.
+- `FaultProxy` stands before any broker and injects faults between two frames.
+- `Audit` compares the messages that were published with those that were drained; `VirtualHost` drains them.
+- The pytest fixtures are in `reliable_mq.testing.fixtures`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from reliable_mq.errors import ConfigurationError, LabError
+from reliable_mq.testing.audit import Audit, AuditResult
 from reliable_mq.testing.faults import Cut, Direction
 from reliable_mq.testing.frames import (
     Frame,
@@ -17,14 +26,31 @@ from reliable_mq.testing.frames import (
     connection_unblocked,
     method,
 )
+from reliable_mq.testing.management import Management, ManagementAPIError
 from reliable_mq.testing.proxy import FaultProxy, FaultProxyFactory
+from reliable_mq.testing.virtual_host import VirtualHost
+from reliable_mq.testing.waiting import until, wait_until
+
+if TYPE_CHECKING:
+    from reliable_mq.testing.cluster import ClusterNode, RabbitMQCluster
+    from reliable_mq.testing.containers import remove_leftovers
+    from reliable_mq.testing.rabbitmq import RabbitMQ
 
 __all__ = [
+    "Audit",
+    "AuditResult",
+    "ClusterNode",
     "Cut",
     "Direction",
     "FaultProxy",
     "FaultProxyFactory",
     "Frame",
+    "LabError",
+    "Management",
+    "ManagementAPIError",
+    "RabbitMQ",
+    "RabbitMQCluster",
+    "VirtualHost",
     "basic_ack",
     "basic_cancel",
     "basic_nack",
@@ -33,4 +59,25 @@ __all__ = [
     "connection_close",
     "connection_unblocked",
     "method",
+    "remove_leftovers",
+    "until",
+    "wait_until",
 ]
+
+_ON_DEMAND = {  # name: the module, which needs the extra
+    "ClusterNode": "cluster",
+    "RabbitMQ": "rabbitmq",
+    "RabbitMQCluster": "cluster",
+    "remove_leftovers": "containers",
+}
+
+if not TYPE_CHECKING:  # where any name would seem to exist
+
+    def __getattr__(name: str) -> object:
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+        except ImportError as error:
+            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[testing]'") from error
+        return value

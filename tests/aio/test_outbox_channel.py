@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from integration.support.waiting import until, wait_until
 from reliable_mq import AsyncPublisher, BrokerUnavailable, Message, OutboxError, Outcome, UsageError
 from reliable_mq.aio import outbox_channel
 from reliable_mq.aio import publisher as aio_publisher
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.testing.waiting import until, wait_until
 from tests.outbox.late import LateQuestion
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from integration.support.consuming import Gate, Handler
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Ack,
     DeadLetter,
@@ -32,6 +31,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine.subscription import BaseSubscription
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import BROKEN_TABLE, properties
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import tenacity
 import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 
-from integration.support.waiting import until
 from reliable_mq import (
     AsyncConsumer,
     AsyncPublisher,
@@ -34,6 +33,7 @@ from reliable_mq.aio import publisher_channel
 from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.connection.connection import ConnectionState
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tenacity
 
-from integration.support.containers import free_port
-from integration.support.waiting import wait_until
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
@@ -33,6 +31,8 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.core.reconnect import MOST_UNANSWERED
+from reliable_mq.testing.containers import free_port
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

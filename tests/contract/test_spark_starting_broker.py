@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from integration.support.waiting import wait_until
 from reliable_mq import BrokerUnavailable
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.spark.stream_source import StreamSource
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from reliable_mq.spark.options import StreamOptions

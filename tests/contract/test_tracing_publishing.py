@@ -10,7 +10,6 @@ from opentelemetry import baggage, context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
 
-from integration.support.waiting import wait_until
 from reliable_mq import (
     Message,
     PublishBlocked,
@@ -20,6 +19,7 @@ from reliable_mq import (
     PublishUnconfirmed,
     RetryPolicy,
 )
+from reliable_mq.testing.waiting import wait_until
 from tests.tracing.spans import Recorder, context_of, traceparent
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
@@ -17,6 +16,7 @@ from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine import workers as engine_workers
 from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.stores import IdempotencyStore, MemoryStore
+from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import delivery
 from tests.hostile_exceptions import NotYet, Textless
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from integration.support.waiting import wait_until
 from reliable_mq import Message, OutboxError, ReliableMQError
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
@@ -17,6 +16,7 @@ from reliable_mq.metrics.registry import register
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.outbox import relay as relay_module
 from reliable_mq.outbox.relay import OutboxRelay
+from reliable_mq.testing.waiting import wait_until
 
 STATUS = OutboxStatus(rows=7, delayed=2, held=3, set_aside=4, unreadable=5, oldest_age=1.5)
 STATISTICS = OutboxStatistics(stored=101, not_stored=102, confirmed=103, delayed=104, set_aside=105, interruptions=106)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from integration.support.waiting import wait_until
 from reliable_mq import Consumer, Publisher, Queue
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.consumer import _open_consumers
 from reliable_mq.sync.publisher import _open_publishers
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from integration.support.waiting import wait_until
 from reliable_mq import Tracing
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from integration.support.waiting import wait_until
 from reliable_mq._util.threads import CallbackThread
+from reliable_mq.testing.waiting import wait_until
 
 NAME = "callbacks-of-a-test"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from integration.support.waiting import until
 from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq.testing.waiting import until
 
 
 def running() -> list[str]:

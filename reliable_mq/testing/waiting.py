@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline. The one place in the harness that pauses between two looks."""
+"""Wait for a condition with a deadline, in place of a sleep."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+__all__ = ["until", "wait_until"]
+
 T = TypeVar("T")
 
 
 def wait_until(
     condition: Callable[[], T], *, timeout: float, what: str | Callable[[], str], interval: float = 0.05
 ) -> T:
-    """Return the first true value of `condition`, which is asked every `interval` seconds.
+    """Return the first true value of a condition. Blocks.
 
     An exception out of `condition` ends the wait: a condition that may fail for a while catches that itself.
 
     Args:
+        condition: called at first and then every `interval` seconds, on this thread.
         timeout: seconds.
-        what: what is waited for, or a function that says so at the end, for the error.
+        what: the condition's name in the error, or a function that returns it.
+        interval: seconds.
 
     Raises:
         TimeoutError: nothing true came within `timeout`.
@@ -37,8 +41,16 @@ def wait_until(
         Event().wait(interval)
 
 
-async def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Wait on an event loop for a condition that other tasks, threads or the broker bring about."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # what other threads bring about has no event
+async def until(condition: Callable[[], object], timeout: float = 20) -> None:
+    """Wait on an event loop for a condition that others bring about.
+
+    Args:
+        condition: called every 5 ms; it must not block.
+        timeout: seconds.
+
+    Raises:
+        TimeoutError: it was not true within `timeout`.
+    """
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110  # a change in another thread has no event
             await asyncio.sleep(0.005)

@@ -1,0 +1,516 @@
+"""A cluster of RabbitMQ in containers, with faults of nodes, disks and links.
+
+Example::
+
+    with RabbitMQCluster() as cluster:
+        publisher = Publisher(cluster.url)
+        cluster.leader_of("orders").kill()
+        cluster.heal()
+
+Invariants:
+- every node keeps its name, address and host ports for the life of the cluster, with its disk or without;
+- a partition drops packets between nodes, on either end of a link, in the network namespaces of the containers alone;
+  clients on the host reach every node that runs;
+- what is asked of the cluster as a whole is asked of a node that runs and is not cut off.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import IPv4Network
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from urllib.parse import quote
+
+from docker.errors import DockerException
+from docker.types import IPAMConfig, IPAMPool
+
+from reliable_mq.errors import ConfigurationError, LabError, UsageError
+from reliable_mq.testing.containers import OWNER_LABEL, File, connect_to_docker, owner
+from reliable_mq.testing.rabbitmq import RabbitMQ
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from docker.models.networks import Network
+
+    from reliable_mq.testing.management import Management
+
+__all__ = ["ClusterNode", "RabbitMQCluster"]
+
+T = TypeVar("T")
+
+_LARGEST: Final = 9
+_TIMEOUT: Final = 180.0
+_COOKIE: Final = "/var/lib/rabbitmq/.erlang.cookie"
+_NETWORK_ATTEMPTS: Final = 10
+_EMPTY_DISK: Final = "find /var/lib/rabbitmq -mindepth 1 ! -name .erlang.cookie -delete"
+# A leader that is asked by way of the log proves that a majority still follows it.
+_LEADER: Final = """
+{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(base64:decode("{vhost}"), queue, base64:decode("{queue}"))),
+Running = [{running}],
+case amqqueue:get_type(Q) of
+    rabbit_quorum_queue ->
+        {{Name, _}} = amqqueue:get_pid(Q),
+        Ask = fun (Member, <<>>) ->
+                      case ra:consistent_query({{Name, Member}}, {{rabbit_fifo, query_messages_total, []}}, 1000) of
+                          {{ok, _, {{_, Leader}}}} -> atom_to_binary(Leader);
+                          _ -> <<>>
+                      end;
+                  (_, Found) -> Found
+              end,
+        lists:foldl(Ask, <<>>, Running);
+    _ ->
+        Holder = node(amqqueue:get_pid(Q)),
+        case lists:member(Holder, Running) of true -> atom_to_binary(Holder); false -> <<>> end
+end
+"""
+_TRANSFER: Final = """
+{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(base64:decode("{vhost}"), queue, base64:decode("{queue}"))),
+case amqqueue:get_type(Q) of
+    rabbit_quorum_queue ->
+        {{Name, _}} = amqqueue:get_pid(Q),
+        ra:transfer_leadership({{Name, '{leader}'}}, {{Name, '{node}'}});
+    rabbit_stream_queue ->
+        rabbit_stream_coordinator:restart_stream(Q, #{{preferred_leader_node => '{node}'}});
+    Type ->
+        Type
+end
+"""
+_MEMBERS_HERE: Final = "lists:sort(rabbit_nodes:list_running())"
+# Quorum queues and streams that lose their majority if this node stops.
+_CRITICAL: Final = """
+[Name || #{<<"type">> := Type, <<"readable_name">> := Name}
+         <- rabbit_upgrade_preparation:list_with_minimum_quorum_for_cli(), Type =/= process]
+"""
+_ADD_REPLICAS: Final = """
+rabbit_quorum_queue:grow('{node}', <<".*">>, <<".*">>, all),
+[rabbit_stream_queue:add_replica(VHost, Queue, '{node}')
+ || Q <- rabbit_amqqueue:list(), amqqueue:get_type(Q) =:= rabbit_stream_queue,
+    {{resource, VHost, queue, Queue}} <- [amqqueue:get_name(Q)]]
+"""
+
+
+class ClusterNode(RabbitMQ):
+    """One node of a `RabbitMQCluster`, with every fault of `RabbitMQ`.
+
+    Attributes:
+        name: its Erlang name, such as ``"rabbit@rabbit-1"``.
+    """
+
+    def __init__(self, image: str | None, hostname: str, **options: Any) -> None:
+        super().__init__(image, **options)
+        self.name = f"rabbit@{hostname}"
+        self.hostname = hostname
+        self.network_address = ""
+        self.cut_off = False
+        self.disk_lost = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} at {self.host}:{self.port}>"
+
+    def launch(self) -> Self:
+        """Refuse: the cluster launches its nodes.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("launch the cluster, which launches its nodes")
+
+    def create_in(self, network: Network, addresses: Mapping[str, str], cookie: bytes) -> None:
+        """Create and start the container; do not wait for the broker."""
+        self.network_address = addresses[self.hostname]
+        api = network.client.api
+        self.create(
+            self.image,
+            files={**self._files, _COOKIE: File(cookie, user="rabbitmq", mode=0o400)},
+            environment=self._environment,
+            hostname=self.hostname,
+            extra_hosts=dict(addresses),
+            network=network.name,
+            networking_config={network.name: api.create_endpoint_config(ipv4_address=self.network_address)},
+        )
+
+    def unreachable(self, rules: Iterable[tuple[str, str]]) -> None:
+        """Drop packets from (``"INPUT"``) and to (``"OUTPUT"``) other addresses."""
+        self._unreachable = set(rules)
+        if self.status() in ("running", "paused"):
+            self._set_packet_filter()
+
+
+class RabbitMQCluster:
+    """Nodes that form a cluster; a context manager, which launches and removes them.
+
+    Not thread-safe. Each method that injects a fault blocks until the fault is in effect. Each node takes some 150 MB
+    of memory: share one cluster among the tests of a session.
+
+    Args:
+        nodes: how many, from 1 to 9; a majority needs at least 3 to survive one.
+        image: as for `RabbitMQ`.
+        conf: more lines for ``rabbitmq.conf`` of every node.
+        files: as for `RabbitMQ`, in every node.
+        environment: as for `RabbitMQ`, of every node.
+
+    Attributes:
+        nodes: each a `RabbitMQ` that can be killed, stopped, started, paused and starved alone.
+
+    Raises:
+        ConfigurationError: `nodes` is out of range, or the system is not Linux.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        image: str | None = None,
+        *,
+        conf: str = "",
+        files: Mapping[str, bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if not 1 <= nodes <= _LARGEST:
+            raise ConfigurationError(f"a cluster has 1 to {_LARGEST} nodes, not {nodes!r}")
+        names = [f"rabbit-{number}" for number in range(1, nodes + 1)]
+        lines = ["cluster_formation.peer_discovery_backend = classic_config"]
+        lines += [f"cluster_formation.classic_config.nodes.{n} = rabbit@{name}" for n, name in enumerate(names, 1)]
+        lines += [f"cluster_formation.target_cluster_size_hint = {nodes}", conf, ""]
+        self.nodes = tuple(
+            ClusterNode(image, name, conf="\n".join(lines), files=files, environment=environment) for name in names
+        )
+        self._links: set[tuple[str, str]] = set()
+        self._drained: set[ClusterNode] = set()
+        self._network: Network | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(node.name for node in self.nodes)}>"
+
+    # life
+
+    def launch(self) -> Self:
+        """Create the network and the nodes; block until they form a cluster.
+
+        Raises:
+            LabError: docker or the image cannot be had.
+            TimeoutError: there was no cluster within 180 s.
+        """
+        self._network, addresses = _create_network([node.hostname for node in self.nodes])
+        network, cookie = self._network, secrets.token_hex(16).encode()
+        try:
+            self._each(self.nodes, lambda node: node.create_in(network, addresses, cookie))
+            self.wait_ready()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def remove(self) -> None:
+        """Kill the nodes and remove them with their data. May be called again."""
+        self._each(self.nodes, lambda node: node.remove())
+        if self._network is not None:
+            with contextlib.suppress(DockerException):
+                self._network.remove()
+            self._network.client.close()
+            self._network = None
+
+    def __enter__(self) -> Self:
+        return self.launch()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    # where it is
+
+    @property
+    def url(self) -> str:
+        """The AMQP URL of the default virtual host, with all hosts, as guest."""
+        return self.url_of("/")
+
+    def url_of(self, virtual_host: str) -> str:
+        """Return the AMQP URL of a virtual host with all hosts, as guest."""
+        hosts = ",".join(f"{node.host}:{node.port}" for node in self.nodes)
+        return f"amqp://guest:guest@{hosts}/{quote(virtual_host, safe='')}"
+
+    def reachable_url_of(self, virtual_host: str) -> str:
+        """Return the AMQP URL of a virtual host at one node that runs and is not cut off."""
+        return self.running[0].url_of(virtual_host)
+
+    @property
+    def running(self) -> tuple[ClusterNode, ...]:
+        """The nodes that are neither dead, paused nor cut off by a partition.
+
+        Raises:
+            UsageError: there is none.
+        """
+        found = tuple(node for node in self.nodes if not node.cut_off and node.status() == "running")
+        if not found:
+            raise UsageError("no node of the cluster runs and is reachable: heal() it first")
+        return found
+
+    @property
+    def management(self) -> Management:
+        """The management API of the first node that runs."""
+        return self.running[0].management
+
+    @property
+    def version(self) -> str:
+        """The version of the first node that runs."""
+        return self.running[0].version
+
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an expression on the first node that runs; see `RabbitMQ.evaluate`."""
+        return self.running[0].evaluate(expression)
+
+    def rabbitmqctl(self, *arguments: str) -> str:
+        """Run ``rabbitmqctl`` on the first node that runs; see `RabbitMQ.rabbitmqctl`."""
+        return self.running[0].rabbitmqctl(*arguments)
+
+    def leader_of(self, queue: str, virtual_host: str = "/", *, timeout: float = 60.0) -> ClusterNode:
+        """Return the node that leads a queue or stream.
+
+        A classic queue is led by the node with its only copy; the leader of a quorum queue is one that a majority
+        follows. Blocks while there is none.
+
+        Args:
+            queue: its name.
+            virtual_host: where it is.
+            timeout: seconds.
+
+        Raises:
+            LabError: there is no such queue.
+            TimeoutError: no leader was elected within `timeout`.
+        """
+        names = {node.name: node for node in self.nodes}
+        asked = {"vhost": _base64(virtual_host), "queue": _base64(queue)}
+
+        def leader() -> str:
+            running = self.running
+            return running[0].evaluate(_LEADER.format(running=", ".join(f"'{n.name}'" for n in running), **asked))
+
+        return names[wait_until(leader, timeout=timeout, what=f"a leader of {queue!r}", interval=0.2)]
+
+    # faults
+
+    def start(self, *nodes: ClusterNode) -> None:
+        """Start nodes that are dead, side by side; block until each answers.
+
+        A node that was the last of a majority to die may wait for another one: start those together. A node whose disk
+        was lost joins the cluster again, and gets a replica of every quorum queue and stream.
+
+        Args:
+            nodes: all that are dead by default.
+
+        Raises:
+            TimeoutError: one did not answer within 180 s.
+        """
+        dead = [node for node in nodes or self.nodes if node.status() == "exited"]
+        for node in dead:
+            if node.disk_lost:
+                self.rabbitmqctl("forget_cluster_node", node.name)
+        self._each(dead, lambda node: node.start(timeout=_TIMEOUT))
+        self._drained.difference_update(dead)
+        for node in dead:
+            if node.disk_lost:
+                self._wait_for_members()
+                node.evaluate(_ADD_REPLICAS.format(node=node.name))
+                node.disk_lost = False
+
+    def partition(self, *nodes: ClusterNode, one_way: bool = False) -> None:
+        """Drop the packets between some nodes and the others, until `heal`.
+
+        Clients on the host reach both groups. Partitions add up: after ``partition(a)`` and ``partition(b)`` of three
+        nodes each is alone. A node that restarts meanwhile stays cut off.
+
+        Args:
+            nodes: the smaller group; what is asked of the cluster as a whole is asked of the others.
+            one_way: True to drop only packets to `nodes`: the others hear them, and they hear nobody.
+
+        Raises:
+            ConfigurationError: no node is named, or all are.
+            LabError: docker's host has no ``iptables``.
+        """
+        others = [node for node in self.nodes if node not in nodes]
+        if not nodes or not others:
+            raise ConfigurationError("name the nodes to cut off: at least one, and not all")
+        for node in nodes:
+            node.cut_off = True
+            for other in others:
+                self._links.add((other.network_address, node.network_address))
+                if not one_way:
+                    self._links.add((node.network_address, other.network_address))
+        self._filter_links()
+
+    def lose_disk(self, node: ClusterNode) -> None:
+        """Kill a node and delete all its data; it stays down until `start` or `heal`.
+
+        Raises:
+            UsageError: no other node runs.
+        """
+        if not [other for other in self.running if other is not node]:
+            raise UsageError("the last node that runs cannot lose its disk: there would be no cluster to join again")
+        if node.status() == "paused":
+            node.unpause()
+        if node.status() == "running":
+            node.kill()
+        container = node.container
+        container.client.containers.run(
+            container.image.id,
+            ["-c", _EMPTY_DISK],
+            entrypoint="sh",
+            user="0",
+            volumes_from=[container.id],
+            labels={OWNER_LABEL: owner()},
+            network_mode="none",
+            remove=True,
+        )
+        node.let_go()
+        node.disk_lost = True
+
+    def transfer_leader(self, queue: str, node: ClusterNode, virtual_host: str = "/", *, timeout: float = 60.0) -> None:
+        """Move the leader of a quorum queue or stream to a node; block until it leads.
+
+        Args:
+            queue: its name.
+            node: where a replica is.
+            virtual_host: where it is.
+            timeout: seconds.
+
+        Raises:
+            LabError: there is no such queue.
+            TimeoutError: another node still leads after `timeout`.
+            UsageError: it is a classic queue, which has one copy.
+        """
+
+        def moved() -> bool:
+            leader = self.leader_of(queue, virtual_host, timeout=timeout)
+            if leader is node:
+                return True
+            names = {"vhost": _base64(virtual_host), "queue": _base64(queue)}
+            if self.evaluate(_TRANSFER.format(leader=leader.name, node=node.name, **names)) == "rabbit_classic_queue":
+                raise UsageError(f"{queue!r} is a classic queue: it has one copy, and no leader to move")
+            return False
+
+        wait_until(moved, timeout=timeout, what=f"{node.name} leads {queue!r}", interval=0.2)
+
+    def drain(self, node: ClusterNode) -> None:
+        """Put a node into maintenance, as before an upgrade.
+
+        It closes its clients' connections, accepts none, and moves the leaders of its queues to other nodes.
+        """
+        node.evaluate("rabbit_maintenance:drain()")
+        self._drained.add(node)
+
+    def revive(self, node: ClusterNode) -> None:
+        """End the maintenance of a node; block until it accepts connections."""
+        node.evaluate("rabbit_maintenance:revive()")
+        self._drained.discard(node)
+        node.wait_ready()
+
+    def heal(self) -> None:
+        """Undo every fault; block until all nodes form one cluster again.
+
+        Raises:
+            TimeoutError: they did not within 180 s.
+        """
+        self._links.clear()
+        for node in self.nodes:
+            node.cut_off = False
+        self._filter_links()
+        self._each([node for node in self.nodes if node.status() == "paused"], lambda node: node.unpause())
+        self.start()
+        for node in tuple(self._drained):
+            self.revive(node)
+        self._each(self.nodes, lambda node: node.heal())
+        self.wait_ready()
+
+    # waiting
+
+    def wait_ready(self, timeout: float = _TIMEOUT) -> None:
+        """Block until the cluster is whole.
+
+        Then every node answers and sees all others, and any one may stop without a queue losing its majority: call it
+        between two steps of a rolling restart.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: the text names the nodes that each node sees.
+        """
+        self._each(self.nodes, lambda node: node.wait_ready(timeout))
+        self._wait_for_members(timeout)
+        for node in self.nodes if len(self.nodes) > 2 else ():
+            wait_until(
+                lambda node=node: _evaluated(node, _CRITICAL) == "[]",  # type: ignore[misc]
+                timeout=timeout,
+                what=f"every queue has replicas beside those on {node.name}",
+                interval=0.2,
+            )
+
+    def _wait_for_members(self, timeout: float = _TIMEOUT) -> None:
+        expected = "[" + ",".join(f"'{node.name}'" for node in self.nodes) + "]"
+        seen: dict[str, str] = {}
+
+        def complete() -> bool:
+            seen.update(
+                zip(
+                    (n.name for n in self.nodes),
+                    self._each(self.nodes, lambda node: _evaluated(node, _MEMBERS_HERE)),
+                    strict=True,
+                )
+            )
+            return set(seen.values()) == {expected}
+
+        wait_until(complete, timeout=timeout, what=lambda: f"one cluster: {seen}", interval=0.2)
+
+    def _filter_links(self) -> None:
+        """Drop packets at both ends of a link, so that a restart opens no gap."""
+
+        def filtered(node: ClusterNode) -> None:
+            here = node.network_address
+            outgoing = {("OUTPUT", to) for sender, to in self._links if sender == here}
+            node.unreachable(outgoing | {("INPUT", sender) for sender, to in self._links if to == here})
+
+        self._each(self.nodes, filtered)
+
+    def _each(self, nodes: Iterable[ClusterNode], call: Callable[[ClusterNode], T]) -> list[T]:
+        """Call a function with each node, side by side; return the results in order."""
+        with ThreadPoolExecutor(_LARGEST, thread_name_prefix="reliable-mq-lab") as pool:
+            return list(pool.map(call, nodes))
+
+
+def _evaluated(node: ClusterNode, expression: str) -> str:
+    """Return the value of an expression, or the error of a node that cannot yet."""
+    try:
+        return node.evaluate(expression)
+    except LabError as error:
+        return str(error)
+
+
+def _create_network(hostnames: list[str]) -> tuple[Network, dict[str, str]]:
+    """Return a network of a cluster's own, and an address in it for each host name.
+
+    Docker gives a chosen address only in a subnet that was chosen, so a first network finds one that is free.
+    """
+    client = connect_to_docker().client
+    labels, error = {OWNER_LABEL: owner()}, None
+    for _ in range(_NETWORK_ATTEMPTS):
+        name = f"reliable-mq-{secrets.token_hex(4)}"
+        try:
+            first = client.networks.create(name, driver="bridge", labels=labels)
+            first.reload()
+            pool = first.attrs["IPAM"]["Config"][0]
+            first.remove()
+            subnet = IPv4Network(pool["Subnet"])
+            ipam = IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet), gateway=str(subnet[1]))])
+            network = client.networks.create(name, driver="bridge", labels=labels, ipam=ipam)
+        except DockerException as failure:  # another process was given the same subnet meanwhile
+            error = failure
+        else:
+            return network, {hostname: str(subnet[10 + number]) for number, hostname in enumerate(hostnames)}
+    raise LabError(f"docker cannot create a network: {error}") from error
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,88 @@
+"""RabbitMQ's management API, as far as tests ask it.
+
+Its counts lag by the statistics interval (1 s in the lab); `VirtualHost.live_counts` does not.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from reliable_mq.errors import LabError
+
+__all__ = ["Management", "ManagementAPIError"]
+
+
+class ManagementAPIError(LabError):
+    """The management API answered with an error status.
+
+    Attributes:
+        status: of HTTP, such as 404.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Management:
+    """The management API of one broker. Thread-safe; each call is one connection.
+
+    Args:
+        url: of the API's host, without ``/api``.
+        user: who asks.
+        password: of the user.
+        timeout: of each call, in seconds.
+    """
+
+    def __init__(self, url: str, *, user: str = "guest", password: str = "guest", timeout: float = 15.0) -> None:  # noqa: S107  # a fresh broker's own
+        self.url = url
+        self._timeout = timeout
+        self._authorization = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+    def call(self, method: str, *segments: str, body: Any = None, query: str = "") -> Any:
+        """Call ``/api/<segments>``; return the decoded answer, None where it is empty.
+
+        Args:
+            method: of HTTP.
+            segments: of the path; each is percent-encoded.
+            body: is sent as JSON; None for none.
+            query: of the URL, with its question mark.
+
+        Raises:
+            ManagementAPIError: the status is 400 or above.
+            OSError: the broker does not answer.
+        """
+        path = "/api/" + "/".join(quote(segment, safe="") for segment in segments) + query
+        request = urllib.request.Request(  # noqa: S310  # the URL is the lab's own
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": self._authorization, "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:  # noqa: S310
+                content = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise ManagementAPIError(f"{method} {path}: {error.code} {text[:300]}", status=error.code) from None
+        return json.loads(content) if content else None
+
+    def alarmed(self) -> bool:
+        """Return whether a memory or disk alarm is in effect on this node."""
+        try:
+            self.call("GET", "health", "checks", "local-alarms")
+        except ManagementAPIError as error:
+            if error.status != 503:
+                raise
+            return True
+        return False
+
+    def connections(self, virtual_host: str) -> list[dict[str, Any]]:
+        """Return the connections to a virtual host, as the (lagging) statistics know them."""
+        return [each for each in self.call("GET", "connections") if each.get("vhost") == virtual_host]
