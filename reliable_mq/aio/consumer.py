@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import warnings
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -255,7 +256,10 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
             subscription = await self._connect(required=False)
         assert isinstance(subscription, AsyncPullSubscription)  # noqa: S101  # it has no handler
         self._check_loop()
+        began = time.time_ns()
         deliveries = await subscription.take(max_messages, wait)
+        if subscription.tracer is not None:
+            subscription.tracer.received(deliveries, began)
         if not deliveries and subscription.error is not None:
             raise subscription.error
         try:

@@ -132,6 +132,9 @@ class AsyncSubscription(BaseSubscription):
         """After the end, close the connection without a handshake. Does not wait."""
         self._io.stop()
 
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_soon(call)
+
     def _new_event(self) -> asyncio.Event:
         return asyncio.Event()
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
+from reliable_mq.core.consumer.handler import is_coroutine_function
 from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription, HandlerPool
@@ -195,10 +196,15 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
             logger.warning("%s", warning)
         kind = self._pull_subscription_type if options.handler is None else self._subscription_type
         subscription: SubscriptionT = kind(options, options.settings, options.new_reconnect_policy())
+        subscription.tracer = tracer = options.new_tracer()
         if options.handler is not None:
+            handler = options.handler
+            if tracer is not None:
+                trace = tracer.traced_coroutine if is_coroutine_function(handler) else tracer.traced
+                handler = trace(handler, batch=options.batch)
             new_pool = partial(
                 self._pool_type(),
-                handler=options.handler,
+                handler=handler,
                 batch=options.batch,
                 store=options.store,
                 claiming=options.new_claiming(),

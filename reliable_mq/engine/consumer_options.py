@@ -34,6 +34,7 @@ from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores.protocol import IdempotencyStore
 from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments, check_name
+from reliable_mq.tracing import Tracing
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ReconnectStop, ReconnectWait
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
+    from reliable_mq.tracing.consuming import ConsumerTracer
 
 __all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
 
@@ -71,7 +73,7 @@ class ConsumerOptions:
     """The options of one consumer, checked, and the objects that they describe.
 
     Attributes:
-        name, prefetch, concurrency, registry, handler: as given.
+        name, prefetch, concurrency, registry, handler, tracing: as given.
         store: as given for ``idempotency``.
         ack_interval, stop_timeout, new_queue_grace: as given, in seconds.
         settings: of the connection.
@@ -118,6 +120,7 @@ class ConsumerOptions:
         connect_timeout: Duration | None = None,
         name: str = "consumer",
         registry: CollectorRegistry | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Check the options; nothing is connected yet.
 
@@ -173,6 +176,8 @@ class ConsumerOptions:
             connect_timeout: seconds for one attempt on one host.
             name: of threads and tasks, in metrics, in dead letters, and of the consumer at the broker.
             registry: where to register Prometheus metrics; None for none.
+            tracing: a ``Tracing``, for OpenTelemetry spans of handlers and acks; None for none. Handlers then run in
+                the context of their message.
 
         Raises:
             ConfigurationError: an option is wrong, or contradicts another; the message names it.
@@ -231,6 +236,9 @@ class ConsumerOptions:
         }
         self.name = name
         self.registry = registry
+        if tracing is not None and not isinstance(tracing, Tracing):
+            _refuse(f"tracing must be a Tracing, not {tracing!r}")
+        self.tracing = tracing
         self.handler = handler
         self.prefetch = prefetch
         self.concurrency = concurrency
@@ -405,6 +413,14 @@ class ConsumerOptions:
         It does not retry: the session does.
         """
         return kind(**self._republishing, delivery_timeout=_REPUBLISH_TIMEOUT, retry=RetryPolicy(1), on_blocked="raise")
+
+    def new_tracer(self) -> ConsumerTracer | None:
+        """Make the tracer of a consumer; None without traces."""
+        if self.tracing is None:
+            return None
+        from reliable_mq.tracing.consuming import ConsumerTracer  # noqa: PLC0415  # it imports OpenTelemetry
+
+        return ConsumerTracer(self.tracing, name=self.name, queue=self.queue_name, endpoints=self.settings.endpoints)
 
     def new_claiming(self) -> ClaimPolicy | None:
         """Make the policy of claiming deliveries; None without a store."""

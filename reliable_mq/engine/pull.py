@@ -55,7 +55,7 @@ class PulledDelivery(Delivery):
 
     def __init__(self, delivery: Delivery, subscription: BasePullSubscription) -> None:
         self._delivered = delivery
-        state = delivery.state
+        state, context = delivery.state, delivery.attempt_context
         super().__init__(
             delivery.consumer_tag,
             delivery.delivery_tag,
@@ -66,7 +66,7 @@ class PulledDelivery(Delivery):
             delivery.body,
         )
         self._source = delivery.source
-        self.state = state
+        self.state, self.attempt_context = state, context
         self._failures = delivery.failures
         self._settled = False
         self._subscription = subscription
@@ -79,6 +79,15 @@ class PulledDelivery(Delivery):
     @state.setter
     def state(self, state: DeliveryState) -> None:
         self._delivered.state = state
+
+    @property
+    def attempt_context(self) -> str | None:
+        """The trace context of the delivery that the session knows."""
+        return self._delivered.attempt_context
+
+    @attempt_context.setter
+    def attempt_context(self, context: str | None) -> None:
+        self._delivered.attempt_context = context
 
     def ack(self) -> None:
         """Ack it. Does not wait for the broker.

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Queue
+    from reliable_mq.tracing.consuming import ConsumerTracer
 
 __all__ = ["BaseRepublisher", "BaseSubscription", "ConsumerConnection", "Event", "HandlerPool"]
 
@@ -166,6 +167,7 @@ class BaseSubscription:
         largest_body: the largest body to read, in bytes, as in `ChannelSink`.
         error: why it ended by itself, if it did.
         reconnects: connections lost and made again.
+        tracer: records settlements; None without traces.
         hurried: whether it was told not to wait.
         ended: set when it has ended.
     """
@@ -179,6 +181,7 @@ class BaseSubscription:
         self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
     ) -> None:
         self.republisher: BaseRepublisher | None = None
+        self.tracer: ConsumerTracer | None = None
         self.quarantine_handlers: HandlerPool | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body
@@ -220,6 +223,10 @@ class BaseSubscription:
         client: ConnectionListener,
         reconnect_policy: ReconnectPolicy,
     ) -> ConsumerConnection:
+        raise NotImplementedError
+
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        """Run code that is not ours, soon, and not here. Does not block."""
         raise NotImplementedError
 
     # For callers, on any thread
@@ -437,12 +444,17 @@ class BaseSubscription:
                 self.republisher.put(republish)
         if actions.data:
             self._io.write(actions.data)
+        self._record_settled(actions)
         if actions.dispatch_quarantined:
             (self.quarantine_handlers or self.handlers).put(actions.dispatch_quarantined)
         for change in actions.subscribe:
             self._change_subscription(change)
         for event in actions.log:
             logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name))
+
+    def _record_settled(self, actions: Actions) -> None:
+        if actions.settled and self.tracer is not None:
+            self._call_outside(partial(self.tracer.settled, actions.settled, time.time_ns()))
 
     def _change_subscription(self, change: SubscriptionChange) -> None:
         if isinstance(change, Resubscribe):
@@ -469,7 +481,9 @@ class BaseSubscription:
             )
         self.session.recalled(self._recalled())
         self._take_in(now)
-        self._io.write(self.session.poll(now).data)
+        last = self.session.poll(now)
+        self._io.write(last.data)
+        self._record_settled(last)
         self._io.stop(CLOSE_GRACE)
         self._first_attempts_over.set()
         self.ended.set()

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from queue import Empty
 from typing import TYPE_CHECKING, Final, Self
@@ -208,7 +209,10 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
         if subscription is None or subscription.ended.is_set():
             subscription = self._connect(required=False)
         assert isinstance(subscription, PullSubscription)  # noqa: S101  # it has no handler
+        began = time.time_ns()
         deliveries = subscription.take(max_messages, wait)
+        if subscription.tracer is not None:
+            subscription.tracer.received(deliveries, began)
         if not deliveries and subscription.error is not None:
             raise subscription.error
         try:

@@ -84,6 +84,12 @@ class Subscription(BaseSubscription):
     _first_attempts_over: threading.Event
     _io: IOThread
 
+    def __init__(
+        self, options: ConsumerOptions, settings: ConnectionSettings, reconnect_policy: ReconnectPolicy
+    ) -> None:
+        super().__init__(options, settings, reconnect_policy)
+        self._outside = CallbackThread(f"{options.name}-traces")  # started with the first call
+
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
         """Wait for the first attempt on every host. Returns its error, or None.
 
@@ -100,7 +106,12 @@ class Subscription(BaseSubscription):
 
     def join(self) -> bool:
         """After the end, wait until the connection is closed."""
-        return self._io.close(CLOSE_GRACE)
+        self._outside.stop()
+        closed = self._io.close(CLOSE_GRACE)
+        return self._outside.join(CLOSE_GRACE) and closed
+
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self._outside.put(call)
 
     def _new_event(self) -> threading.Event:
         return threading.Event()

@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    format_span_id,
+    format_trace_id,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from reliable_mq.codec import CodecError, Properties
 
@@ -19,9 +28,14 @@ if TYPE_CHECKING:
 
     from opentelemetry.propagators.textmap import TextMapPropagator
 
-__all__ = ["Propagation"]
+__all__ = ["Propagation", "attempt_context", "context_of_attempt"]
 
 _BAGGAGE: Final = "baggage"  # no context of a trace
+_W3C: Final = frozenset({"traceparent", "tracestate"})
+_TRACEPARENT: Final = b"\x0btraceparentS\x00\x00\x00\x37"  # the name of the header, the type and size of its value
+_FLAGS: Final = len(_TRACEPARENT) + 53  # behind the beginning of the header
+_SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  # the last digit of the flags
+_EMPTY: Final = Context()
 
 
 class Propagation:
@@ -35,6 +49,7 @@ class Propagation:
         self._propagator = propagator
         self._fields = frozenset(propagator.fields) - {_BAGGAGE}
         self._marks = tuple(bytes((len(name),)) + name.encode() for name in self._fields)
+        self._is_w3c = self._fields <= _W3C
 
     def carries(self, properties: bytes | None) -> bool:
         """Whether encoded properties carry the context of a trace."""
@@ -44,6 +59,18 @@ class Propagation:
             return not self._fields.isdisjoint(Properties(properties).header_names())
         except CodecError:
             return True  # what cannot be read is not replaced
+
+    def not_sampled(self, properties: bytes) -> Context | None:
+        """Return the context of a message that is not sampled; None if it may be.
+
+        It is decoded if somebody reads it: most handlers look at none.
+        """
+        if not self._is_w3c or b"\x07baggage" in properties:
+            return None
+        at = properties.find(_TRACEPARENT)
+        if at < 0 or properties[at + _FLAGS + 1 : at + _FLAGS + 2] in _SAMPLED:
+            return None
+        return set_span_in_context(_PassedOnSpan(self, properties), _EMPTY)
 
     def headers(self, context: Context) -> dict[str, str]:
         """Return the headers that carry a context."""
@@ -62,6 +89,36 @@ class Propagation:
     def extract(self, headers: Mapping[str, object]) -> Context:
         """Return the context that headers carry, without any of this thread or task."""
         return self._propagator.extract(headers, Context(), _GETTER)
+
+
+class _PassedOnSpan(NonRecordingSpan):
+    """The span of a message that is not sampled; its context is decoded when needed."""
+
+    def __init__(self, propagation: Propagation, properties: bytes) -> None:
+        self._propagation = propagation
+        self._properties = properties
+        self._decoded: SpanContext | None = None
+
+    def get_span_context(self) -> SpanContext:
+        if self._decoded is None:
+            try:
+                context = self._propagation.extract(Properties(self._properties).headers)
+            except CodecError:
+                context = _EMPTY
+            self._decoded = get_current_span(context).get_span_context()
+        return self._decoded
+
+
+def attempt_context(context: SpanContext) -> str:
+    """Return the text by which the next attempt finds the span of this one."""
+    flags = int(context.trace_flags)
+    return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{flags:02x}"
+
+
+def context_of_attempt(text: str) -> SpanContext:
+    """Return the context of an earlier attempt; an invalid one if it cannot be read."""
+    context = TraceContextTextMapPropagator().extract({"traceparent": text}, _EMPTY)
+    return get_current_span(context).get_span_context()
 
 
 class _HeaderGetter(Getter["Mapping[str, object]"]):

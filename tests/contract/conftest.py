@@ -60,3 +60,9 @@ def new_consumer(
         return CONSUMERS[request.param](broker.url, queue, handler, **options)
 
     return make
+
+
+@pytest.fixture
+def new_publisher_of_the_sync_api(broker: ScriptedBroker) -> Callable[..., Any]:
+    """As `new_publisher`, for a test whose other parts are of each API in turn."""
+    return partial(Publisher, broker.url, delivery_timeout=20)

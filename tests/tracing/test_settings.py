@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
-from reliable_mq import ConfigurationError, Message, Publisher, Tracing
+from reliable_mq import ConfigurationError, Consumer, Message, Publisher, Tracing
 from reliable_mq.tracing import conventions
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def test_a_wrong_argument_is_refused_by_its_name(arguments: dict[str, Any], text
 def test_a_publisher_refuses_another_object_for_tracing() -> None:
     with pytest.raises(ConfigurationError, match="tracing must be a Tracing, not True"):
         Publisher(URL, tracing=True)  # type: ignore[arg-type]
+
+
+def test_a_consumer_refuses_another_object_for_tracing() -> None:
+    with pytest.raises(ConfigurationError, match="tracing must be a Tracing, not True"):
+        Consumer(URL, "orders", print, tracing=True)  # type: ignore[arg-type]
 
 
 def run(program: str) -> str:

@@ -105,9 +105,20 @@ class Delivery(RawDelivery):
         flaw: the error in its properties, once they were found broken.
         inbox_claim: its claim in the idempotency store while its handler runs; None without one that has transactions.
         store_failures: how often the idempotency store failed for it.
+        attempt_context: the trace context of the last attempt, if that is sampled; else None.
     """
 
-    __slots__ = ("_decoded", "_failures", "_source", "claim", "flaw", "inbox_claim", "state", "store_failures")
+    __slots__ = (
+        "_decoded",
+        "_failures",
+        "_source",
+        "attempt_context",
+        "claim",
+        "flaw",
+        "inbox_claim",
+        "state",
+        "store_failures",
+    )
 
     _source: ChannelGeneration
 
@@ -135,6 +146,7 @@ class Delivery(RawDelivery):
         self.flaw: str | None = None
         self.inbox_claim: InboxClaim | None = None
         self.store_failures = 0
+        self.attempt_context: str | None = None
         self._decoded: Properties | None = None
 
     @property

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.quarantine import Quarantine
-    from reliable_mq.core.consumer.settlement import LogEvent
+    from reliable_mq.core.consumer.settlement import LogEvent, SettledDeliveries
     from reliable_mq.core.consumer.stream_offset import StreamOffset
     from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
     from reliable_mq.core.retry.delay_queues import DelayQueues
@@ -70,6 +70,7 @@ class Actions(NamedTuple):
         declare: queues to declare on the open channel; each is to be `declared`.
         publish: messages to publish, mandatory and confirmed; each is to be `published`.
         data: bytes to write on the open channel.
+        settled: settlements in these that a trace shows.
         dispatch_quarantined: as `dispatch`, for the handler of quarantine. It comes after `data`, and is empty
             while a delivery is moved to quarantine: that may be the one that comes from there, which is to kill no
             process before its original is acked.
@@ -85,6 +86,7 @@ class Actions(NamedTuple):
     declare: Sequence[Queue] = ()
     publish: Sequence[RepublishRequest] = ()
     data: bytes = b""
+    settled: Sequence[SettledDeliveries] = ()
     dispatch_quarantined: Sequence[Work] = ()
     subscribe: Sequence[SubscriptionChange] = ()
     log: Sequence[LogEvent] = ()
@@ -432,6 +434,7 @@ class ConsumerSession:
             declare,
             publish,
             data,
+            settlement.take_settled(),
             quarantined,
             subscribe,
             log,

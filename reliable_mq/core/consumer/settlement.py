@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.statistics import ConsumerStatistics
     from reliable_mq.topology import Queue
 
-__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "Settlement"]
+__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "SettledDeliveries", "Settlement"]
 
 
 class RepublishQueue:
@@ -231,6 +231,20 @@ class LogEvent(NamedTuple):
         return line
 
 
+class SettledDeliveries(NamedTuple):
+    """A settlement that a trace shows.
+
+    Attributes:
+        method: ``"ack"``, ``"nack"`` or ``"reject"``.
+        deliveries: those with an `attempt_context`, at least one.
+        total: the number of all deliveries that were settled with them.
+    """
+
+    method: str
+    deliveries: list[Delivery]
+    total: int
+
+
 class Settlement:
     """The deliveries that wait for no handler, and the frames to send.
 
@@ -275,6 +289,8 @@ class Settlement:
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
         self._requeued: list[int] = []  # delivery tags to requeue with the next output
+        self._finished: dict[int, Delivery] = {}  # by delivery tag: those with an `attempt_context`, not acked yet
+        self._settled: list[SettledDeliveries] = []
         self._flush = False  # everything that is finished is acked with the next output
 
     def opened(self, source: ChannelGeneration) -> None:
@@ -294,12 +310,15 @@ class Settlement:
         self.republish.lost()
         self._output.clear()
         self._requeued.clear()
+        self._finished.clear()
 
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
         """Ack deliveries, in time or ``at_once``. Return how many were unfinished."""
         self._flush |= at_once
         for delivery in deliveries:
             delivery.state = _FINISHED
+            if delivery.attempt_context is not None:
+                self._finished[delivery.delivery_tag] = delivery
         return self.acks.finished([delivery.delivery_tag for delivery in deliveries], now)
 
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
@@ -353,6 +372,7 @@ class Settlement:
             delivery.state = DeliveryState.SETTLED
         if self.source is not None and not self.automatic and self.stream_offset is None and not self._lifecycle.keeps:
             self._requeued += [delivery.delivery_tag for delivery in deliveries]
+            self._record("nack", deliveries, len(deliveries))
 
     def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
         """Add a line to the log."""
@@ -365,12 +385,22 @@ class Settlement:
         events, self._log = self._log, []
         return events
 
+    def take_settled(self) -> Sequence[SettledDeliveries]:
+        """Take the settlements that a trace shows; they go with the output."""
+        if not self._settled:
+            return ()
+        settled, self._settled = self._settled, []
+        return settled
+
     def take_output(self, now: float, *, idle: bool) -> bytes:
         """Take the bytes to write on the open channel; ``idle``: no handler runs."""
         flush, self._flush = self._flush or not self._lifecycle.consuming, False
+        acked = self.statistics.acked
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:
             self._send_acks(self.source, frames)
+            if self._finished:
+                self._record_acks(frames, self.statistics.acked - acked)
         if self._requeued and self.source is not None:
             self._send_requeued(self.source)
         if not self._output:
@@ -395,6 +425,7 @@ class Settlement:
         if not self.acks.take_out(source.generation, delivery.delivery_tag):
             return False
         self._output.append(encode_reject(source.channel, delivery.delivery_tag, requeue=requeue))
+        self._record("reject", [delivery], 1)
         return True
 
     def _send_requeued(self, source: ChannelGeneration) -> None:
@@ -405,3 +436,15 @@ class Settlement:
 
     def _send_acks(self, source: ChannelGeneration, frames: Frames) -> None:
         self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)
+
+    def _record_acks(self, frames: Frames, total: int) -> None:
+        """Record the acks of finished deliveries that these frames settle."""
+        tags = {tag for tag, _ in frames}
+        highest = max((tag for tag, multiple in frames if multiple), default=0)
+        acked = [tag for tag in self._finished if tag <= highest or tag in tags]
+        self._record("ack", [self._finished.pop(tag) for tag in acked], total)
+
+    def _record(self, method: str, deliveries: Iterable[Delivery], total: int) -> None:
+        traced = [delivery for delivery in deliveries if delivery.attempt_context is not None]
+        if traced:
+            self._settled.append(SettledDeliveries(method, traced, total))

@@ -42,6 +42,9 @@ _MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC",
 _CLEARED: Final = ("user_id", "expiration")
 
 
+LONGEST_CONTEXT: Final = 64  # characters; that of W3C's first version has 55
+
+
 class RetryState(NamedTuple):
     """The state of a message that came from a delay queue, or from quarantine.
 
@@ -81,6 +84,8 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         for name, value in (("user-id", view.user_id), ("expiration", view.expiration)):
             if value is not None:
                 table[name] = wire_text(value)
+        if delivery.attempt_context is not None:
+            table["trace-context"] = delivery.attempt_context
         if failures is not None:
             if failures.lost:
                 table["lost"] = failures.lost
@@ -115,6 +120,8 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     version, table = ours.get(headers.FORMAT), ours.get(headers.RETRY)
     if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
         return PLAIN
+    context = table.get("trace-context")
+    delivery.attempt_context = context if isinstance(context, str) and len(context) <= LONGEST_CONTEXT else None
     moved = table.get("moved")
     said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
     back = {_MOVED[name]: name for name in said if name in _MOVED}

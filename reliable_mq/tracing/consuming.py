@@ -1,0 +1,385 @@
+"""Spans of consuming: *process* around a handler, *receive* for ``get``, *settle*.
+
+A handler runs in the context of its message, and the context of its thread or task is as before when it ends. The span
+of a single delivery is in the trace of its message and links to it, and to the attempt before; that of a batch has a
+trace of its own, and links to each message that is sampled. A message whose trace is not sampled costs no span: its
+handler runs in a context that says so, which is decoded if somebody looks at it.
+
+Invariants:
+
+- no exception of a tracer, or of a processor of spans, becomes the failure of a delivery;
+- a context is detached where it was attached, unless its task is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from opentelemetry.context import Context, attach, detach, get_current
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanKind,
+    StatusCode,
+    get_current_span,
+    set_span_in_context,
+)
+
+from reliable_mq.core.consumer.attempts import describe
+from reliable_mq.errors import ConsumeError
+from reliable_mq.retry import DeadLetter, RetryLater
+from reliable_mq.tracing import conventions
+from reliable_mq.tracing.propagation import Propagation, attempt_context, context_of_attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from opentelemetry.trace import Span
+
+    from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.core.consumer.settlement import SettledDeliveries
+    from reliable_mq.settings import Endpoint
+    from reliable_mq.tracing.tracing import Tracing
+
+__all__ = ["ConsumerTracer"]
+
+logger = logging.getLogger(__name__)
+
+_DESTINATIONS_KEPT: Final = 1024  # attributes of spans, by exchange and routing key
+_EMPTY: Final = Context()
+
+
+class _Handling(NamedTuple):
+    """What a handler runs in: nothing of ours, a context, or a context with a span."""
+
+    context: Context | None = None
+    span: Span | None = None
+
+
+_PLAIN: Final = _Handling()
+_CLEARED: Final = _Handling(_EMPTY)
+
+
+class ConsumerTracer:
+    """Makes the spans of one consumer. Thread-safe.
+
+    Args:
+        tracing: the settings.
+        name: of the consumer.
+        queue: its name.
+        endpoints: of the broker.
+    """
+
+    def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
+        self._tracing = tracing
+        self._queue = queue
+        self._common: dict[str, Any] = {
+            conventions.SYSTEM: conventions.RABBITMQ,
+            conventions.CLIENT_ID: name,
+            **conventions.server(endpoints),
+        }
+        self._destinations: dict[tuple[str, str], dict[str, Any]] = {}
+        self._known_propagation: Propagation | None = None
+
+    # Handlers
+
+    def traced(self, handler: Callable[[Any], object], *, batch: bool) -> Callable[[Any], object]:
+        """Return a plain handler that runs in the context of its message."""
+        begin = self._begin_batch if batch else self._begin
+
+        def handle(argument: Any) -> object:
+            context, span = begin(argument)
+            if context is None:
+                return handler(argument)
+            token = attach(context)
+            try:
+                answer = handler(argument)
+                if span is not None:
+                    _end(span, answer)
+            except BaseException as error:
+                if span is not None:
+                    _end_failed(span, error)
+                raise
+            finally:
+                detach(token)
+            return answer
+
+        return handle
+
+    def traced_coroutine(self, handler: Callable[[Any], Any], *, batch: bool) -> Callable[[Any], Any]:
+        """Return a coroutine function that runs one in the context of its message."""
+        begin = self._begin_batch if batch else self._begin
+
+        async def handle(argument: Any) -> object:
+            context, span = begin(argument)
+            if context is None:
+                return await handler(argument)
+            token = attach(context)
+            try:
+                answer = await handler(argument)
+            except GeneratorExit as error:  # the task is thrown away, in no context of its own
+                if span is not None:
+                    _end_failed(span, error)
+                raise
+            except BaseException as error:
+                if span is not None:
+                    _end_failed(span, error)
+                detach(token)
+                raise
+            if span is not None:
+                _end(span, answer)
+            detach(token)
+            return answer
+
+        return handle
+
+    def _begin(self, delivery: Delivery) -> _Handling:
+        try:
+            return self._process(delivery)
+        except Exception:
+            logger.exception("a span could not be begun; the handler runs without one")
+            return _PLAIN
+
+    def _process(self, delivery: Delivery) -> _Handling:
+        propagation, previous = self._propagation, delivery.attempt_context
+        if previous is None:
+            passed_on = propagation.not_sampled(delivery.properties)
+            if passed_on is not None:
+                return _Handling(passed_on)
+        context = self._context_of(propagation, delivery)
+        parent = get_current_span(context).get_span_context()
+        links = [Link(parent)] if parent.is_valid else []
+        if previous is not None:
+            before = context_of_attempt(previous)
+            if before.is_valid:
+                links.append(Link(before))
+                if not parent.is_valid:
+                    parent, context = before, set_span_in_context(NonRecordingSpan(before), context)
+        if parent.is_valid:
+            if not parent.trace_flags.sampled:
+                return _Handling(context)
+        elif random.random() >= self._tracing.root_ratio:
+            return _Handling(context) if context or get_current() else _PLAIN
+        destination = self._destination(delivery)
+        span = self._start("process", SpanKind.CONSUMER, context, destination, links)
+        if span.is_recording():
+            delivery.attempt_context = attempt_context(span.get_span_context())
+            _describe(span, delivery)
+        return _Handling(set_span_in_context(span, context), span)
+
+    def _begin_batch(self, deliveries: list[Delivery]) -> _Handling:
+        try:
+            return self._process_batch(deliveries)
+        except Exception:
+            logger.exception("a span could not be begun; the batch handler runs without one")
+            return _PLAIN
+
+    def _process_batch(self, deliveries: list[Delivery]) -> _Handling:
+        links, decided = self._links(deliveries)
+        if not links and (decided or random.random() >= self._tracing.root_ratio):
+            return _CLEARED if get_current() else _PLAIN
+        span = self._start("process", SpanKind.CONSUMER, _EMPTY, self._common_destination(deliveries), links)
+        if span.is_recording():
+            text = attempt_context(span.get_span_context())
+            for delivery in deliveries:
+                delivery.attempt_context = text
+            span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
+        return _Handling(set_span_in_context(span, _EMPTY), span)
+
+    # Deliveries of `get`
+
+    def received(self, deliveries: Sequence[Delivery], began: int) -> None:
+        """Record that a caller has got deliveries.
+
+        Args:
+            deliveries: any number.
+            began: when it asked for them, in nanoseconds since 1970.
+        """
+        if not deliveries:
+            return
+        try:
+            self._receive(deliveries, began)
+        except Exception:
+            logger.exception("a span could not be recorded; the deliveries are not affected")
+
+    def _receive(self, deliveries: Sequence[Delivery], began: int) -> None:
+        links, decided = self._links(deliveries)
+        context = get_current()
+        ambient = get_current_span(context).get_span_context()
+        if ambient.is_valid:
+            if not ambient.trace_flags.sampled:
+                return
+        elif not links and (decided or random.random() >= self._tracing.root_ratio):
+            return
+        destination = self._common_destination(deliveries)
+        span = self._start("receive", SpanKind.CLIENT, context, destination, links, began)
+        if span.is_recording():
+            sampled = {link.context.span_id for link in links}
+            for delivery in deliveries:
+                if not sampled.isdisjoint(self._span_ids(delivery)):
+                    delivery.attempt_context = attempt_context(span.get_span_context())
+            span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
+        span.end()
+
+    # Settlements
+
+    def settled(self, settlements: Iterable[SettledDeliveries], at: int) -> None:
+        """Record settlements of sampled messages; call it where a processor may block.
+
+        Each is a child of the span of its first message, so that it is sampled, too.
+
+        Args:
+            settlements: written to the connection.
+            at: when, in nanoseconds since 1970.
+        """
+        for settlement in settlements:
+            first = settlement.deliveries[0]
+            links, _ = self._links(settlement.deliveries)
+            context = set_span_in_context(NonRecordingSpan(context_of_attempt(first.attempt_context or "")), _EMPTY)
+            destination = self._common_destination(settlement.deliveries)
+            span = self._start(settlement.method, SpanKind.CLIENT, context, destination, links, at)
+            if settlement.total > 1:
+                span.set_attribute(conventions.BATCH_COUNT, settlement.total)
+            else:
+                span.set_attribute(conventions.DELIVERY_TAG, first.delivery_tag)
+                if (message_id := _text(first, "message_id")) is not None:
+                    span.set_attribute(conventions.MESSAGE_ID, message_id)
+            span.end(at)
+
+    # Parts of spans
+
+    @property
+    def _propagation(self) -> Propagation:
+        if self._known_propagation is None:
+            self._known_propagation = Propagation(self._tracing.propagator)
+        return self._known_propagation
+
+    def _start(
+        self,
+        operation: str,
+        kind: SpanKind,
+        context: Context,
+        destination: dict[str, Any],
+        links: Sequence[Link],
+        start_time: int | None = None,
+    ) -> Span:
+        name = f"{operation} {destination[conventions.DESTINATION]}"
+        kind_of_operation = operation if operation in {"process", "receive"} else "settle"
+        attributes = {
+            **self._common,
+            **destination,
+            conventions.OPERATION_NAME: operation,
+            conventions.OPERATION_TYPE: kind_of_operation,
+        }
+        return self._tracing.tracer.start_span(name, context, kind, attributes, links, start_time)
+
+    def _destination(self, delivery: Delivery) -> dict[str, Any]:
+        exchange, routing_key = delivery.exchange, delivery.routing_key
+        found = self._destinations.get((exchange, routing_key))
+        if found is None:
+            found = {
+                conventions.DESTINATION: conventions.consumed_from(exchange, routing_key, self._queue),
+                **({conventions.ROUTING_KEY: routing_key} if routing_key else {}),
+            }
+            if len(self._destinations) >= _DESTINATIONS_KEPT:
+                self._destinations.clear()
+            self._destinations[exchange, routing_key] = found
+        return found
+
+    def _common_destination(self, deliveries: Sequence[Delivery]) -> dict[str, Any]:
+        """Return the destination of all; the queue if they were published to several."""
+        if len({(delivery.exchange, delivery.routing_key) for delivery in deliveries}) == 1:
+            return self._destination(deliveries[0])
+        return {conventions.DESTINATION: self._queue}
+
+    def _links(self, deliveries: Iterable[Delivery]) -> tuple[list[Link], bool]:
+        """Return links to messages that are sampled, and whether all carry a context."""
+        propagation = self._propagation
+        links: list[Link] = []
+        decided = True
+        for delivery in deliveries:
+            carried = propagation.carries(delivery.properties)
+            if carried and propagation.not_sampled(delivery.properties) is None:
+                context = get_current_span(self._context_of(propagation, delivery)).get_span_context()
+                if context.is_valid and context.trace_flags.sampled:
+                    links.append(Link(context))
+            if delivery.attempt_context is not None:
+                before = context_of_attempt(delivery.attempt_context)
+                if before.is_valid and not carried:
+                    links.append(Link(before))
+            decided &= carried
+        return links, decided
+
+    def _span_ids(self, delivery: Delivery) -> set[int]:
+        if not self._propagation.carries(delivery.properties):
+            return set()
+        return {get_current_span(self._context_of(self._propagation, delivery)).get_span_context().span_id}
+
+    def _context_of(self, propagation: Propagation, delivery: Delivery) -> Context:
+        """Return the context that a delivery carries; an empty one if none can be read."""
+        if not propagation.carries(delivery.properties):
+            return _EMPTY
+        flaw = delivery.flaw
+        try:
+            return propagation.extract(delivery.headers)
+        except ConsumeError:
+            delivery.flaw = flaw  # the handler has not read the broken part
+            return _EMPTY
+
+
+def _describe(span: Span, delivery: Delivery) -> None:
+    """Add the attributes of one delivery."""
+    span.set_attribute(conventions.BODY_SIZE, len(delivery.body))
+    span.set_attribute(conventions.DELIVERY_TAG, delivery.delivery_tag)
+    span.set_attribute(conventions.ATTEMPT, delivery.attempt)
+    if delivery.redelivered:
+        span.set_attribute(conventions.REDELIVERED, True)
+    for attribute, name in ((conventions.MESSAGE_ID, "message_id"), (conventions.CONVERSATION_ID, "correlation_id")):
+        value = _text(delivery, name)
+        if value is not None:
+            span.set_attribute(attribute, value)
+
+
+def _text(delivery: Delivery, name: str) -> str | None:
+    flaw = delivery.flaw
+    try:
+        value: str | None = getattr(delivery, name)
+    except ConsumeError:
+        delivery.flaw = flaw
+        return None
+    return value
+
+
+def _end(span: Span, answer: object) -> None:
+    """End the span of a handler that has returned."""
+    verdict = answer if isinstance(answer, type) else type(answer)
+    if issubclass(verdict, (RetryLater, DeadLetter)):
+        _finish(span, "retry_later" if issubclass(verdict, RetryLater) else "dead_letter")
+    else:
+        _finish(span, "handled")
+
+
+def _end_failed(span: Span, error: BaseException) -> None:
+    """End the span of a handler that has raised."""
+    if isinstance(error, (RetryLater, DeadLetter)):
+        _end(span, error)
+    elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        _finish(span, "cancelled")
+    else:
+        _finish(span, "failed", error)
+
+
+def _finish(span: Span, outcome: str, error: BaseException | None = None) -> None:
+    try:
+        span.set_attribute(conventions.OUTCOME, outcome)
+        if error is not None:
+            failure = describe(error, 0.0)
+            span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
+            span.set_status(StatusCode.ERROR, failure.exception_message)
+            span.record_exception(error)
+        span.end()
+    except Exception:
+        logger.exception("a span could not be ended; the delivery is not affected")
