@@ -120,7 +120,7 @@ class QueueRecord:
 def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:
     """Return the new queues of a virtual host, kept for at least ``grace`` seconds.
 
-    Brokers without a cluster name share one record: that costs time alone.
+    Brokers whose cluster was given no name share one record: that costs time alone.
     """
     with _lock:
         queues = _registers.setdefault((cluster, virtual_host), SharedNewQueues())

@@ -126,8 +126,12 @@ class ServerInfo:
 
     @property
     def cluster_name(self) -> str:
-        """The name of the cluster, by default that of its first node; may be empty."""
-        return str(self.properties.get("cluster_name", ""))
+        """The name that the cluster was given; empty if it was given none.
+
+        Then each node reports a name of its own, ``rabbit@host``: after a reconnect to another node it is another one.
+        """
+        name = str(self.properties.get("cluster_name", ""))
+        return "" if "@" in name else name
 
     @classmethod
     def of(cls, properties: Mapping[str, object]) -> ServerInfo:

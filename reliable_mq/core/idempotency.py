@@ -26,7 +26,10 @@ __all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetr
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
-    """Return a name of a virtual host, in which queue names are unique."""
+    """Return a name of a virtual host, in which queue names are unique.
+
+    It is the same whichever node of a cluster the connection is to.
+    """
     return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
 
 

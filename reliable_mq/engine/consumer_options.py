@@ -142,8 +142,9 @@ class ConsumerOptions:
             idempotency_key: returns the key of a delivery; by default its ``message_id``.
             idempotency_lease: seconds for which a delivery being handled is claimed; longer than a handler may take.
             idempotency_namespace: tells equal queue names apart in a store that several brokers or virtual hosts share.
-                By default the broker's cluster name and the virtual host, as ``"rabbit@a/orders"``; give a name of your
-                own if the cluster's may change, or if several clusters deliver the same messages.
+                By default the name that the broker's cluster was given, if any, and the virtual host, as
+                ``"shop/orders"``; give a name of your own if several clusters without one share the store, or deliver
+                the same messages.
             ack_every: finished deliveries that are acked with one frame; by default half of the prefetch, 100 at most.
             ack_interval: seconds after which finished deliveries are acked, however few. While no handler runs it is
                 sooner.

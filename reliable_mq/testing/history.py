@@ -237,7 +237,9 @@ class History:
 
     # -- check ---------------------------------------------------------------------------------------------------------
 
-    def recovery(self, kind: OperationKind, since: float, until: float = math.inf) -> float:
+    def recovery(
+        self, kind: OperationKind, since: float, until: float = math.inf, *, by: Collection[str] | None = None
+    ) -> float:
         """Return the seconds from a fault to the end of the longest silence after it.
 
         A silence is a time in which no operation of this kind ends well. It is infinite if none ended well at all.
@@ -246,11 +248,15 @@ class History:
             kind: of operation.
             since: the time of the fault.
             until: the time after which silences are not looked at.
+            by: whose operations are looked at; None for everybody's.
         """
         ends = sorted(
             each.ended
             for each in self.operations
-            if each.kind is kind and each.outcome is OperationOutcome.OK and since < each.ended <= until
+            if each.kind is kind
+            and each.outcome is OperationOutcome.OK
+            and since < each.ended <= until
+            and (by is None or each.by in by)
         )
         if not ends:
             return math.inf

@@ -358,3 +358,9 @@ def test_a_server_says_who_it_is() -> None:
     assert server.properties["cluster_name"] == server.cluster_name == "secret-host"
     assert ServerInfo.of({}) == ServerInfo("", "", ())
     assert ServerInfo.of({}).cluster_name == ""
+
+
+def test_a_name_that_is_a_nodes_own_is_none_of_the_cluster() -> None:
+    """Each node of a cluster that was given no name reports another one."""
+    nodes = [ServerInfo.of({"cluster_name": f"rabbit@host-{number}"}) for number in range(3)]
+    assert [node.cluster_name for node in nodes] == ["", "", ""]

@@ -394,9 +394,9 @@ def test_a_key_names_the_virtual_host_that_the_delivery_comes_from() -> None:
     claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1)
     keys = [
         claiming.key_of(delivery(message_id="m1", source=ChannelGeneration(1, 1, "orders", namespace_of(cluster, "/"))))
-        for cluster in ("rabbit@a", "rabbit@b", "rabbit@b", "rabbit@a")
+        for cluster in ("shop-a", "shop-b", "shop-b", "shop-a")
     ]
-    assert keys == [f"rabbit@{letter}//|orders|m1" for letter in "abba"]
+    assert keys == [f"shop-{letter}//|orders|m1" for letter in "abba"]
 
 
 def test_a_store_that_fails_to_claim_means_no_effect() -> None:

@@ -330,6 +330,7 @@ def test_recovery_ends_with_the_longest_silence_after_the_fault(story: Story) ->
 
     assert story.history.recovery(OperationKind.PUBLISH, 3, until=10) == 6
     assert story.history.recovery(OperationKind.PUBLISH, 3) == 17
+    assert story.history.recovery(OperationKind.PUBLISH, 3, until=10, by=["another"]) == math.inf
     assert story.history.recovery(OperationKind.PUBLISH, 20) == math.inf
     assert story.history.recovery(OperationKind.HANDLE, 0) == math.inf
 
