@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
 
 from integration.support.consuming import Handler
-from integration.support.waiting import wait_until
 from reliable_mq import Ack, DeadLetter, Delivery, Message, Queue, RetryLater, RetryPolicy
 from reliable_mq.core import headers
 from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
 from tests.tracing.spans import Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
