@@ -46,6 +46,7 @@ PUBLIC = [
     "reliable_mq.testing",
     "reliable_mq.topology",
     "reliable_mq.url",
+    "reliable_mq.web",
 ]
 
 

@@ -15,6 +15,7 @@ from reliable_mq.cli import consume, demo, doctor, monitoring, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
 from reliable_mq.cli.terminal import INTERRUPTED, escaped, say, show_logs, without_passwords
+from reliable_mq.cli.web import web
 from reliable_mq.errors import ReliableMQError
 
 __all__ = ["app", "run"]
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (publish.publish, consume.consume, doctor.doctor, demo.demo, monitoring.alerts, monitoring.grafana):
+for command in (publish.publish, consume.consume, doctor.doctor, demo.demo, web, monitoring.alerts, monitoring.grafana):
     app.command()(command)
 app.add_typer(dlq)
 app.add_typer(outbox)

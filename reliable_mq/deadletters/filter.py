@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from reliable_mq.deadletters.message import DeadMessage
+    from reliable_mq.deadletters.message import DeadMessage, Origin
 
-__all__ = ["AGES", "Filter", "Statistics"]
+__all__ = ["AGES", "Filter", "Filterable", "Statistics", "age_in_seconds"]
+
+_AGE: Final = re.compile(r"(\d{1,9}(?:\.\d+)?)([smhdw]?)")
+_SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def age_in_seconds(text: str) -> float:
+    """Return the seconds of an age: ``90``, ``15m``, ``2h``, ``7d``, ``1w``.
+
+    Raises:
+        ConfigurationError: it is no such text.
+    """
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None:
+        raise ConfigurationError(f"an age is a number with s, m, h, d or w behind it, not {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+class Filterable(Protocol):
+    """The part of a `DeadMessage` that a filter reads."""
+
+    @property
+    def exception_type(self) -> str:
+        """The class of the exception of the last attempt; empty if unknown."""
+
+    @property
+    def reason(self) -> str:
+        """The reason that it was dead-lettered for; empty if unknown."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The queue that it was in before."""
+
+    @property
+    def message_id(self) -> str | None:
+        """Its id."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of its content."""
+
+    @property
+    def headers(self) -> Mapping[str, object]:
+        """Its headers, as far as they can be read."""
+
+    @property
+    def died_at(self) -> datetime | None:
+        """The time of its death, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +76,7 @@ class Filter:
         reason: text in the reason, upper and lower case alike.
         queue: the queue that it was in before it died.
         message_ids: one of these.
+        fingerprints: one of these, of `DeadMessage.fingerprint`; messages that are equal in every byte have one.
         headers: names to values; a value that is no text is compared as Python shows it.
         older_than: seconds or a timedelta since it died; one whose time of death is unknown does not match.
         newer_than: likewise.
@@ -40,6 +89,7 @@ class Filter:
     reason: str | None = None
     queue: str | None = None
     message_ids: Collection[str] = ()
+    fingerprints: Collection[str] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     older_than: Duration | None = None
     newer_than: Duration | None = None
@@ -49,9 +99,11 @@ class Filter:
             value: object = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
-        if isinstance(self.message_ids, str):
-            raise ConfigurationError(f"message_ids must be a collection: write [{self.message_ids!r}]")
-        object.__setattr__(self, "message_ids", frozenset(self.message_ids))
+        for name in ("message_ids", "fingerprints"):
+            values: object = getattr(self, name)
+            if isinstance(values, str):
+                raise ConfigurationError(f"{name} must be a collection: write [{values!r}]")
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
         object.__setattr__(self, "headers", dict(self.headers))
         for name in ("older_than", "newer_than"):
             if getattr(self, name) is not None:
@@ -62,13 +114,14 @@ class Filter:
         """Whether nothing was given."""
         return self == Filter()
 
-    def matches(self, message: DeadMessage, now: datetime) -> bool:
+    def matches(self, message: Filterable, now: datetime) -> bool:
         """Whether a dead letter matches; `now` is aware."""
         return (
             self._is_exception(message.exception_type)
             and (self.reason is None or self.reason.casefold() in message.reason.casefold())
             and (self.queue is None or (message.origin is not None and message.origin.queue == self.queue))
             and (not self.message_ids or message.message_id in self.message_ids)
+            and (not self.fingerprints or message.fingerprint in self.fingerprints)
             and all(_shown(message.headers.get(name)) == value for name, value in self.headers.items())
             and self._is_of_age(message.died_at, now)
         )

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -127,17 +128,31 @@ class DeadMessage:
         return self.exception_type or self.reason or "unknown"
 
     @property
+    def fingerprint(self) -> str:
+        """A digest of properties and body, the same at every delivery.
+
+        It has 32 hexadecimal digits. Messages that are equal in every byte have the same.
+        """
+        digest = hashlib.sha256(self.properties)
+        digest.update(len(self.properties).to_bytes(8))
+        digest.update(self.body)
+        return digest.hexdigest()[:32]
+
+    @property
     def delivery(self) -> Delivery:
         """The delivery, unchanged."""
         return self._delivery
 
-    def replayed(self) -> Message:
+    def replayed(self, body: bytes | None = None) -> Message:
         """Return the message that a replay publishes: the original without its failures.
+
+        Args:
+            body: another body than that of the original.
 
         Raises:
             ConfigurationError: its properties are broken.
         """
-        return Message.from_wire(self.body, _reset(self.properties, self.headers))
+        return Message.from_wire(self.body if body is None else body, _reset(self.properties, self.headers))
 
     def __repr__(self) -> str:
         return f"<DeadMessage {self.message_id or 'without id'}: {self.cause}>"

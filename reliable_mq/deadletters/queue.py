@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 from reliable_mq._util.validation import whole_number
 from reliable_mq.codec import CodecError, Properties, join_properties
-from reliable_mq.codec.methods import DeclareQueue
+from reliable_mq.codec.methods import CheckQueue, DeclareQueue, QueueState
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
@@ -31,6 +32,7 @@ from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, R
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reliable_mq._util.validation import Duration
-    from reliable_mq.settings import Credentials, CredentialsCallback
+    from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
     from reliable_mq.sync.confirmation import Confirmation
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["DeadLetterQueue"]
+__all__ = ["DeadLetterQueue", "depths"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,14 @@ class DeadLetterQueue:
         """The number of ready messages. Blocks for a round trip."""
         return self._channel.count().messages
 
+    @property
+    def counts_reads(self) -> bool:
+        """Whether RabbitMQ may count each read against a delivery limit.
+
+        Known once entered.
+        """
+        return not self._unlimited
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def browse(
@@ -224,7 +234,10 @@ class DeadLetterQueue:
         dry_run: bool = False,
         idempotency: ResettableStore | None = None,
         idempotency_namespace: str | None = None,
+        body: bytes | None = None,
         progress: Progress | None = None,
+        stop: threading.Event | None = None,
+        report: ReplayReport | None = None,
     ) -> ReplayReport:
         """Publish dead letters again, each confirmed before it is removed from the queue.
 
@@ -243,7 +256,10 @@ class DeadLetterQueue:
             idempotency: the store of the consumer that they go to, where failed attempts are counted too. Keys are
                 those that a consumer without an ``idempotency_key`` of its own claims.
             idempotency_namespace: that of the consumer, if it was given one.
+            body: publish this body in place of that of each; every property stays as it was.
             progress: called after every batch with the numbers of messages read and in all.
+            stop: when another thread sets it, the replay ends after the batch that it is at, as if that was the last.
+            report: a new one to count in, so that another thread sees the counts meanwhile.
 
         Returns:
             The counts, and the dead letters that could not be published; these are still in the queue.
@@ -278,6 +294,9 @@ class DeadLetterQueue:
                     guard=self._guard,
                     counts_lost_connections=self._counts_lost_connections,
                     progress=progress,
+                    stop=stop,
+                    body=body,
+                    report=report,
                 ).run()
             except BaseException:
                 self._channel.finish()
@@ -286,10 +305,18 @@ class DeadLetterQueue:
                 if publisher is not None:
                     _close(publisher)
 
-    def purge(self, chosen: Filter = _EVERYTHING, *, limit: int | None = None, progress: Progress | None = None) -> int:
+    def purge(
+        self,
+        chosen: Filter = _EVERYTHING,
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+        stop: threading.Event | None = None,
+    ) -> int:
         """Delete dead letters for good.
 
-        Errors as for `browse`; those that were deleted before stay so.
+        Errors as for `browse`; those that were deleted before stay so. The arguments are those of `browse`, and
+        ``stop``: when another thread sets it, the purge ends after the batch that it is at.
 
         Returns:
             How many were deleted.
@@ -304,7 +331,7 @@ class DeadLetterQueue:
                         matching = matching[: limit - deleted]
                     self._channel.ack(message.delivery for message in matching)
                     deleted += len(matching)
-                    if limit is not None and deleted >= limit:
+                    if (limit is not None and deleted >= limit) or (stop is not None and stop.is_set()):
                         break
             finally:
                 self._channel.finish()
@@ -428,6 +455,27 @@ class DeadLetterQueue:
             position += len(deliveries)
             if progress is not None:
                 progress(position, total)
+
+
+def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:
+    """Return the number of ready messages of each queue.
+
+    It is None if there is no such queue, or it may not be asked. No message is taken. Blocks for one connection, and
+    a round trip for each queue.
+
+    Raises:
+        BrokerUnavailable: no host could be reached, or none accepted the login.
+    """
+    found: dict[str, int | None] = {}
+    with AdminChannel(settings, name=_NAME) as channel:
+        for queue in queues:
+            try:
+                state = channel.perform(CheckQueue(queue))
+            except StepRefused:
+                found[queue] = None
+            else:
+                found[queue] = state.messages if isinstance(state, QueueState) else None
+    return found
 
 
 def _routing(own: str, to: str | Target | None, *, as_published: bool) -> Routing:

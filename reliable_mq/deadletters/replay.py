@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import Counter, deque
@@ -124,6 +123,9 @@ class Replay:
         guard: raises if requeuing one of these may lose it.
         counts_lost_connections: whether RabbitMQ counts a delivery only if its connection was lost.
         progress: called after every batch.
+        stop: when set, the run ends after the batch that it is at.
+        body: of the copy; None for that of the original.
+        report: to count in.
     """
 
     def __init__(
@@ -140,8 +142,12 @@ class Replay:
         guard: Callable[[list[DeadMessage]], None],
         counts_lost_connections: bool,
         progress: Progress | None,
+        stop: threading.Event | None = None,
+        body: bytes | None = None,
+        report: ReplayReport | None = None,
     ) -> None:
-        self.report = ReplayReport(possible_duplicates=0 if counts_lost_connections else None)
+        self.report = ReplayReport() if report is None else report
+        self.report.possible_duplicates = 0 if counts_lost_connections else None
         self._channel = channel
         self._publisher = publisher
         self._chosen = chosen
@@ -152,11 +158,13 @@ class Replay:
         self._namespace = namespace
         self._guard = guard
         self._progress = progress
+        self._stop = threading.Event() if stop is None else stop
+        self._body = body
         self._batch = BATCH if rate is None else max(1, min(BATCH, int(rate)))
         self._total = 0  # messages at the beginning
         self._acked = 0
-        self._unacked: Counter[bytes] = Counter()  # published by this run, not known to be acked
-        self._failed: Counter[bytes] = Counter()  # so that they are counted once
+        self._unacked: Counter[str] = Counter()  # published by this run, not known to be acked
+        self._failed: Counter[str] = Counter()  # so that they are counted once
 
     def run(self) -> ReplayReport:
         """Run to the end. Blocks.
@@ -186,7 +194,7 @@ class Replay:
 
     @property
     def _enough(self) -> bool:
-        return self._limit is not None and self._tried >= self._limit
+        return self._stop.is_set() or (self._limit is not None and self._tried >= self._limit)
 
     def _go_through(self) -> None:
         """Read the queue from its head, as many messages as there were at the beginning."""
@@ -210,8 +218,8 @@ class Replay:
         chosen: list[DeadMessage] = []
         now = datetime.now(UTC)
         for message in messages:
-            if message.redelivered and self._unacked[_digest(message)]:
-                self._unacked[_digest(message)] -= 1
+            if message.redelivered and self._unacked[message.fingerprint]:
+                self._unacked[message.fingerprint] -= 1
                 done.append(message)
             elif self._chosen.matches(message, now):
                 chosen.append(message)
@@ -239,9 +247,11 @@ class Replay:
         self._reset([message for message, _ in targets])
         for message, target in targets:
             self._wait_for_turn()
+            if self._stop.is_set():
+                break
             try:
                 confirmation = publisher.submit(
-                    message.replayed(), exchange=target.exchange, routing_key=target.routing_key
+                    message.replayed(self._body), exchange=target.exchange, routing_key=target.routing_key
                 )
             except (ConfigurationError, PublishError) as error:
                 self._fail(message, error)
@@ -270,7 +280,7 @@ class Replay:
         try:
             self._channel.ack([message.delivery for message in (*done, *confirmed)])
         except ReliableMQError:
-            self._unacked.update(_digest(message) for message in (*done, *confirmed))
+            self._unacked.update(message.fingerprint for message in (*done, *confirmed))
             raise
         self.report.already_published += len(done)
         self._acked += len(done) + len(confirmed)
@@ -285,7 +295,7 @@ class Replay:
         return target
 
     def _fail(self, message: DeadMessage, error: ReliableMQError) -> None:
-        digest = _digest(message)
+        digest = message.fingerprint
         if message.redelivered and self._failed[digest]:
             self._failed[digest] -= 1  # it failed before the channel was lost
         else:
@@ -313,8 +323,8 @@ class Replay:
         if self._pace is None:
             return
         remaining = self._pace.due() - time.monotonic()
-        if remaining > 0:
-            threading.Event().wait(remaining)
+        if remaining > 0 and self._stop.wait(remaining):
+            return
         self._pace.published(time.monotonic())
 
 
@@ -325,10 +335,3 @@ def _message_id(delivery: Delivery) -> str | None:
 def _was_cut_off(message: DeadMessage) -> bool:
     """Whether the connection of an earlier delivery was lost, if RabbitMQ counts that."""
     return message.redelivered and message.delivery_count > 0
-
-
-def _digest(message: DeadMessage) -> bytes:
-    digest = hashlib.sha256(message.properties)
-    digest.update(len(message.properties).to_bytes(8))
-    digest.update(message.body)
-    return digest.digest()

@@ -195,3 +195,17 @@ def test_what_the_broker_counts_is_no_part_of_the_message() -> None:
     assert (message.delivery_count, message.headers, message.properties) == (4, {}, join_properties({}))
     both = dead(join_properties({"headers": encode_table({"x-delivery-count": 4, "a": 1})}))
     assert Properties(both.properties).headers == {"a": 1}
+
+
+def test_a_fingerprint_is_that_of_the_content_at_every_delivery() -> None:
+    """RabbitMQ's counts of deliveries are no part of it, and neither is the place in the queue."""
+    once, again = with_headers({"a": 1}), with_headers({"a": 1, "x-delivery-count": 7, "x-acquired-count": 9})
+    assert once.fingerprint == again.fingerprint
+    assert len(once.fingerprint) == 32
+    others = {with_headers({"a": 2}).fingerprint, dead(once.properties, b"other").fingerprint, once.fingerprint}
+    assert len(others) == 3
+
+
+def test_another_body_keeps_every_property() -> None:
+    message = with_headers({"a": 1}).replayed(b"mended")
+    assert (message.body, message.message_id, message.headers) == (b"mended", "m", {"a": 1})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from reliable_mq.codec import encode_properties
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadMessage, Filter
-from reliable_mq.deadletters.replay import Replay
+from reliable_mq.deadletters.replay import Replay, ReplayReport
 from reliable_mq.errors import PublishNacked
 
 
@@ -46,10 +48,12 @@ class FakePublisher:
 
     def __init__(self, *, refuses: str) -> None:
         self.submitted = 0
+        self.bodies: list[object] = []
         self._refuses = refuses
 
     def submit(self, message: Message, **_: Any) -> Any:
         self.submitted += 1
+        self.bodies.append(message.body)
         if message.message_id[-1] in self._refuses:
             raise PublishNacked("it was nacked")
         return self
@@ -58,7 +62,9 @@ class FakePublisher:
         return None
 
 
-def replay(channel: FakeChannel, publisher: FakePublisher | None, limit: int, to: Target | None) -> Any:
+def replay(
+    channel: FakeChannel, publisher: FakePublisher | None, limit: int | None, to: Target | None, **options: Any
+) -> Any:
     return Replay(
         channel,  # type: ignore[arg-type]
         publisher,  # type: ignore[arg-type]
@@ -71,6 +77,7 @@ def replay(channel: FakeChannel, publisher: FakePublisher | None, limit: int, to
         guard=lambda _messages: None,
         counts_lost_connections=True,
         progress=None,
+        **options,
     ).run()
 
 
@@ -92,3 +99,53 @@ def test_the_dead_letters_are_numbered_from_1() -> None:
     report = replay(FakeChannel(3), None, 2, None)
     assert [message.position for message, _ in report.failures] == [1, 2]
     assert all(isinstance(message, DeadMessage) for message, _ in report.failures)
+
+
+def test_a_run_that_is_stopped_ends_with_what_it_is_at() -> None:
+    """What it has published is acked, and counted in the report that the caller watches."""
+    channel, publisher, report, stop = FakeChannel(1000), FakePublisher(refuses=""), ReplayReport(), threading.Event()
+    submit = publisher.submit
+
+    def stopping(message: Message, **options: Any) -> Any:
+        if publisher.submitted == 249:
+            stop.set()
+        return submit(message, **options)
+
+    publisher.submit = stopping  # type: ignore[method-assign]
+    assert replay(channel, publisher, None, Target("", "orders"), stop=stop, report=report) is report
+    assert (publisher.submitted, report.replayed, channel.acked) == (250, 250, 250)
+    assert replay(channel, publisher, None, Target("", "orders"), stop=stop).replayed == 0
+
+
+def test_a_stop_interrupts_the_wait_for_the_rate() -> None:
+    channel, publisher, stop = FakeChannel(10), FakePublisher(refuses=""), threading.Event()
+    submit = publisher.submit
+
+    def stopping(message: Message, **options: Any) -> Any:
+        threading.Timer(0.05, stop.set).start()
+        return submit(message, **options)
+
+    publisher.submit = stopping  # type: ignore[method-assign]
+    began = time.monotonic()
+    limited = Replay(
+        channel,  # type: ignore[arg-type]
+        publisher,  # type: ignore[arg-type]
+        chosen=Filter(),
+        routing=lambda _message: Target("", "orders"),
+        limit=None,
+        rate=0.001,
+        store=None,
+        namespace=None,
+        guard=lambda _messages: None,
+        counts_lost_connections=True,
+        progress=None,
+        stop=stop,
+    )
+    assert limited.run().replayed == 1
+    assert time.monotonic() - began < 60
+
+
+def test_another_body_is_published_in_its_place() -> None:
+    channel, publisher = FakeChannel(3), FakePublisher(refuses="")
+    assert replay(channel, publisher, 1, Target("", "orders"), body=b"mended").replayed == 1
+    assert publisher.bodies == [b"mended"]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.dlq.options import DeadLetterFilter, Limit, QueueName, filtered
+from reliable_mq.cli.dlq.options import DeadLetterFilter, Limit, QueueName, filtered, imported_store
 from reliable_mq.cli.dlq.render import (
     details,
     interruptible,
@@ -35,7 +34,6 @@ from reliable_mq.cli.terminal import URL, escaped, hide_logs, json_text, output,
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadLetterQueue, ReplayReport
-    from reliable_mq.stores.protocol import ResettableStore
 
 __all__ = ["export", "import_", "list_", "purge", "replay", "show", "stats"]
 
@@ -85,7 +83,7 @@ def replay(
         raise typer.BadParameter("--exchange and --routing-key go together")
     if exchange is not None and to is not None:
         raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
-    store = None if idempotency is None else _store(idempotency)
+    store = None if idempotency is None else imported_store(idempotency)
     from reliable_mq.deadletters import Target
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
@@ -190,27 +188,6 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
             "interrupted, up to 200 of them are duplicates"
         )
     say(text)
-
-
-def _store(place: str) -> ResettableStore:
-    """Import a store of the user's, from the working directory as well."""
-    module, colon, name = place.partition(":")
-    if not module or not colon or not name:
-        raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        store = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(f"--idempotency: {error}") from error
-    except Exception as error:  # the user's own code
-        raise typer.BadParameter(
-            f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
-        ) from error
-    from reliable_mq.stores.protocol import ResettableStore
-
-    if not isinstance(store, ResettableStore):
-        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
-    return store
 
 
 _AS_JSON: Final = "One JSON object per line."

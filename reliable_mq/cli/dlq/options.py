@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
+from reliable_mq.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from reliable_mq.deadletters import Filter
+    from reliable_mq.stores.protocol import ResettableStore
 
-__all__ = ["DeadLetterFilter", "Limit", "QueueName", "chosen", "filtered"]
+__all__ = ["DeadLetterFilter", "Limit", "QueueName", "chosen", "filtered", "imported_store"]
 
 QueueName: TypeAlias = Annotated[
     str, typer.Argument(metavar="QUEUE", help="The dead-letter queue, such as orders.dead.")
@@ -22,9 +27,6 @@ DeadLetterFilter: TypeAlias = "Filter"  # which is imported when a command runs
 
 _option: Final = functools.partial(typer.Option, rich_help_panel="Which dead letters")
 Limit: TypeAlias = Annotated[int | None, _option(min=1, help="How many at most.")]
-
-_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
-_SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def chosen(
@@ -82,6 +84,31 @@ def filtered(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def imported_store(place: str) -> ResettableStore:
+    """Import a store of the user's, from the working directory as well.
+
+    Raises:
+        typer.BadParameter: there is none at that place.
+    """
+    module, colon, name = place.partition(":")
+    if not module or not colon or not name:
+        raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        store = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"--idempotency: {error}") from error
+    except Exception as error:  # the user's own code
+        raise typer.BadParameter(
+            f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
+        ) from error
+    from reliable_mq.stores.protocol import ResettableStore
+
+    if not isinstance(store, ResettableStore):
+        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
+    return store
+
+
 def _header(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
@@ -92,7 +119,9 @@ def _header(text: str) -> tuple[str, str]:
 def _age(option: str, text: str | None) -> float | None:
     if text is None:
         return None
-    match = _AGE.fullmatch(text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{option} takes a number with s, m, h, d or w behind it, not {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    from reliable_mq.deadletters.filter import age_in_seconds
+
+    try:
+        return age_in_seconds(text)
+    except ConfigurationError as error:
+        raise typer.BadParameter(f"{option} takes a number with s, m, h, d or w behind it, not {text!r}") from error

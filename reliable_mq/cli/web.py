@@ -1,0 +1,191 @@
+"""``reliable-mq web``: serve the page for dead letters until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import queue as queues
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from reliable_mq.cli.dlq.options import imported_store
+from reliable_mq.cli.terminal import INTERRUPTED, URL, output, say
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["web"]
+
+_TOKEN: Final = "RELIABLE_MQ_WEB_TOKEN"  # noqa: S105  # the name of a variable
+_GRACE: Final = 15.0  # seconds for operations that are going on
+_EXTRA: Final = frozenset({"jinja2", "starlette", "uvicorn"})
+
+
+def web(
+    url: URL,
+    queue: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="QUEUE", help="Dead-letter queues; only these can be opened. Without: those that RabbitMQ names."
+        ),
+    ] = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8025,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Let users replay and delete letters. Without, the page only shows.")
+    ] = False,
+    allow_editing: Annotated[
+        bool, typer.Option("--allow-editing", help="Let users change the body of a letter that they replay.")
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help=f"File with the token that users sign in with. Default: the variable {_TOKEN}, if it is set.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name under which browsers reach the page, beside localhost; repeatable."),
+    ] = None,
+    audit_log: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File to append each change and each export to.")
+    ] = None,
+    idempotency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The consumers' idempotency store, as myapp.stores:store; a replay resets its counts of attempts.",
+        ),
+    ] = None,
+    idempotency_namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The consumers' idempotency_namespace, if they were given one."),
+    ] = None,
+    management_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Of the management API, which names the queues; as for doctor.")
+    ] = None,
+) -> None:
+    """Serve a page for dead letters: see them, replay them, export them, delete them.
+
+    It runs until Ctrl-C or SIGTERM; a replay that is going on ends with the letters that it is at. The page is for this
+    machine alone, unless --host names another address, which needs a token of 16 characters at least.
+    """
+    try:
+        import uvicorn
+
+        from reliable_mq.web import DeadLetterApp
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA:
+            raise
+        raise ConfigurationError(f"web needs {missing}, of the extra 'web': pip install 'reliable-mq[web]'") from error
+    from reliable_mq.url import parse_url
+
+    token = _token(token_file)
+    if token is None and not _is_loopback(host):
+        raise typer.BadParameter(f"--host {host} is no loopback address: set {_TOKEN}, or give --token-file")
+    settings = parse_url(url, connection_name="reliable-mq web")
+    app = DeadLetterApp(
+        url,
+        queue or _found_by(settings, management_url),
+        any_queue=not queue,
+        allow_changes=allow_changes,
+        allow_editing=allow_editing,
+        token=token,
+        allowed_hosts=[*(allowed_host or []), *([] if host in ("0.0.0.0", "::") else [host])],  # noqa: S104
+        audit_log=audit_log,
+        idempotency=None if idempotency is None else imported_store(idempotency),
+        idempotency_namespace=idempotency_namespace,
+    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=128) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{listening.getsockname()[1]}/ (Ctrl-C ends it)", console=output)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, proxy_headers=False, server_header=False, lifespan="off"
+        )
+        received = _serve(uvicorn.Server(config), listening)
+    if not app.close(_GRACE):
+        say("an operation did not end in time; what it has not confirmed is in its queue")
+    raise typer.Exit(INTERRUPTED if received == signal.SIGINT else 0)
+
+
+def _serve(server: object, listening: socket.socket) -> int:
+    """Serve until a signal comes; return its number."""
+    received: queues.SimpleQueue[int] = queues.SimpleQueue()  # which a signal handler may use
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda number, _frame: received.put(number))
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listening])  # type: ignore[attr-defined]
+        finally:
+            received.put(0)
+
+    # Not on the main thread, it leaves signals alone.
+    serving = threading.Thread(target=run, name="web server", daemon=True)
+    serving.start()
+    number: int = received.get()
+    server.should_exit = True  # type: ignore[attr-defined]
+    serving.join(_GRACE)
+    if number == 0:
+        raise ConfigurationError("the server ended by itself; with -v its log shows why")
+    return number
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(_TOKEN) or None
+    text = file.read_text().strip()
+    if not text:
+        raise typer.BadParameter(f"--token-file: {file} is empty")
+    return text
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _found_by(settings: ConnectionSettings, management_url: str | None) -> Callable[[], list[str]]:
+    """Return a function that finds the queues in which dead letters end."""
+    from reliable_mq.cli.doctor.management import ManagementAPI, ManagementError, Snapshot
+    from reliable_mq.cli.doctor.queues import dead_letter_queues
+
+    def find() -> list[str]:
+        apis = [ManagementAPI.at(management_url, settings)] if management_url else ManagementAPI.beside(settings)
+        why = "it is not asked, since its address is a guess, and not secured"
+        for api in apis:
+            if not api.sends_password:
+                continue
+            try:
+                snapshot = Snapshot.take(api, settings.virtual_host)
+            except ManagementError as error:
+                why = str(error)
+                continue
+            routes = {name: snapshot.dead_letter_route(view) for name, view in snapshot.queues.items()}
+            return sorted({*dead_letter_queues(snapshot, routes), *filter(_is_dead, snapshot.queues)})
+        raise ConfigurationError(
+            f"only the management API could name the dead-letter queues ({why}): open one by its name, name them on "
+            "the command line, or give --management-url"
+        )
+
+    return find
+
+
+def _is_dead(name: str) -> bool:
+    return name.endswith(".dead")

@@ -1,0 +1,239 @@
+"""Who may use the page, and from where.
+
+It is checked before any other code sees a request, in this order:
+
+1. **Host.** A name that is not allowed is refused, or a site could reach a page on this machine by a name of its own
+   that resolves to it (DNS rebinding).
+2. **Origin.** A request that another site caused is refused, by ``Sec-Fetch-Site``, or by ``Origin`` where a browser
+   does not send that. One exception: a link may lead here. A change needs a POST, and a POST has to prove where it
+   comes from: without both headers it is refused.
+3. **Person.** The function of the embedding service decides, or a token: as ``Authorization: Bearer``, or given once in
+   a form, for a session whose cookie holds a random number. Without both, requests must come from this machine and by
+   no proxy.
+
+Every response forbids scripts, styles, images and frames but its own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]
+
+#: Returns the name of the user of a request for the audit log; None to refuse it.
+UserOf: TypeAlias = Callable[[Request], str | None]
+_Scope: TypeAlias = MutableMapping[str, Any]
+_Message: TypeAlias = MutableMapping[str, Any]
+_Receive: TypeAlias = Callable[[], Awaitable[_Message]]
+_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
+_App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+#: Characters of a token, at least.
+SHORTEST_TOKEN: Final = 16
+_COOKIE: Final = "reliable_mq_dead_letters"
+_SESSION: Final = 12 * 3600.0  # seconds
+_SESSIONS: Final = 1000
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_PROXIED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+_OPEN: Final = ("/sign-in", "/static/")  # the paths for which nobody needs to be known
+_SECURITY: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class Guard:
+    """ASGI middleware with the checks. Sets ``user`` in the scope's state.
+
+    Args:
+        app: what it guards.
+        hosts: names that a request may be for, beside those of loopback.
+        token: a secret that opens the page; None for none.
+        user: decides by the request; None for no function.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+    """
+
+    def __init__(self, app: _App, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
+        if isinstance(hosts, str):
+            raise ConfigurationError(f"allowed_hosts must be a collection: write [{hosts!r}]")
+        if token is not None and len(token) < SHORTEST_TOKEN:
+            raise ConfigurationError(
+                f"token has {len(token)} characters, and needs {SHORTEST_TOKEN} at least: "
+                'python -c "import secrets; print(secrets.token_urlsafe())" prints one'
+            )
+        if token is not None and user is not None:
+            raise ConfigurationError("token and user contradict each other: give one of them")
+        self._app = app
+        self._hosts = {_host(host) for host in (*_LOOPBACK, *hosts)}
+        self._token = None if token is None else _digest(token)
+        self._user = user
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, tuple[str, float]] = {}
+
+    @property
+    def has_token(self) -> bool:
+        """Whether users sign in with a token."""
+        return self._token is not None
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        path = _path(scope)
+
+        async def guarded(message: _Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _SECURITY.items():
+                    headers[name] = value
+                if not path.startswith("/static/"):
+                    headers["Cache-Control"] = "no-store"
+            await send(message)
+
+        refusal = self._refusal(request) or self._unknown(request, path)
+        await (self._app if refusal is None else refusal)(scope, receive, guarded)
+
+    def sign_in(self, request: Request, token: str, name: str) -> Response | None:
+        """Return a response that begins a session; None if the token is wrong."""
+        if self._token is None or not hmac.compare_digest(_digest(token), self._token):
+            return None
+        session = secrets.token_urlsafe(32)
+        now = time.monotonic()
+        with self._lock:
+            self._sessions = {key: value for key, value in self._sessions.items() if value[1] > now}
+            while len(self._sessions) >= _SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+            self._sessions[_digest(session)] = (_named(name, request), now + _SESSION)
+        response = RedirectResponse(f"{request.scope.get('root_path', '')}/", 303)
+        response.set_cookie(
+            _COOKIE,
+            session,
+            path=request.scope.get("root_path", "") or "/",
+            secure=request.url.scheme == "https",
+            httponly=True,
+            samesite="lax",
+        )
+        return response
+
+    def sign_out(self, request: Request) -> Response:
+        """Return a response that ends the session."""
+        with self._lock:
+            self._sessions.pop(_digest(request.cookies.get(_COOKIE, "")), None)
+        root = request.scope.get("root_path", "")
+        response = RedirectResponse(f"{root}/sign-in", 303)
+        response.delete_cookie(_COOKIE, path=root or "/", httponly=True, samesite="lax")
+        return response
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return a refusal by method, host and origin; None for a good request."""
+        headers = request.headers
+        if request.method not in ("GET", "HEAD", "POST"):
+            return PlainTextResponse("method not allowed\n", 405, {"Allow": "GET, HEAD, POST"})
+        named = headers.getlist("host")
+        if len(named) != 1 or _host(named[0]) not in self._hosts:
+            return _refused("the Host header names no allowed host: see allowed_hosts (--allowed-host)", 421)
+        site = headers.get("sec-fetch-site")
+        if request.method == "POST":
+            same = site == "same-origin" if site is not None else "origin" in headers
+            if same and "origin" in headers:
+                same = urlsplit(headers["origin"]).netloc.lower() == named[0].lower()
+            return None if same else _refused("the request was not made by this page")
+        followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        if site is not None and site not in ("same-origin", "none") and not followed:
+            return _refused("the request was made by another site")
+        return None
+
+    def _unknown(self, request: Request, path: str) -> Response | None:
+        """Find out who makes the request; return a refusal if it is nobody."""
+        user = self._name(request)
+        request.state.user = user or ""
+        if user is not None or (self.has_token and path.startswith(_OPEN)):
+            return None
+        if not self.has_token:
+            return _refused("this page is for its own machine, or for users that its service knows")
+        if request.method == "GET" and "hx-request" not in request.headers:
+            return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", 303)
+        return PlainTextResponse("sign in first\n", 401, {"WWW-Authenticate": "Bearer"})
+
+    def _name(self, request: Request) -> str | None:
+        if self._user is not None:
+            return self._user(request)
+        if self._token is None:
+            return _named("", request) if _is_local(request) else None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip()), self._token):
+            return _named("bearer of the token", request)
+        with self._lock:
+            name, until = self._sessions.get(_digest(request.cookies.get(_COOKIE, "")), ("", 0.0))
+        return name if time.monotonic() < until else None
+
+
+def _refused(text: str, status: int = 403) -> Response:
+    return PlainTextResponse(f"refused: {text}\n", status)
+
+
+def _path(scope: _Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _host(text: str) -> str:
+    """Return the host of ``host``, ``host:port`` or ``[address]:port`` in lower case."""
+    text = text.strip().lower().removesuffix(".")
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text if text.count(":") > 1 else text.partition(":")[0].removesuffix(".")
+
+
+def _address(request: Request) -> str:
+    return "" if request.client is None else request.client.host
+
+
+def _named(name: str, request: Request) -> str:
+    """Return a name for the audit log: as given, with the address."""
+    name = " ".join(name.split())[:60]
+    return f"{name} ({_address(request)})" if name else _address(request) or "unknown"
+
+
+def _is_local(request: Request) -> bool:
+    """Whether the request comes from this machine, and through no proxy that says so."""
+    headers: Headers = request.headers
+    if any(name in headers for name in _PROXIED):
+        return False
+    address = _address(request)
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return not address  # a Unix socket

@@ -1,0 +1,188 @@
+"""The filter of a page: in its address, in a form, in words, and as a `Filter`.
+
+Names are those of the options of ``reliable-mq dlq``. Whatever a header or a reason holds, also bytes that are no
+UTF-8, comes through an address unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, Self
+from urllib.parse import parse_qsl, urlencode
+
+from reliable_mq.deadletters import Filter
+from reliable_mq.deadletters.filter import age_in_seconds
+from reliable_mq.errors import ConfigurationError
+
+__all__ = ["FIELDS", "Choice", "Fields", "ago", "encoded", "exactly", "exception_pattern"]
+
+#: The fields of a filter.
+FIELDS: Final = ("exception", "reason", "from-queue", "message-id", "header", "older-than", "newer-than", "letter")
+_MOST_FIELDS: Final = 2000
+_SINGLE: Final = frozenset({"exception", "reason", "from-queue", "older-than", "newer-than"})
+_WORDS: Final = {
+    "exception": "exception {}",
+    "reason": "reason with “{}”",
+    "from-queue": "from queue {}",
+    "message-id": "message id {}",
+    "header": "header {}",
+    "older-than": "older than {}",
+    "newer-than": "newer than {}",
+}
+_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+class Fields:
+    """The decoded pairs of an address or a form.
+
+    Args:
+        query: as it came, ``application/x-www-form-urlencoded``.
+
+    Raises:
+        ConfigurationError: it has too many pairs.
+    """
+
+    def __init__(self, query: bytes | str) -> None:
+        text = query.decode("ascii", "surrogateescape") if isinstance(query, bytes) else query
+        try:
+            self.pairs = parse_qsl(
+                text, keep_blank_values=True, errors="surrogateescape", max_num_fields=_MOST_FIELDS, separator="&"
+            )
+        except ValueError as error:
+            raise ConfigurationError(f"a form has {_MOST_FIELDS} fields at most") from error
+
+    def get(self, name: str, default: str = "") -> str:
+        """Return the last value of a field, without spaces around it."""
+        found = self.all(name)
+        return found[-1].strip() if found else default
+
+    def all(self, name: str) -> list[str]:
+        """Return all values of a field."""
+        return [value for key, value in self.pairs if key == name]
+
+    def number(self, name: str, *, least: int = 1, most: int = 10**9) -> int | None:
+        """Return a whole number; None if the field is empty.
+
+        Raises:
+            ConfigurationError: it is none, or out of range.
+        """
+        text = self.get(name)
+        if not text:
+            return None
+        if not (text.isascii() and text.isdecimal() and len(text) < 12 and least <= int(text) <= most):
+            raise ConfigurationError(f"{name} must be a whole number from {least} to {most}, not {text!r}")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The dead letters that a page shows or an operation is about.
+
+    Attributes:
+        pairs: the fields that are set.
+        filter: the same.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    filter: Filter
+
+    @classmethod
+    def of(cls, fields: Fields) -> Self:
+        """Read the fields of a filter; others are ignored, and so are empty ones.
+
+        Raises:
+            ConfigurationError: one of them is wrong; the text names it.
+        """
+        return cls.of_pairs(fields.pairs)
+
+    @classmethod
+    def of_pairs(cls, given: Iterable[tuple[str, str]]) -> Self:
+        """Read pairs. Errors as for `of`."""
+        pairs = tuple((name, value) for name, value in given if name in FIELDS and value.strip())
+        single = {name: value.strip() for name, value in pairs if name in _SINGLE}
+        headers = dict(_header(value) for name, value in pairs if name == "header")
+        made = Filter(
+            exception=single.get("exception"),
+            reason=single.get("reason"),
+            queue=single.get("from-queue"),
+            message_ids=[value.strip() for name, value in pairs if name == "message-id"],
+            fingerprints=[value for name, value in pairs if name == "letter"],
+            headers=headers,
+            older_than=_age("older-than", single),
+            newer_than=_age("newer-than", single),
+        )
+        return cls(pairs, made)
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is set."""
+        return not self.pairs
+
+    @property
+    def selected(self) -> int:
+        """The number of single dead letters that are named."""
+        return sum(name == "letter" for name, _ in self.pairs)
+
+    @property
+    def query(self) -> str:
+        """It as a part of an address."""
+        return encoded(self.pairs)
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The values for a form: the last one of each field."""
+        return dict(self.pairs)
+
+    @property
+    def words(self) -> str:
+        """It in words."""
+        parts = [_WORDS[name].format(value) for name, value in self.pairs if name in _WORDS]
+        if self.selected:
+            parts.insert(0, "1 selected letter" if self.selected == 1 else f"{self.selected} selected letters")
+        return ", ".join(parts) or "all letters"
+
+
+def encoded(pairs: Iterable[tuple[str, str]]) -> str:
+    """Encode pairs for an address."""
+    return urlencode([*pairs], errors="surrogateescape")
+
+
+def exception_pattern(name: str) -> str:
+    """Return the pattern that matches this class alone."""
+    return "".join(f"[{char}]" if char in "[*?" else char for char in name)
+
+
+def exactly(when: datetime) -> str:
+    """Return a time for people: ``2026-11-23 06:41:07 UTC``."""
+    return f"{when:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def ago(when: datetime, now: datetime) -> str:
+    """Return how long ago something was, in its two largest units: ``3 h 12 min ago``."""
+    seconds = (now - when) // timedelta(seconds=1)
+    if seconds < 0:
+        return "in the future"
+    for place, (size, unit) in enumerate(_UNITS):
+        if seconds >= size and unit != "s":
+            rest_size, rest_unit = _UNITS[place + 1]
+            rest = seconds % size // rest_size
+            return f"{seconds // size} {unit} {rest} {rest_unit} ago" if rest else f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name.strip() or not equals:
+        raise ConfigurationError(f"header must be NAME=VALUE, not {text!r}")
+    return name.strip(), value.strip()
+
+
+def _age(name: str, values: Mapping[str, str]) -> float | None:
+    if name not in values:
+        return None
+    try:
+        return age_in_seconds(values[name])
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from error

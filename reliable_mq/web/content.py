@@ -1,0 +1,213 @@
+"""Foreign text for a page: visible, bounded, and in three forms of a body.
+
+Invariants:
+
+- No character of a message controls how the page looks: what does not print (control characters, marks that turn the
+  direction of text, halves of surrogate pairs) is shown as an escape. The templates put every text through `visible`,
+  and escape it for HTML after that.
+- The size of what is shown is bounded, whatever the size and the nesting of the message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from reliable_mq.codec import CodecError, Properties
+from reliable_mq.core.consumer.attempts import printable
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import DeadMessage
+
+__all__ = ["FORMS", "Body", "body_as", "is_editable", "rows_of_headers", "trace_id", "visible"]
+
+#: The forms of a body.
+FORMS: Final = ("json", "text", "hex")
+_SHOWN: Final = 64 * 1024  # bytes of a body as text or JSON
+_SHOWN_HEX: Final = 8 * 1024
+_SHOWN_RESULT: Final = 256 * 1024  # characters of indented JSON
+_INDENTED: Final = 12  # levels
+_HEADERS: Final = 200
+_VALUE: Final = 2000  # characters of a header's value
+_EDITABLE: Final = 128 * 1024  # bytes
+_DEEPEST: Final = 20  # levels of a header's value
+_TRACE: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+# A string, a bracket, or something between: JSON's text in pieces, all of it.
+_PIECE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+', re.DOTALL)
+
+
+class Body(NamedTuple):
+    """A body in one form.
+
+    Attributes:
+        form: one of `FORMS`.
+        text: what is shown.
+        shown: bytes of the body that are shown.
+        forms: the forms that it can be shown in.
+    """
+
+    form: str
+    text: str
+    shown: int
+    forms: tuple[str, ...]
+
+
+def visible(text: str) -> str:
+    """Return a text with what does not print escaped; line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else printable(char) for char in text)
+
+
+def body_as(body: bytes, form: str, content_type: str | None) -> Body:
+    """Return a body in a form; in the best one if it does not have that.
+
+    Args:
+        body: its bytes.
+        form: one of `FORMS`, or empty.
+        content_type: of the message.
+    """
+    text = _text(body)
+    indented = None if text is None or len(body) > _SHOWN else _indented(text)
+    forms = tuple(name for name, there in (("json", indented), ("text", text), ("hex", "")) if there is not None)
+    if form not in forms:
+        form = (
+            "text" if content_type is not None and content_type.startswith("text/") and text is not None else forms[0]
+        )
+    if form == "json" and indented is not None:
+        return Body(form, indented, len(body), forms)
+    if form == "text" and text is not None:
+        return Body(form, text, min(len(body), _SHOWN), forms)
+    return Body("hex", "\n".join(_hex_lines(body[:_SHOWN_HEX])), min(len(body), _SHOWN_HEX), forms)
+
+
+def is_editable(body: bytes) -> bool:
+    """Whether a browser returns the body as it was: printable text of moderate size."""
+    if len(body) > _EDITABLE:
+        return False
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(char.isprintable() or char in "\n\t" for char in text)
+
+
+def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:
+    """Return names and values of headers, bounded in number and size."""
+    rows = [(printable(name, 200), _value(message.headers[name])) for name in sorted(message.headers)]
+    if len(rows) > _HEADERS:
+        return [*rows[:_HEADERS], ("…", f"and {len(rows) - _HEADERS} more")]
+    return rows
+
+
+def trace_id(message: DeadMessage) -> str | None:
+    """Return the id of the message's trace; None without a valid ``traceparent``."""
+    value = message.headers.get("traceparent")
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
+    match = _TRACE.fullmatch(value) if isinstance(value, str) else None
+    return match[1] if match is not None else None
+
+
+def rows_of_properties(message: DeadMessage) -> list[tuple[str, str]]:
+    """Return names and values of the properties that are set.
+
+    If they cannot be read, one row says so.
+    """
+    view = Properties(message.properties)
+    names = (
+        "message_id", "correlation_id", "content_type", "content_encoding", "type", "app_id", "user_id", "reply_to",
+        "priority", "expiration", "timestamp", "delivery_mode",
+    )  # fmt: skip
+    rows = []
+    for name in names:
+        try:
+            value: Any = getattr(view, name)
+        except CodecError as error:
+            return [("properties", printable(f"cannot be read: {error}", 500))]
+        if value is not None:
+            rows.append((name.replace("_", " "), _value(value)))
+    return rows
+
+
+def _text(body: bytes) -> str | None:
+    """Return the beginning of a body as text; None if it is no UTF-8."""
+    cut = body[:_SHOWN]
+    try:
+        return cut.decode()
+    except UnicodeDecodeError as error:
+        if len(cut) < len(body) and error.start >= len(cut) - 3:  # cut inside of a character
+            return cut[: error.start].decode()
+        return None
+
+
+def _indented(text: str) -> str | None:
+    """Return JSON with line ends and indentation; None if it is none.
+
+    No other character is changed. It is not decoded and encoded again: numbers, escapes and names that occur twice are
+    shown as they are.
+    """
+    try:
+        json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    out: list[str] = []
+    depth = size = 0
+    before = ""
+    for match in _PIECE.finditer(text):
+        piece = match[0]
+        if piece in "]}":
+            depth -= 1
+            if before not in "[{":
+                out.append(_line(depth))
+        elif before in ("[", "{", ","):
+            out.append(_line(depth))
+        out.append(": " if piece == ":" else piece)
+        depth += piece in "[{"
+        before = piece
+        size += len(out[-1]) + min(max(depth, 0), _INDENTED) * 2
+        if size > _SHOWN_RESULT:
+            out.append("\n…")
+            break
+    return "".join(out)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _line(depth: int) -> str:
+    return "\n" + "  " * min(depth, _INDENTED)
+
+
+def _hex_lines(data: bytes) -> Iterator[str]:
+    for start in range(0, len(data), 16):
+        row = data[start : start + 16]
+        left, right = row[:8].hex(" "), row[8:].hex(" ")
+        shown = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        yield f"{start:06x}  {left:<23}  {right:<23}  {shown}"
+
+
+def _value(value: object) -> str:
+    shown = _plain(value, 0)
+    text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    return printable(text, _VALUE) if len(text) > _VALUE else visible(text)
+
+
+def _plain(value: object, depth: int) -> object:
+    """Return the nearest that JSON has."""
+    if depth > _DEEPEST:
+        return "…"
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes():
+            return value.decode("utf-8", "backslashreplace")
+        case Mapping():
+            return {str(name): _plain(item, depth + 1) for name, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, depth + 1) for item in value]
+        case _:
+            return str(value)

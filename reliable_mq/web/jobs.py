@@ -1,0 +1,213 @@
+"""Operations on queues in the background, begun, seen and stopped by requests.
+
+Invariants:
+
+- Operations on one queue run one after another, in the order in which they were begun. (Those of other processes run at
+  the same time: RabbitMQ delivers each message to one of them.)
+- An operation outlives the request that began it, and the browser. It ends with its process: its thread is a daemon,
+  and killing a replay in the middle loses nothing.
+- The number of operations that are kept, and that wait for one queue, is bounded.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from reliable_mq.errors import ReliableMQError, UsageError
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import ReplayReport
+    from reliable_mq.web.address import Choice
+
+__all__ = ["Job", "JobState", "Jobs"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT: Final = 100  # operations, those that have ended included
+_FILES_KEPT: Final = 10  # exports that can be downloaded
+_WAITING: Final = 20  # operations on one queue
+
+
+class JobState(enum.Enum):
+    """The state of an operation."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Job:
+    """One operation on a queue. Its thread writes it, others read it.
+
+    Attributes:
+        id: its random name.
+        kind: ``"read"``, ``"dry run"``, ``"replay"``, ``"purge"`` or ``"export"``.
+        queue: of dead letters.
+        choice: which of them.
+        user: who began it.
+        details: its options, for a person and for the audit log.
+        options: the same for a form that repeats it.
+        state: where it is.
+        begun, ended: when.
+        done, total: messages that were read, and in all.
+        count: that were deleted or written.
+        report: of a replay.
+        file: of an export, once it is done.
+        error: why it failed.
+    """
+
+    def __init__(self, kind: str, queue: str, choice: Choice, user: str) -> None:
+        self.id = secrets.token_urlsafe(9)
+        self.kind = kind
+        self.queue = queue
+        self.choice = choice
+        self.user = user
+        self.details: Mapping[str, object] = {}
+        self.options: tuple[tuple[str, str], ...] = ()
+        self.state = JobState.WAITING
+        self.begun = datetime.now(UTC)
+        self.ended: datetime | None = None
+        self.done = self.total = self.count = 0
+        self.report: ReplayReport | None = None
+        self.file: BinaryIO | None = None
+        self.error = ""
+        self.stop = threading.Event()
+        self._over = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run, seconds."""
+        return ((self.ended or datetime.now(UTC)) - self.begun).total_seconds()
+
+    def progress(self, done: int, total: int) -> None:
+        """Note the number of messages that were read."""
+        self.done, self.total = done, total
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended; return whether it has."""
+        return self._over.wait(timeout)
+
+    def run(self, work: Callable[[Job], object]) -> None:
+        """Run it to its end. Raises nothing: an error is kept."""
+        self.state, self.begun = JobState.RUNNING, datetime.now(UTC)
+        state = JobState.FAILED
+        try:
+            work(self)
+            state = JobState.STOPPED if self.stop.is_set() else JobState.DONE
+        except ReliableMQError as error:
+            self.error = str(error)
+        except OSError as error:
+            self.error = f"{error.filename or self.kind}: {error.strerror or error}"
+        except Exception as error:
+            logger.exception("the %s of queue %r failed", self.kind, self.queue)
+            self.error = f"{type(error).__name__}: {error} (a flaw in reliable_mq)"
+        finally:
+            self.end(state)
+
+    def end(self, state: JobState) -> None:
+        """Note its end."""
+        self.ended, self.state = datetime.now(UTC), state
+        self._over.set()
+
+
+class Jobs:
+    """The operations of a process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: dict[str, Job] = {}
+        self._lines: dict[str, deque[tuple[Job, Callable[[Job], object]]]] = {}
+        self._current: dict[str, Job] = {}
+        self._closed = False
+
+    def begin(self, job: Job, work: Callable[[Job], Any]) -> Job:
+        """Run an operation when those before it on its queue have ended; return it.
+
+        Raises:
+            UsageError: too many wait, or the page is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("the page is being shut down: nothing new begins")
+            line = self._lines.get(job.queue)
+            if line is not None and len(line) >= _WAITING:
+                raise UsageError(f"{len(line)} operations wait for queue {job.queue!r}: try again when they have ended")
+            self._all[job.id] = job
+            self._forget_old()
+            if line is not None:
+                line.append((job, work))
+                return job
+            self._lines[job.queue] = deque([(job, work)])
+        threading.Thread(target=self._run, args=(job.queue,), name=f"dead letters {job.queue}", daemon=True).start()
+        return job
+
+    def get(self, name: str) -> Job | None:
+        """Return an operation by its id; None if it is not kept any more."""
+        with self._lock:
+            return self._all.get(name)
+
+    def of(self, queue: str) -> list[Job]:
+        """Return the operations that run on a queue or wait for it, in order."""
+        with self._lock:
+            current = self._current.get(queue)
+            waiting = [job for job, _ in self._lines.get(queue, ())]
+            return [*([] if current is None else [current]), *waiting]
+
+    def close(self, timeout: float) -> bool:
+        """Stop all operations; wait for them. Return whether all have ended."""
+        with self._lock:
+            self._closed = True
+            left = [job for job in self._all.values() if not job.is_over]
+        for job in left:
+            job.stop.set()
+        until = time.monotonic() + timeout
+        ended = [job.wait(max(until - time.monotonic(), 0.0)) for job in left]
+        with self._lock:
+            for job in self._all.values():
+                _close_file(job)
+        return all(ended)
+
+    def _run(self, queue: str) -> None:
+        """Run the operations on one queue, until there are no more."""
+        while True:
+            with self._lock:
+                self._current.pop(queue, None)
+                line = self._lines[queue]
+                if not line:
+                    del self._lines[queue]
+                    return
+                job, work = line.popleft()
+                self._current[queue] = job
+            if job.stop.is_set():
+                job.end(JobState.STOPPED)
+            else:
+                job.run(work)
+
+    def _forget_old(self) -> None:
+        over = [job for job in self._all.values() if job.is_over]
+        for job in over[: max(len(self._all) - _KEPT, 0)]:
+            _close_file(job)
+            del self._all[job.id]
+        for job in [job for job in over if job.file is not None][:-_FILES_KEPT]:
+            _close_file(job)
+
+
+def _close_file(job: Job) -> None:
+    file, job.file = job.file, None
+    if file is not None:
+        file.close()

@@ -1,0 +1,266 @@
+"""The operations of the page: read, replay, purge, export.
+
+Each uses a `DeadLetterQueue` of its own, on the thread of its job.
+
+Invariants:
+
+- What changes a queue is in the audit log before it begins, and its result after.
+- After an operation that changed a queue, its reading is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, Final, cast
+
+from reliable_mq.deadletters import Filter, ReplayReport
+from reliable_mq.web.address import Choice
+from reliable_mq.web.jobs import Job, Jobs
+from reliable_mq.web.letters import MOST, QueueReading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.deadletters import DeadLetterQueue
+    from reliable_mq.stores.protocol import ResettableStore
+    from reliable_mq.web.audit import AuditLog
+    from reliable_mq.web.source import Source
+
+__all__ = ["Operations", "ReplayOptions"]
+
+logger = logging.getLogger(__name__)
+
+_READINGS: Final = 8
+_READ_ALONE: Final = 1000  # messages of a queue that is read without being asked for
+_EVERYTHING: Final = Choice((), Filter())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The options of a replay.
+
+    Attributes:
+        to: the queue; None for that of each letter.
+        as_published: as of `DeadLetterQueue.replay`.
+        rate: messages per second; None for no limit.
+        limit: messages; None for all.
+        dry_run: publish nothing.
+        body: an edited body, for one letter.
+    """
+
+    to: str | None = None
+    as_published: bool = False
+    rate: float | None = None
+    limit: int | None = None
+    dry_run: bool = False
+    body: bytes | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """It as the fields of a form, without the body."""
+        target = "queue" if self.to is not None else "published" if self.as_published else "origin"
+        given = {"target": target, "to": self.to, "rate": self.rate, "limit": self.limit}
+        return tuple(
+            (name, f"{value:g}" if isinstance(value, float) else str(value))
+            for name, value in given.items()
+            if value is not None
+        )
+
+    @property
+    def details(self) -> dict[str, object]:
+        """It for the audit log and for a person."""
+        target = self.to or ("where each was first published to" if self.as_published else "the queue each came from")
+        found: dict[str, object] = {"target": target}
+        if self.rate is not None:
+            found["rate"] = self.rate
+        if self.limit is not None:
+            found["limit"] = self.limit
+        if self.body is not None:
+            found["edited_body_bytes"] = len(self.body)
+            found["edited_body_sha256"] = hashlib.sha256(self.body).hexdigest()
+        return found
+
+
+class Operations:
+    """What can be done to queues. Thread-safe.
+
+    Args:
+        source: the queues.
+        audit: where changes are noted.
+        store: an idempotency store whose counts of attempts a replay resets.
+        namespace: of the keys there.
+    """
+
+    def __init__(
+        self, source: Source, audit: AuditLog, *, store: ResettableStore | None, namespace: str | None
+    ) -> None:
+        self.jobs = Jobs()
+        self._source = source
+        self._audit = audit
+        self._store = store
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._readings: dict[str, QueueReading] = {}
+        self._not_read_alone: set[str] = set()
+
+    def reading(self, queue: str) -> QueueReading | None:
+        """Return the latest reading of a queue; None without one."""
+        with self._lock:
+            return self._readings.get(queue)
+
+    def read(self, queue: str, user: str) -> Job:
+        """Read a queue, or return the reading that is going on."""
+        return self._reading_job(queue) or self.jobs.begin(Job("read", queue, _EVERYTHING, user), self._read)
+
+    def read_alone(self, queue: str, depth: int) -> None:
+        """Read a small queue for the list, if RabbitMQ does not count the read."""
+        with self._lock:
+            known = queue in self._readings or queue in self._not_read_alone
+        if not known and 0 < depth <= _READ_ALONE and not self.jobs.of(queue):
+            self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted)
+
+    def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
+        """Read one letter whose content is not kept, and keep it."""
+        choice = Choice.of_pairs([("letter", fingerprint)])
+        return self.jobs.begin(Job("read", queue, choice, user), self._read_one)
+
+    def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
+        """Replay letters, or count what would be replayed."""
+        job = Job("dry run" if options.dry_run else "replay", queue, choice, user)
+        job.details, job.options, job.report = options.details, options.pairs, ReplayReport()
+
+        def work(job: Job) -> None:
+            with self._source.open(queue) as dead:
+                dead.replay(
+                    choice.filter,
+                    to=options.to,
+                    as_published=options.as_published,
+                    limit=options.limit,
+                    rate=options.rate,
+                    dry_run=options.dry_run,
+                    idempotency=self._store,
+                    idempotency_namespace=self._namespace,
+                    body=options.body,
+                    progress=job.progress,
+                    stop=job.stop,
+                    report=job.report,
+                )
+
+        return self.jobs.begin(job, work if options.dry_run else self._audited(work))
+
+    def purge(self, queue: str, choice: Choice, user: str) -> Job:
+        """Delete letters for good."""
+
+        def work(job: Job) -> None:
+            with self._source.open(queue) as dead:
+                job.count = dead.purge(choice.filter, progress=job.progress, stop=job.stop)
+
+        return self.jobs.begin(Job("purge", queue, choice, user), self._audited(work))
+
+    def export(self, queue: str, choice: Choice, user: str) -> Job:
+        """Write letters into a file that can be downloaded. They stay in the queue."""
+
+        def work(job: Job) -> None:
+            # It has no name: nothing is left of it, whatever ends the process.
+            file = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115
+            try:
+                with self._source.open(queue) as dead:
+                    job.count = dead.export(file, choice.filter, progress=_unless_stopped(job))
+            except BaseException:
+                file.close()
+                if not job.stop.is_set():
+                    raise
+                return
+            job.file = file
+
+        return self.jobs.begin(Job("export", queue, choice, user), self._audited(work, changes=False))
+
+    def _reading_job(self, queue: str) -> Job | None:
+        there = (job for job in self.jobs.of(queue) if job.kind == "read" and job.choice.everything)
+        return next(there, None)
+
+    def _read(self, job: Job) -> None:
+        with self._source.open(job.queue) as dead:
+            self._keep(job, dead)
+
+    def _read_if_not_counted(self, job: Job) -> None:
+        with self._source.open(job.queue) as dead:
+            if dead.counts_reads:
+                with self._lock:
+                    self._not_read_alone.add(job.queue)
+            else:
+                self._keep(job, dead)
+
+    def _keep(self, job: Job, dead: DeadLetterQueue) -> None:
+        reading = QueueReading(job.queue)
+        there = len(dead)
+        with closing(dead.browse(limit=MOST, progress=job.progress)) as messages:  # type: ignore[type-var]
+            for message in messages:
+                reading.add(message)
+                if job.stop.is_set():
+                    return
+        reading.total = max(reading.total, there)
+        with self._lock:
+            self._readings.pop(job.queue, None)
+            self._readings[job.queue] = reading
+            while len(self._readings) > _READINGS:
+                del self._readings[next(iter(self._readings))]
+
+    def _read_one(self, job: Job) -> None:
+        with self._source.open(job.queue) as dead:
+            found = [*dead.browse(job.choice.filter, limit=1, progress=job.progress)]
+        job.count = len(found)
+        reading = self.reading(job.queue)
+        if found and reading is not None:
+            reading.keep(found[0])
+
+    def _audited(self, work: Callable[[Job], None], *, changes: bool = True) -> Callable[[Job], None]:
+        def audited(job: Job) -> None:
+            entry = {
+                "operation": job.kind,
+                "queue": job.queue,
+                "user": job.user,
+                "letters": job.choice.words,
+                "filter": job.choice.query,
+                **job.details,
+            }
+            self._audit.write("begun", job.id, entry)
+            result: dict[str, object] = {"outcome": "failed"}
+            try:
+                work(job)
+                result = {"outcome": "stopped" if job.stop.is_set() else "done"}
+            except BaseException as error:
+                result["error"] = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                if job.report is not None:
+                    result |= {"replayed": job.report.replayed, "failed": job.report.failed}
+                elif result["outcome"] != "failed":
+                    result |= {"count": job.count}
+                if changes:
+                    with self._lock:
+                        self._readings.pop(job.queue, None)
+                    self._source.changed()
+                self._note_end(job, {**entry, **result})
+
+        return audited
+
+    def _note_end(self, job: Job, entry: dict[str, object]) -> None:
+        try:
+            self._audit.write("ended", job.id, entry)
+        except OSError:
+            logger.exception("the end of the %s of queue %r is not in the audit log", job.kind, job.queue)
+
+
+def _unless_stopped(job: Job) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        job.progress(done, total)
+        if job.stop.is_set():
+            raise InterruptedError
+
+    return progress

@@ -1,0 +1,538 @@
+"""The pages: each reads its address or form, and renders a template.
+
+Invariants:
+
+- A GET changes nothing on the broker; at most it reads a queue that was not read yet.
+- A form may hold everything that an operation is about, so that it works without scripts, and on a machine whose pages
+  are minutes old: what it names is looked up again.
+- Every text goes through `visible` and through the escaping for HTML; no template switches that off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
+from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
+from reliable_mq.web.content import (
+    FORMS,
+    body_as,
+    is_editable,
+    rows_of_headers,
+    rows_of_properties,
+    trace_id,
+    visible,
+)
+from reliable_mq.web.jobs import Job, JobState
+from reliable_mq.web.operations import Operations, ReplayOptions
+
+if TYPE_CHECKING:
+    from reliable_mq.deadletters import DeadMessage
+    from reliable_mq.web.access import Guard
+    from reliable_mq.web.audit import AuditLog
+    from reliable_mq.web.letters import Letter, QueueReading
+    from reliable_mq.web.source import Source
+
+__all__ = ["Pages"]
+
+_ON_A_PAGE: Final = 50  # letters
+_GROUPS: Final = 12
+_ALL_GROUPS: Final = 500
+_LARGEST_FORM: Final = 1024 * 1024  # bytes
+_READ_WITHIN: Final = 1.0  # seconds, for which a page waits for a reading before it shows the progress
+_STATUS: Final = ((ConfigurationError, 400), (UsageError, 409), (BrokerUnavailable, 503))
+_HTMX: Final = "htmx-2.0.11.min.js"
+#: Of that file: its name in the npm registry is ``htmx.org``, and browsers refuse any other content.
+_HTMX_INTEGRITY: Final = "sha384-2OatzQy1H+Zd/IIrjr1TcuDGqLXeHhbooAyJY1KdQMKnr4LZ22k31GBLdYKHmVjg"
+
+
+class Pages:
+    """The handlers of requests.
+
+    Args:
+        source: the queues.
+        operations: what can be done to them.
+        audit: the log.
+        allow_changes, allow_editing: as of `DeadLetterApp`.
+
+    Attributes:
+        guard: the checks before them; set by the application.
+    """
+
+    guard: Guard
+
+    def __init__(
+        self, source: Source, operations: Operations, audit: AuditLog, *, allow_changes: bool, allow_editing: bool
+    ) -> None:
+        self._source = source
+        self._operations = operations
+        self._audit = audit
+        self._allow_changes = allow_changes
+        self._allow_editing = allow_editing
+        self._templates = Environment(
+            loader=PackageLoader("reliable_mq.web"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=_shown,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.globals.update(htmx=_HTMX, integrity=_HTMX_INTEGRITY, ago=ago, exactly=exactly)
+        self.exception_handlers: Mapping[Any, Callable[..., Any]] = {
+            HTTPException: self._http_error,
+            ReliableMQError: self._error,
+            OSError: self._error,
+        }
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def queues(self, request: Request) -> Response:
+        """The list of queues, or the part of it that is renewed."""
+        rows, problem = await run_in_threadpool(self._queue_rows)
+        if Fields(request.url.query).get("part") == "list":
+            return self._page(request, "queue_rows.html", rows=rows, problem=problem)
+        return self._page(
+            request, "queues.html", rows=rows, problem=problem, any_queue=self._source.any_queue, title="Queues"
+        )
+
+    async def letters(self, request: Request) -> Response:
+        """The letters of a queue that match the filter in the address."""
+        fields = Fields(request.url.query)
+        queue = await self._queue(fields)
+        reading = self._operations.reading(queue)
+        if reading is None:
+            job = self._operations.read(queue, request.state.user)
+            await run_in_threadpool(job.wait, _READ_WITHIN)
+            reading = self._operations.reading(queue)
+            if reading is None:
+                return self._reading_page(request, queue, job)
+        try:
+            choice, wrong = Choice.of(fields), ""
+        except ConfigurationError as error:
+            choice, wrong = Choice.of_pairs([]), str(error)
+        page = fields.number("page", most=100_000) or 1
+        view = await run_in_threadpool(self._letters_view, reading, choice, page, fields.get("groups") == "all")
+        return self._page(
+            request,
+            "letters.html",
+            400 if wrong else 200,
+            title=queue,
+            queue=queue,
+            reading=reading,
+            choice=choice,
+            wrong=wrong,
+            given={name: fields.get(name) for name in FIELDS},
+            jobs=self._changing(queue),
+            **view,
+        )
+
+    async def letter(self, request: Request) -> Response:
+        """One letter in full."""
+        fields = Fields(request.url.query)
+        queue = await self._queue(fields)
+        reading, letter = self._find(queue, fields.get("id"))
+        form = fields.get("as")
+        choice = Choice.of(fields)
+        if letter is None or reading is None:
+            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+        message = letter.message()
+        if message is None:
+            job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
+            await run_in_threadpool(job.wait, 60.0)
+            message = letter.message()
+            if message is None:
+                return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+        view = await run_in_threadpool(self._letter_view, reading, letter, message, choice, form)
+        return self._page(
+            request, "letter.html", title=message.message_id or "Letter", queue=queue, choice=choice, **view
+        )
+
+    async def body(self, request: Request) -> Response:
+        """The body of a letter as a file."""
+        fields = Fields(request.url.query)
+        queue = await self._queue(fields)
+        _, letter = self._find(queue, fields.get("id"))
+        message = None if letter is None else letter.message()
+        if letter is None or message is None:
+            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+        name = f"{_file_name(queue)}-{letter.fingerprint[:8]}.bin"
+        return Response(message.body, media_type="application/octet-stream", headers=_attachment(name))
+
+    async def audit_log(self, request: Request) -> Response:
+        """The latest entries of the audit log."""
+        entries = [{**entry, "when": _parsed(entry["at"])} for entry in self._audit.latest()]
+        return self._page(request, "audit.html", title="Audit log", entries=entries, where=self._audit.where)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def read(self, request: Request) -> Response:
+        """Read a queue again."""
+        fields = await _form(request)
+        queue = await self._queue(fields)
+        job = self._operations.read(queue, request.state.user)
+        await run_in_threadpool(job.wait, _READ_WITHIN)
+        if job.is_over and job.state is not JobState.FAILED:
+            return self._redirect(request, f"/letters?{encoded([('queue', queue)])}&{fields.get('choice')}")
+        return self._reading_page(request, queue, job)
+
+    async def replay(self, request: Request) -> Response:
+        """Ask for the options of a replay; begin it."""
+        fields = await _form(request)
+        queue = await self._queue(fields)
+        choice = _choice(fields)
+        go, wrong = fields.get("go"), ""
+        if go == "replay":
+            self._need_changes()
+        if go:
+            try:
+                options = _options(fields, dry_run=go != "replay")
+                return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
+            except ConfigurationError as error:
+                wrong = str(error)
+        count = await run_in_threadpool(self._count, queue, choice)
+        return self._page(
+            request,
+            "replay.html",
+            400 if wrong else 200,
+            title="Replay",
+            queue=queue,
+            choice=choice,
+            count=count,
+            wrong=wrong,
+            given={"target": "origin", "to": "", "rate": "", "limit": ""}
+            | {key: fields.get(key) for key, _ in fields.pairs},
+        )
+
+    async def purge(self, request: Request) -> Response:
+        """Ask for the name of the queue; delete letters."""
+        self._need_changes()
+        fields = await _form(request)
+        queue = await self._queue(fields)
+        choice = _choice(fields)
+        wrong = ""
+        if fields.get("go"):
+            if "".join(fields.all("name")[-1:]).strip() == queue:
+                return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
+            wrong = "This is not the name of the queue. Nothing was deleted."
+        count = await run_in_threadpool(self._count, queue, choice)
+        return self._page(
+            request,
+            "purge.html",
+            400 if wrong else 200,
+            title="Delete for good",
+            queue=queue,
+            choice=choice,
+            count=count,
+            wrong=wrong,
+        )
+
+    async def edit(self, request: Request) -> Response:
+        """Ask for another body of a letter; replay it with that."""
+        self._need_changes()
+        if not self._allow_editing:
+            raise HTTPException(403, "Letters are replayed as they are: editing is not allowed here.")
+        fields = await _form(request) if request.method == "POST" else Fields(request.url.query)
+        queue = await self._queue(fields)
+        _, letter = self._find(queue, fields.get("id"))
+        message = None if letter is None else letter.message()
+        if letter is None or message is None or not is_editable(message.body):
+            return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+        if request.method == "POST":
+            # A form sends CR LF for every line end; a body with a CR cannot be edited.
+            body = "".join(fields.all("body")[-1:]).replace("\r\n", "\n").encode("utf-8", "surrogateescape")
+            choice = Choice.of_pairs([("letter", letter.fingerprint)])
+            options = ReplayOptions(body=body, limit=1)
+            return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
+        return self._page(
+            request, "edit.html", title="Edit and replay", queue=queue, letter=letter, body=message.body.decode()
+        )
+
+    async def export(self, request: Request) -> Response:
+        """Write letters into a file."""
+        fields = await _form(request)
+        queue = await self._queue(fields)
+        choice = _choice(fields)
+        return self._to_job(request, self._operations.export(queue, choice, request.state.user))
+
+    async def job(self, request: Request) -> Response:
+        """An operation and its progress, or the part of that which is renewed."""
+        fields = Fields(request.url.query)
+        job = self._job(fields)
+        part = fields.get("part")
+        if part == "reading" and job.is_over:
+            return PlainTextResponse("", headers={"HX-Refresh": "true"})
+        template = {"progress": "job_progress.html", "reading": "reading_progress.html"}.get(part, "job.html")
+        return self._page(request, template, title=job.kind.capitalize(), job=job, queue=job.queue)
+
+    async def stop(self, request: Request) -> Response:
+        """Stop an operation."""
+        job = self._job(await _form(request))
+        if job.kind in ("replay", "purge"):
+            self._need_changes()
+        job.stop.set()
+        await run_in_threadpool(job.wait, _READ_WITHIN)
+        return self._to_job(request, job)
+
+    async def file(self, request: Request) -> Response:
+        """The file of an export."""
+        job = self._job(Fields(request.url.query))
+        if job.file is None:
+            raise HTTPException(404, "This export is not kept any more: export again.")
+        try:
+            descriptor = os.dup(job.file.fileno())
+        except ValueError as error:  # closed meanwhile
+            raise HTTPException(404, "This export is not kept any more: export again.") from error
+        name = f"{_file_name(job.queue)}-{job.begun:%Y%m%d-%H%M%S}.jsonl"
+        return StreamingResponse(_content(descriptor), media_type="application/jsonl", headers=_attachment(name))
+
+    # -- signing in ----------------------------------------------------------------------------------------------------
+
+    async def sign_in(self, request: Request) -> Response:
+        """Ask for the token; begin a session."""
+        if not self.guard.has_token:
+            raise HTTPException(404, "There is nothing to sign in to.")
+        wrong = ""
+        if request.method == "POST":
+            fields = await _form(request)
+            response = self.guard.sign_in(request, fields.get("token"), fields.get("name"))
+            if response is not None:
+                return response
+            wrong = "This is not the token."
+        return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong)
+
+    async def sign_out(self, request: Request) -> Response:
+        """End the session."""
+        return self.guard.sign_out(request)
+
+    # -- private -------------------------------------------------------------------------------------------------------
+
+    def _page(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        root = request.scope.get("root_path", "")
+
+        def at(path: str, *pairs: tuple[str, object], query: str = "") -> str:
+            parts = [encoded((name, str(value)) for name, value in pairs), query]
+            text = "&".join(part for part in parts if part)
+            return f"{root}{path}?{text}" if text else f"{root}{path}"
+
+        common = {
+            "at": at,
+            "user": getattr(request.state, "user", ""),
+            "broker": self._source.broker,
+            "allow_changes": self._allow_changes,
+            "allow_editing": self._allow_editing,
+            "signs_in": self.guard.has_token,
+            "now": datetime.now(UTC),
+        }
+        html = self._templates.get_template(template).render(common | values)
+        return HTMLResponse(html.encode("utf-8", "backslashreplace"), status)
+
+    def _reading_page(self, request: Request, queue: str, job: Job) -> Response:
+        if job.state is JobState.FAILED:
+            return self._page(request, "error.html", 503, title=queue, text=job.error, queue=queue)
+        return self._page(request, "reading.html", title=queue, queue=queue, job=job)
+
+    async def _queue(self, fields: Fields) -> str:
+        """Return the name of a queue that may be opened."""
+        queue = fields.get("queue")
+        try:
+            queue.encode()
+        except UnicodeEncodeError:
+            queue = ""
+        if not await run_in_threadpool(self._source.allows, queue):
+            raise HTTPException(404, f"This page shows no queue “{queue}”.")
+        self._source.remember(queue)
+        return queue
+
+    def _find(self, queue: str, fingerprint: str) -> tuple[QueueReading | None, Letter | None]:
+        reading = self._operations.reading(queue)
+        return reading, None if reading is None else reading.find(fingerprint)
+
+    def _job(self, fields: Fields) -> Job:
+        job = self._operations.jobs.get(fields.get("id"))
+        if job is None:
+            raise HTTPException(404, "This operation is not kept any more. The audit log has its result.")
+        return job
+
+    def _changing(self, queue: str) -> list[Job]:
+        return [job for job in self._operations.jobs.of(queue) if job.kind != "read"]
+
+    def _need_changes(self) -> None:
+        if not self._allow_changes:
+            raise HTTPException(403, "This page only shows: it was started without allowing changes.")
+
+    def _count(self, queue: str, choice: Choice) -> int | None:
+        """Return how many letters of the latest reading match."""
+        reading = self._operations.reading(queue)
+        return None if reading is None else len(reading.matching(choice.filter, datetime.now(UTC)))
+
+    def _queue_rows(self) -> tuple[list[dict[str, object]], str]:
+        names = self._source.names()
+        try:
+            depths, problem = self._source.depths(), self._source.problem
+        except ReliableMQError as error:
+            depths, problem = dict.fromkeys(names), str(error)
+        rows: list[dict[str, object]] = []
+        for name in names:
+            depth = depths.get(name)
+            if depth is not None:
+                self._operations.read_alone(name, depth)
+            reading = self._operations.reading(name)
+            groups = [] if reading is None else reading.groups(reading.letters)
+            rows.append(
+                {
+                    "name": name,
+                    "depth": depth,
+                    "reading": reading,
+                    "groups": groups[:1],
+                    "jobs": self._operations.jobs.of(name),
+                }
+            )
+        return rows, problem
+
+    def _letters_view(self, reading: QueueReading, choice: Choice, page: int, all_groups: bool) -> dict[str, Any]:
+        matching = reading.matching(choice.filter, datetime.now(UTC))
+        pages = max((len(matching) + _ON_A_PAGE - 1) // _ON_A_PAGE, 1)
+        page = min(page, pages)
+        groups = reading.groups(matching)
+        return {
+            "matching": len(matching),
+            "letters": matching[(page - 1) * _ON_A_PAGE : page * _ON_A_PAGE],
+            "page": page,
+            "pages": pages,
+            "groups": groups[: _ALL_GROUPS if all_groups else _GROUPS],
+            "more_groups": len(groups) - (_ALL_GROUPS if all_groups else _GROUPS),
+        }
+
+    def _letter_view(
+        self, reading: QueueReading, letter: Letter, message: DeadMessage, choice: Choice, form: str
+    ) -> dict[str, Any]:
+        matching = reading.matching(choice.filter, datetime.now(UTC))
+        places = {each.position: place for place, each in enumerate(matching)}
+        place = places.get(letter.position)
+        properties = rows_of_properties(message)
+        content_type = dict(properties).get("content type")
+        return {
+            "letter": letter,
+            "message": message,
+            "before": matching[place - 1] if place else None,
+            "after": matching[place + 1] if place is not None and place + 1 < len(matching) else None,
+            "body": body_as(message.body, form if form in FORMS else "", content_type),
+            "headers": rows_of_headers(message),
+            "properties": properties,
+            "trace": trace_id(message),
+            "editable": is_editable(message.body),
+        }
+
+    def _redirect(self, request: Request, path: str) -> Response:
+        return RedirectResponse(request.scope.get("root_path", "") + path, 303)
+
+    def _to_job(self, request: Request, job: Job) -> Response:
+        return self._redirect(request, f"/job?id={job.id}")
+
+    async def _http_error(self, request: Request, error: HTTPException) -> Response:
+        text = "There is no such page." if error.detail == "Not Found" else error.detail
+        return self._page(request, "error.html", error.status_code, title="Error", text=text, queue="")
+
+    async def _error(self, request: Request, error: Exception) -> Response:
+        status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+        text = str(error) if isinstance(error, ReliableMQError) else getattr(error, "strerror", None) or str(error)
+        return self._page(request, "error.html", status, title="Error", text=text, queue="")
+
+
+def _shown(value: object) -> object:
+    """Make text visible, before it is escaped for HTML; leave markup alone."""
+    return visible(value) if type(value) is str else value
+
+
+async def _form(request: Request) -> Fields:
+    """Read a form of bounded size.
+
+    Raises:
+        HTTPException: it is larger, or of another kind.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise HTTPException(415, "A form of this page was expected.")
+    data = bytearray()
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > _LARGEST_FORM:
+                raise HTTPException(413, f"A form has {_LARGEST_FORM} bytes at most.")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "The form did not arrive completely.") from error
+    return Fields(bytes(data))
+
+
+def _choice(fields: Fields) -> Choice:
+    """Return the letters that a form is about.
+
+    Raises:
+        ConfigurationError: none are selected, or a field is wrong.
+    """
+    if fields.get("which") != "selected":
+        return Choice.of(Fields(fields.get("choice")))
+    letters = [("letter", each) for each in fields.all("letter")]
+    if not letters:
+        raise ConfigurationError("no letter is selected: go back, and tick some")
+    return Choice.of_pairs(letters)
+
+
+def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
+    """Return the options of a replay.
+
+    Raises:
+        ConfigurationError: one of them is wrong; the text names it.
+    """
+    target = fields.get("target", "origin")
+    to = fields.get("to") if target == "queue" else None
+    if target not in ("origin", "queue", "published"):
+        raise ConfigurationError(f"target must be origin, queue or published, not {target!r}")
+    if to == "":
+        raise ConfigurationError("the name of the other queue is missing")
+    rate = None
+    if fields.get("rate"):
+        try:
+            rate = float(fields.get("rate"))
+        except ValueError:
+            rate = 0.0
+        if not 0.001 <= rate <= 1e6:
+            raise ConfigurationError(f"rate must be a number of messages per second, not {fields.get('rate')!r}")
+    return ReplayOptions(
+        to=to, as_published=target == "published", rate=rate, limit=fields.number("limit"), dry_run=dry_run
+    )
+
+
+def _content(descriptor: int) -> Iterator[bytes]:
+    """Return the content of an open file, and close it."""
+    try:
+        place = 0
+        while data := os.pread(descriptor, 65536, place):
+            yield data
+            place += len(data)
+    finally:
+        os.close(descriptor)
+
+
+def _file_name(queue: str) -> str:
+    return "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "_" for char in queue)[:100]
+
+
+def _attachment(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
+
+
+def _parsed(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except ValueError:
+        return None

@@ -1,0 +1,180 @@
+"""Who may use the page and from where: host, origin, token; the headers that forbid scripts; forms of bounded size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from reliable_mq.web import DeadLetterApp
+from tests.web.conftest import SAME_ORIGIN, URL
+from tests.web.memory_broker import letter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from tests.web.memory_broker import MemoryBroker
+
+    Page = Callable[..., TestClient]
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture(autouse=True)
+def _letters(broker: MemoryBroker) -> None:
+    broker.add("orders.dead", *map(letter, range(3)))
+    broker.queues["orders"] = []
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8025", 200),
+        ("127.0.0.1:8025", 200),
+        ("[::1]:8025", 200),
+        ("shop.example", 200),
+        ("shop.example.:443", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_only_allowed_hosts_are_served(page: Page, host: str, status: int) -> None:
+    """A name that an attacker lets resolve to this machine is not one of them."""
+    assert page(allowed_hosts=["shop.example"]).get("/", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "same-origin"}, 400),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}, 400),
+        ({"Origin": "http://localhost"}, 400),
+        ({}, 403),
+        ({"Sec-Fetch-Site": "none"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://localhost:9999"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_only_its_own_forms_are_accepted(page: Page, headers: dict[str, str], status: int) -> None:
+    """Whoever can change is asked for the name of the queue, and gets 400 without one."""
+    browser = page(allow_changes=True)
+    for name in SAME_ORIGIN:
+        del browser.headers[name]
+    answer = browser.post("/purge", data={"queue": "orders.dead", "go": "purge"}, headers=headers)
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"}, 403),
+        ({"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
+        ({}, 200),
+    ],
+)
+def test_another_site_may_link_here_and_load_nothing(page: Page, headers: dict[str, str], status: int) -> None:
+    browser = page()
+    for name in SAME_ORIGIN:
+        del browser.headers[name]
+    assert browser.get("/letters?queue=orders.dead", headers=headers).status_code == status
+
+
+def test_without_a_token_only_this_machine_is_served(page: Page) -> None:
+    assert page(client="127.0.0.1").get("/").status_code == 200
+    assert page(client="::1").get("/").status_code == 200
+    for client in ("10.0.0.7", "192.168.1.4", "2001:db8::1"):
+        assert page(client=client).get("/").status_code == 403
+    for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
+        assert page().get("/", headers={header: "10.0.0.7"}).status_code == 403
+
+
+def test_users_sign_in_with_the_token(page: Page) -> None:
+    """The session ends when they sign out, and its cookie is out of reach of scripts and of other sites' posts."""
+    browser = page(token=TOKEN, client="10.0.0.7", allow_changes=True)
+    answer = browser.get("/letters?queue=orders.dead")
+    assert str(answer.url) == "http://localhost/sign-in"
+    assert "order" not in answer.text
+    assert browser.get("/?part=list", headers={"HX-Request": "true"}).status_code == 401
+    assert browser.post("/purge", data={"queue": "orders.dead"}).status_code == 401
+    wrong = browser.post("/sign-in", data={"token": TOKEN[:-1], "name": "Ada"})
+    assert (wrong.status_code, "This is not the token." in wrong.text) == (403, True)
+    signed_in = browser.post("/sign-in", data={"token": TOKEN, "name": " Ada\tLovelace "}, follow_redirects=False)
+    cookie = signed_in.headers["set-cookie"]
+    assert TOKEN not in cookie
+    assert {"HttpOnly", "Path=/", "SameSite=lax"} <= set(cookie.split("; "))
+    assert "Ada Lovelace (10.0.0.7)" in browser.get("/letters?queue=orders.dead").text
+    browser.post("/sign-out")
+    assert str(browser.get("/").url) == "http://localhost/sign-in"
+
+
+def test_a_program_sends_the_token(page: Page) -> None:
+    browser = page(token=TOKEN)
+    assert "id-1" in browser.get("/letters?queue=orders.dead", headers={"Authorization": f"Bearer {TOKEN}"}).text
+    for wrong in (f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer ", "Bearer \udcff"):
+        header = wrong.encode("utf-8", "surrogateescape")
+        answer = browser.get("/", headers=[(b"Authorization", header)], follow_redirects=False)
+        assert answer.status_code == 303
+
+
+def test_the_service_decides_who_a_user_is(page: Page) -> None:
+    def user(request: Request) -> str | None:
+        return request.headers.get("x-user")
+
+    browser = page(user=user, client="10.0.0.7", allow_changes=True)
+    assert browser.get("/").status_code == 403
+    browser.headers["x-user"] = "Grace"
+    form = {"queue": "orders.dead", "choice": "", "go": "replay"}
+    assert "begun by Grace" in browser.post("/replay", data=form).text
+
+
+def test_every_response_forbids_foreign_scripts(page: Page) -> None:
+    browser = page()
+    answers = [browser.get(path) for path in ("/", "/letters?queue=orders.dead", "/nothing", "/static/page.js")]
+    answers += [browser.get("/", headers={"Host": "evil.example"}), browser.request("PUT", "/")]
+    for answer in answers:
+        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == "'self'"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 200, 421, 405]
+    assert answers[0].headers["cache-control"] == "no-store"
+
+
+def test_a_form_of_another_kind_or_size_is_refused(page: Page) -> None:
+    browser = page(allow_changes=True)
+    assert browser.post("/purge", json={"queue": "orders.dead"}).status_code == 415
+    assert browser.post("/purge", data={"queue": "orders.dead", "choice": "x" * 2_000_000}).status_code == 413
+    many = {"queue": "orders.dead", "letter": ["x"] * 3000}
+    assert browser.post("/purge", data=many).status_code == 400
+
+
+def test_it_can_be_mounted(broker: MemoryBroker) -> None:
+    """Every address in it is below the path that it is mounted at."""
+    pages = DeadLetterApp(URL, ["orders.dead"], token=TOKEN)
+    browser = TestClient(Starlette(routes=[Mount("/ops/dead", pages)]), "http://localhost", headers=SAME_ORIGIN)
+    signed_in = browser.post("/ops/dead/sign-in", data={"token": TOKEN, "name": "Ada"}, follow_redirects=False)
+    assert signed_in.headers["location"] == "/ops/dead/"
+    assert "Path=/ops/dead" in signed_in.headers["set-cookie"]
+    html = browser.get("/ops/dead/letters?queue=orders.dead").text
+    assert "id-1" in html
+    assert 'href="/ops/dead/static/page.css"' in html
+    assert 'href="/letter' not in html
+    assert browser.get("/ops/dead/static/page.css").status_code == 200
+    assert broker.reads == 1
+    assert pages.close()

@@ -1,0 +1,304 @@
+"""Changing: replay, delete, export, edit; what each needs, leaves, and writes into the audit log."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq import Message
+from reliable_mq.core import headers
+from reliable_mq.stores import MemoryStore
+from reliable_mq.testing.waiting import wait_until
+from tests.web.memory_broker import letter
+from tests.web.test_pages import first_letter, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from httpx2 import Response
+    from starlette.testclient import TestClient
+
+    from tests.web.memory_broker import MemoryBroker
+
+    Page = Callable[..., TestClient]
+
+QUEUE = "orders.dead"
+
+
+@pytest.fixture
+def letters(broker: MemoryBroker) -> None:
+    broker.add(QUEUE, *map(letter, range(10)))
+    broker.queues["orders"] = []
+
+
+def ended(browser: TestClient, answer: Response) -> str:
+    """The text of the page about an operation, once that has ended."""
+    assert answer.status_code == 200, answer.text
+    address = str(answer.url)
+    wait_until(lambda: "Back to the letters" in browser.get(address).text, timeout=20, what="the end of the operation")
+    return plain(browser.get(address).text)
+
+
+def ids_of(browser: TestClient, query: str = "") -> list[str]:
+    html = browser.get(f"/letters?queue={QUEUE}&{query}").text
+    return re.findall(r'name="letter" value="([0-9a-f]{32})"', html)
+
+
+@pytest.mark.usefixtures("letters")
+def test_nothing_can_be_changed_by_default(page: Page, broker: MemoryBroker) -> None:
+    """No button is there, and a form made by hand is refused. Looking and counting are allowed."""
+    browser = page()
+    html = browser.get(f"/letters?queue={QUEUE}").text
+    assert "read only" in html
+    assert "Delete all" not in html
+    for path, fields in (("/replay", {"go": "replay"}), ("/purge", {"go": "purge", "name": QUEUE}), ("/edit", {})):
+        assert browser.post(path, data={"queue": QUEUE, "choice": ""} | fields).status_code == 403
+    dry = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "dry-run"}))
+    assert "Would be replayed 10" in dry
+    assert "Replay 10 now" not in dry
+    assert len(broker.queues[QUEUE]) == 10
+    assert broker.queues["orders"] == []
+
+
+@pytest.mark.usefixtures("letters")
+def test_one_letter_is_replayed(page: Page, broker: MemoryBroker) -> None:
+    browser = page(allow_changes=True)
+    one = first_letter(browser)
+    asked = browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={one}"})
+    assert "1 letter of the last reading: 1 selected letter" in plain(asked.text)
+    assert broker.queues["orders"] == []
+    told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={one}", "go": "replay"}))
+    assert "Replayed 1 confirmed, and out of the queue" in told
+    assert broker.bodies("orders") == [b'{"order":0}']
+    assert len(broker.queues[QUEUE]) == 9
+    assert one not in ids_of(browser)
+
+
+@pytest.mark.usefixtures("letters")
+def test_selected_letters_are_replayed_and_no_others(page: Page, broker: MemoryBroker) -> None:
+    browser = page(allow_changes=True)
+    ids = ids_of(browser)
+    form = {"queue": QUEUE, "choice": "", "which": "selected", "letter": [ids[2], ids[5]]}
+    asked = browser.post("/replay", data=form)
+    assert "2 selected letters" in plain(asked.text)
+    choice = re.search(r'name="choice" value="([^"]+)"', asked.text)
+    assert choice is not None
+    form = {"queue": QUEUE, "choice": choice[1].replace("&amp;", "&"), "go": "replay"}
+    assert "Replayed 2" in ended(browser, browser.post("/replay", data=form))
+    assert broker.bodies("orders") == [b'{"order":2}', b'{"order":5}']
+    nothing = browser.post("/replay", data={"queue": QUEUE, "choice": "", "which": "selected"})
+    assert nothing.status_code == 400
+    assert "no letter is selected: go back, and tick some" in plain(nothing.text)
+
+
+def test_messages_that_are_equal_in_every_byte_go_together(page: Page, broker: MemoryBroker) -> None:
+    """They have one fingerprint: which of them is selected cannot be told apart."""
+    twin = letter(1)
+    broker.add(QUEUE, twin, letter(2), twin)
+    broker.queues["orders"] = []
+    browser = page(allow_changes=True)
+    form = {"queue": QUEUE, "choice": f"letter={first_letter(browser)}", "go": "replay"}
+    assert "Replayed 2" in ended(browser, browser.post("/replay", data=form))
+    assert broker.bodies(QUEUE) == [b'{"order":2}']
+
+
+@pytest.mark.usefixtures("letters")
+def test_all_that_match_are_replayed_after_a_dry_run(page: Page, broker: MemoryBroker) -> None:
+    """The dry run offers the replay with the same options."""
+    broker.queues["elsewhere"] = []
+    browser = page(allow_changes=True)
+    form = {"queue": QUEUE, "choice": "exception=*Timeout", "target": "queue", "to": "elsewhere", "limit": "3"}
+    answer = browser.post("/replay", data={**form, "go": "dry-run"})
+    assert "Replay 3 now" in ended(browser, answer)
+    assert broker.queues["elsewhere"] == []
+    html = browser.get(str(answer.url)).text
+    again = dict(re.findall(r'type="hidden" name="([a-z]+)" value="([^"]*)"', html))
+    assert "Replayed 3" in ended(browser, browser.post("/replay", data={**again, "go": "replay"}))
+    assert broker.bodies("elsewhere") == [b'{"order":1}', b'{"order":3}', b'{"order":5}']
+
+
+@pytest.mark.usefixtures("letters")
+def test_letters_that_cannot_be_replayed_are_named(page: Page, broker: MemoryBroker) -> None:
+    broker.add(QUEUE, Message(b"foreign", message_id="no-origin"))
+    browser = page(allow_changes=True)
+    told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
+    assert "Replayed 10" in told
+    assert "Failed 1 still in the queue" in told
+    assert "no-origin its origin is unknown: name a target" in told
+    assert broker.bodies(QUEUE) == [b"foreign"]
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ({"rate": "fast"}, "rate must be a number of messages per second, not 'fast'"),
+        ({"rate": "nan"}, "rate must be a number of messages per second, not 'nan'"),
+        ({"limit": "-1"}, "limit must be a whole number from 1"),
+        ({"target": "queue"}, "the name of the other queue is missing"),
+        ({"target": "queue", "to": QUEUE}, f"to is '{QUEUE}' itself"),
+        ({"target": "moon"}, "target must be origin, queue or published"),
+    ],
+)
+def test_a_wrong_option_of_a_replay_is_named(
+    page: Page, broker: MemoryBroker, field: dict[str, str], text: str
+) -> None:
+    browser = page(allow_changes=True)
+    answer = browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay", **field})
+    shown = plain(answer.text) if answer.status_code == 400 else ended(browser, answer)
+    assert text in shown
+    assert len(broker.queues[QUEUE]) == 10
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_purge_needs_the_name_of_the_queue(page: Page, broker: MemoryBroker) -> None:
+    browser = page(allow_changes=True)
+    form = {"queue": QUEUE, "choice": "message-id=id-4"}
+    assert "Type the name of the queue" in plain(browser.post("/purge", data=form).text)
+    for typed in ("", "orders", QUEUE.upper()):
+        answer = browser.post("/purge", data={**form, "go": "purge", "name": typed})
+        assert answer.status_code == 400
+        assert "This is not the name of the queue. Nothing was deleted." in plain(answer.text)
+    assert len(broker.queues[QUEUE]) == 10
+    told = ended(browser, browser.post("/purge", data={**form, "go": "purge", "name": QUEUE}))
+    assert "1 deleted for good." in told
+    assert b'{"order":4}' not in broker.bodies(QUEUE)
+    assert len(broker.queues[QUEUE]) == 9
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_export_is_downloaded(page: Page, broker: MemoryBroker) -> None:
+    """The file is what ``dlq export`` writes; the letters stay."""
+    browser = page()
+    answer = browser.post("/export", data={"queue": QUEUE, "choice": "exception=ValueError"})
+    assert "Download 5 letters" in ended(browser, answer)
+    file = browser.get(str(answer.url).replace("/job?", "/file?"))
+    lines = [json.loads(line) for line in file.text.splitlines()]
+    assert [line["body"] for line in lines] == [f'{{"order":{number}}}' for number in (0, 2, 4, 6, 8)]
+    assert re.fullmatch(r'attachment; filename="orders\.dead-[\d-]+\.jsonl"', file.headers["content-disposition"])
+    assert len(broker.queues[QUEUE]) == 10
+
+
+@pytest.mark.usefixtures("letters")
+def test_editing_is_off_unless_it_is_asked_for(page: Page, broker: MemoryBroker) -> None:
+    plain_page, browser = page(allow_changes=True), page(allow_changes=True, allow_editing=True)
+    one = first_letter(browser)
+    form = {"queue": QUEUE, "id": one, "body": '{"order":0,\r\n"fixed":true}'}
+    assert plain_page.post("/edit", data=form).status_code == 403
+    assert "Edit and replay" not in plain_page.get(f"/letter?queue={QUEUE}&id={one}").text
+    assert "Edit and replay" in browser.get(f"/letter?queue={QUEUE}&id={one}").text
+    shown = browser.get(f"/edit?queue={QUEUE}&id={one}").text
+    assert ">\n{&#34;order&#34;:0}</textarea>" in shown
+    assert "Replayed 1" in ended(browser, browser.post("/edit", data=form))
+    assert broker.bodies("orders") == [b'{"order":0,\n"fixed":true}']
+    assert len(broker.queues[QUEUE]) == 9
+    assert "edited, SHA-256" in plain(browser.get("/audit").text)
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_body_that_a_form_would_change_cannot_be_edited(page: Page, broker: MemoryBroker) -> None:
+    broker.queues[QUEUE].clear()
+    for body in (b"a\r\nb", b"\xff", b"a\x00b", "\u202eright to left".encode(), b"x" * 200_000):
+        broker.add(QUEUE, Message(body, headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}))
+    browser = page(allow_changes=True, allow_editing=True)
+    for one in ids_of(browser):
+        assert browser.get(f"/edit?queue={QUEUE}&id={one}").status_code == 404
+        assert "cannot be edited" in browser.get(f"/letter?queue={QUEUE}&id={one}").text
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_replay_can_be_stopped_and_goes_on_with_the_next(page: Page, broker: MemoryBroker) -> None:
+    broker.gate.clear()
+    browser = page(allow_changes=True)
+    answer = browser.post("/replay", data={"queue": QUEUE, "choice": "", "rate": "1", "go": "replay"})
+    name = str(answer.url).partition("id=")[2]
+    running = browser.get(f"/job?id={name}&part=progress")
+    assert "Running" in running.text
+    assert 'hx-trigger="load' in running.text
+    broker.gate.set()
+    told = ended(browser, browser.post("/stop", data={"id": name}))
+    assert told.startswith("Replay")
+    assert "Stopped" in told
+    left = len(broker.queues[QUEUE])
+    assert left + len(broker.queues["orders"]) == 10
+    assert left > 0
+    ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
+    assert sorted(broker.bodies("orders")) == [f'{{"order":{number}}}'.encode() for number in range(10)]
+
+
+@pytest.mark.usefixtures("letters")
+def test_two_operations_on_one_queue_run_one_after_another(page: Page, broker: MemoryBroker) -> None:
+    broker.gate.clear()
+    browser = page(allow_changes=True)
+    browser.get(f"/letters?queue={QUEUE}")
+    first = browser.post("/replay", data={"queue": QUEUE, "choice": "exception=ValueError", "go": "replay"})
+    second = browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"})
+    assert "Another operation on this queue is going on" in plain(second.text)
+    assert "Replay running" in plain(browser.get(f"/letters?queue={QUEUE}").text)
+    broker.gate.set()
+    assert "Replayed 5" in ended(browser, first)
+    assert "Replayed 5" in ended(browser, second)
+    assert len(broker.bodies("orders")) == 10
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_attempts_that_a_store_counts_are_reset(page: Page) -> None:
+    reset: list[str] = []
+
+    class Store(MemoryStore):
+        def reset_many(self, keys: Any) -> Any:
+            reset.extend(keys)
+            return super().reset_many(keys)
+
+    browser = page(allow_changes=True, idempotency=Store(), idempotency_namespace="shop")
+    ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "message-id=id-3", "go": "replay"}))
+    assert reset == ["shop|orders|id-3"]
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_audit_log_has_who_did_what(page: Page, tmp_path: Path) -> None:
+    """A line before, a line after; the next process shows them."""
+    log = tmp_path / "audit.jsonl"
+    browser = page(allow_changes=True, audit_log=log)
+    form = {"queue": QUEUE, "choice": "exception=*Timeout", "rate": "1000", "go": "replay"}
+    ended(browser, browser.post("/replay", data=form))
+    ended(browser, browser.post("/replay", data={**form, "go": "dry-run"}))
+    begun, over = map(json.loads, log.read_text().splitlines())
+    assert (begun["event"], begun["operation"], begun["queue"]) == ("begun", "replay", QUEUE)
+    assert (begun["user"], begun["filter"], begun["rate"]) == ("127.0.0.1", "exception=%2ATimeout", 1000)
+    assert (over["event"], over["outcome"], over["replayed"], over["failed"]) == ("ended", "done", 5, 0)
+    assert over["id"] == begun["id"]
+    assert "done: 5 replayed, 0 failed" in plain(page(audit_log=log).get("/audit").text)
+    log.write_text('{"at": "never"}\n[]\nnothing\n{"at": "2026-01-01T00:00:00+00:00", "user": "<b>"}\n')
+    assert "2026-01-01 00:00:00 UTC &lt;b&gt;" in " ".join(
+        re.sub(r"<[^>]*>", " ", page(audit_log=log).get("/audit").text).split()
+    )
+
+
+@pytest.mark.usefixtures("letters")
+def test_what_cannot_be_logged_does_not_begin(page: Page, broker: MemoryBroker, tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    browser = page(allow_changes=True, audit_log=log)
+    log.unlink()
+    log.mkdir()
+    told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
+    assert "Is a directory" in told
+    assert len(broker.queues[QUEUE]) == 10
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_operation_that_fails_says_what_became_of_the_letters(page: Page, broker: MemoryBroker) -> None:
+    broker.away = True
+    browser = page(allow_changes=True)
+    told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"}))
+    assert "no host could be reached. What was confirmed is out of the queue, everything else is in it" in told
+
+
+def test_an_operation_that_is_forgotten_is_said_so(page: Page) -> None:
+    browser = page()
+    for path in ("/job?id=x", "/file?id=x", "/job?id=x&part=progress"):
+        assert browser.get(path).status_code == 404

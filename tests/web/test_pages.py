@@ -1,0 +1,208 @@
+"""Looking: the list of queues, letters by a filter in the address, a letter in full; what nothing may change."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from html import unescape
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq import Message
+from reliable_mq.core import headers
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.web import DeadLetterApp
+from tests.web.conftest import URL
+from tests.web.memory_broker import letter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.testclient import TestClient
+
+    from tests.web.memory_broker import MemoryBroker
+
+    Page = Callable[..., TestClient]
+
+
+def plain(html: str) -> str:
+    """The text of a page, spaces collapsed."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
+def first_letter(page: TestClient) -> str:
+    found = re.search(r'name="letter" value="([0-9a-f]{32})"', page.get("/letters?queue=orders.dead").text)
+    assert found is not None
+    return found[1]
+
+
+def test_the_list_shows_depth_and_age(page: Page, broker: MemoryBroker) -> None:
+    """A small queue is read once, for its age; an empty or a missing one is not."""
+    broker.add("orders.dead", letter(1, **{headers.LAST_FAILURE: datetime.now(UTC) - timedelta(hours=3)}))
+    broker.queues["mail.dead"] = []
+    browser = page(["orders.dead", "mail.dead", "gone.dead"])
+    wait_until(lambda: "3 h ago" in browser.get("/?part=list").text, timeout=20, what="the age")
+    text = plain(browser.get("/").text)
+    assert "orders.dead 1 3 h ago" in text
+    assert "mail.dead 0 empty" in text
+    assert "gone.dead no such queue" in text
+    assert broker.reads == 1
+
+
+def test_the_list_reads_no_queue_whose_reads_are_counted(page: Page, broker: MemoryBroker) -> None:
+    broker.add("orders.dead", letter(1))
+    broker.counts_reads = True
+    browser = page()
+    for _ in range(3):
+        assert browser.get("/").status_code == 200
+    wait_until(lambda: "not read yet" in browser.get("/?part=list").text, timeout=20, what="the end of the attempt")
+    assert broker.reads == 1
+    assert "id-1" in browser.get("/letters?queue=orders.dead").text
+
+
+def test_a_queue_is_read_once_for_all_pages(page: Page, broker: MemoryBroker) -> None:
+    """RabbitMQ counts readings, and hides the messages meanwhile."""
+    broker.add("orders.dead", *map(letter, range(120)))
+    browser = page()
+    for query in ("", "&page=2", "&exception=*Timeout", "&reason=5+of+5"):
+        assert browser.get(f"/letters?queue=orders.dead{query}").status_code == 200
+    browser.get(f"/letter?queue=orders.dead&id={first_letter(browser)}")
+    assert broker.reads == 1
+    browser.post("/read", data={"queue": "orders.dead"})
+    assert broker.reads == 2
+    assert len(broker.queues["orders.dead"]) == 120
+
+
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [
+        ("", 40),
+        ("exception=*Timeout", 19),
+        ("exception=shop.Timeout", 19),
+        ("exception=ValueError&message-id=id-4", 1),
+        ("message-id=id-4&message-id=id-5", 2),
+        ("reason=ATTEMPTS", 40),
+        ("from-queue=orders", 40),
+        ("header=tenant%3Dnorth", 1),
+        ("older-than=1s", 0),
+    ],
+)
+def test_the_filter_is_in_the_address(page: Page, broker: MemoryBroker, query: str, count: int) -> None:
+    broker.add("orders.dead", *map(letter, range(39)), letter(40, tenant="north"))
+    text = page().get(f"/letters?queue=orders.dead&{query}").text
+    if count:
+        assert f">{count} letter" in text
+    else:
+        assert "No letter matches this filter: older than 1s." in plain(text)
+
+
+def test_a_wrong_filter_is_named(page: Page, broker: MemoryBroker) -> None:
+    broker.add("orders.dead", letter(1))
+    answer = page().get("/letters?queue=orders.dead&older-than=soon")
+    assert answer.status_code == 400
+    assert "older-than: an age is a number with s, m, h, d or w behind it, not 'soon'" in plain(answer.text)
+
+
+def test_letters_are_grouped_by_exception_and_reason(page: Page, broker: MemoryBroker) -> None:
+    """The link of a group selects its letters and no others, whatever its name holds."""
+    odd = {headers.EXCEPTION_TYPE: "app.Error[*]?", headers.DEAD_LETTER_REASON: "100 % & more = \udcff"}
+    message = letter(1)
+    broker.add("orders.dead", *map(letter, range(5)))
+    table = {**dict(message.headers), **odd, headers.DEAD_LETTER_REASON: b"100 % & more = \xff"}
+    broker.add("orders.dead", Message(b"odd", headers=table), letter(9, **{headers.EXCEPTION_TYPE: "app.ErrorX"}))
+    browser = page()
+    html = browser.get("/letters?queue=orders.dead").text
+    assert "ValueError 5 of 5 attempts failed 3" in plain(html)
+    (link,) = (unescape(found) for found in re.findall(r'href="(/letters[^"]*100[^"]*)"', html))
+    assert ">1 letter" in browser.get(link).text
+
+
+def test_a_letter_is_shown_in_full(page: Page, broker: MemoryBroker) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    broker.add("orders.dead", letter(1, tenant="north", traceparent=f"00-{trace}-00f067aa0ba902b7-01"))
+    browser = page()
+    address = f"/letter?queue=orders.dead&id={first_letter(browser)}"
+    text = plain(browser.get(address).text)
+    for expected in ("shop.Timeout", "no 1", "5 of 5 attempts failed", "orders", trace, "tenant north", '"order": 1'):
+        assert expected in text
+    assert "000000 7b 22 6f 72 64 65 72 22" in plain(browser.get(f"{address}&as=hex").text)
+    assert '{"order":1}' in plain(browser.get(f"{address}&as=text").text)
+    body = browser.get(address.replace("/letter?", "/body?"))
+    assert (body.content, body.headers["content-type"]) == (b'{"order":1}', "application/octet-stream")
+    assert body.headers["content-disposition"].startswith("attachment; filename=")
+
+
+def test_a_letter_that_is_gone_is_said_so(page: Page, broker: MemoryBroker) -> None:
+    broker.add("orders.dead", letter(1))
+    answer = page().get("/letter?queue=orders.dead&id=0")
+    assert answer.status_code == 404
+    assert "This letter is not there" in answer.text
+
+
+def test_only_the_queues_that_were_named_can_be_opened(page: Page, broker: MemoryBroker) -> None:
+    broker.add("orders.dead", letter(1))
+    broker.add("orders", letter(2))
+    answer = page().get("/letters?queue=orders")
+    assert (answer.status_code, broker.reads) == (404, 0)
+    assert "This page shows no queue “orders”." in plain(answer.text)
+    assert "id-2" in page((), any_queue=True).get("/letters?queue=orders").text
+    assert "id-2" in page(lambda: ["orders"]).get("/letters?queue=orders").text
+
+
+def test_a_broker_that_is_away_is_an_error_with_a_way_on(page: Page, broker: MemoryBroker) -> None:
+    broker.add("orders.dead", letter(1))
+    broker.away = True
+    browser = page()
+    assert "no host could be reached" in plain(browser.get("/").text)
+    answer = browser.get("/letters?queue=orders.dead")
+    assert answer.status_code == 503
+    assert "no host could be reached" in plain(answer.text)
+    broker.away = False
+    assert "id-1" in browser.get("/letters?queue=orders.dead").text
+
+
+def test_an_empty_queue_is_good_news(page: Page, broker: MemoryBroker) -> None:
+    broker.queues["orders.dead"] = []
+    assert "No dead letters." in plain(page().get("/letters?queue=orders.dead").text)
+
+
+def test_a_reading_keeps_bounded_content(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound, a letter is read from the queue when somebody looks at it, one at a time."""
+    monkeypatch.setattr("reliable_mq.web.letters.KEPT_BYTES", 1000)
+    broker.add("orders.dead", *map(letter, range(20)))
+    browser = page()
+    ids = re.findall(r'name="letter" value="([0-9a-f]{32})"', browser.get("/letters?queue=orders.dead").text)
+    assert broker.reads == 1
+    assert "no 19" in plain(browser.get(f"/letter?queue=orders.dead&id={ids[19]}").text)
+    assert "no 18" in plain(browser.get(f"/letter?queue=orders.dead&id={ids[18]}").text)
+    assert broker.reads == 3
+    assert "not searched by header here" in plain(browser.get("/letters?queue=orders.dead&header=a%3Db").text)
+
+
+def test_a_queue_with_more_letters_than_a_reading_holds(
+    page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reliable_mq.web.operations.MOST", 10)
+    broker.add("orders.dead", *map(letter, range(30)))
+    assert "The first 10 of 30 letters were read." in plain(page().get("/letters?queue=orders.dead").text)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"queues": ()}, "queues must name at least one"),
+        ({"queues": "orders.dead"}, "queues must be a collection: write ['orders.dead']"),
+        ({"queues": [""]}, "queues must hold names"),
+        ({"token": "short"}, "token has 5 characters, and needs 16 at least"),
+        ({"token": "x" * 20, "user": lambda _request: "me"}, "token and user contradict each other"),
+        ({"allow_editing": True}, "allow_editing needs allow_changes"),
+        ({"allowed_hosts": "shop.example"}, "allowed_hosts must be a collection: write ['shop.example']"),
+        ({"idempotency": object()}, "idempotency must be a store that can reset attempts"),
+        ({"audit_log": "/no/such/directory/log"}, "audit_log: /no/such/directory/log cannot be written"),
+    ],
+)
+def test_a_wrong_argument_is_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        DeadLetterApp(URL, **({"queues": ["orders.dead"]} | options))
