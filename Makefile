@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv image images databases prometheus check test test-unit test-core test-rest test-fast t \
-	test-integration test-brokers test-spark test-pythons docs demo demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
+	test-integration test-brokers test-spark test-pythons docs demo dashboards demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -79,6 +79,9 @@ docs: venv  ## the manual, into docs/_build/html; every warning is an error
 
 demo: venv image  ## publish and consume orders while the broker is killed under them
 	@$(BIN)/python -m integration.demo $(ARGS)
+
+dashboards: venv image prometheus  ## the pictures of the dashboards in the manual, drawn from real data
+	@$(BIN)/python -m integration.draw_dashboards
 
 java:
 	@$(SETUP) java

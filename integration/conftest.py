@@ -90,6 +90,7 @@ _LONGEST = (
     "test_consumer_retries.py",
     "test_publisher_connection_faults.py",
     "test_cli_doctor.py",
+    "test_monitoring.py",
     "test_connection.py",
     "test_publisher_opening.py",
     "test_secrets.py",

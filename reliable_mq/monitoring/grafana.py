@@ -16,7 +16,7 @@ _INPUT: Final = "DS_PROMETHEUS"
 _SCHEMA_VERSION: Final = 39  # of Grafana 10.4 and newer, which migrate older ones
 _WIDTH: Final = 24  # columns of a dashboard
 _STAT: Final = (4, 4)  # width and height of a panel
-_LINES: Final = (12, 8)
+_LINES: Final = {True: (8, 7), False: (12, 7)}  # three beside each other, or two
 
 
 def dashboard_json(dashboard: Dashboard, datasource: str | None = None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _panels(dashboard: Dashboard, source: dict[str, str]) -> list[dict[str, Any]
         )
         top, left, height = top + 1, 0, 0
         for panel in row.panels:
-            width, height = _STAT if panel.kind == "stat" else _LINES
+            width, height = _STAT if panel.kind == "stat" else _LINES[len(row.panels) % 3 == 0]
             if left + width > _WIDTH:
                 top, left = top + height, 0
             position = {"x": left, "y": top, "w": width, "h": height}

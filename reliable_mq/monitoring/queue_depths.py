@@ -125,10 +125,10 @@ class QueueDepths:
                     while not self._stop.is_set():
                         self._measure(channel)
                         self._stop.wait(self._interval)
-            except ReliableMQError as error:
+            except ReliableMQError:  # which the connection has logged
                 self._status = {}
-                for name in self._roles:
-                    self._failed(name, str(error))
+                for statistics in self._statistics.values():
+                    statistics.failures += 1
                 self._stop.wait(self._interval)
 
     def _measure(self, channel: AdminChannel) -> None:
@@ -142,15 +142,15 @@ class QueueDepths:
             try:
                 state: Any = channel.perform(CheckQueue(name))
             except StepRefused as error:
-                self._failed(name, str(error))
+                self._statistics[name].failures += 1
+                self._complain(name, str(error))
             else:
                 measured[name] = QueueStatus(state.messages, state.consumers)
                 self._complaints.pop(name, None)
         self._status = measured
 
-    def _failed(self, name: str, reason: str) -> None:
-        """Count it, and log it once for each reason."""
-        self._statistics[name].failures += 1
+    def _complain(self, name: str, reason: str) -> None:
+        """Log a refusal once for each reason."""
         if self._complaints.get(name) != reason:
             logger.warning("the depth of queue %r is not known: %s", name, reason)
         self._complaints[name] = reason

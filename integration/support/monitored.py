@@ -1,0 +1,108 @@
+"""A shop that Prometheus scrapes: publishers and consumers of both APIs, an outbox, depths of queues, a small load."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+import tenacity
+from prometheus_client import CollectorRegistry, start_http_server
+
+from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
+from reliable_mq import Consumer, DeadLetter, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.monitoring import QueueDepths
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stores import MemoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reliable_mq import Delivery
+
+__all__ = ["MonitoredShop", "served"]
+
+ORDERS = Queue("orders")
+INVOICES = Queue("invoices", type="classic")
+QUICK = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
+
+
+def served(registry: CollectorRegistry, stack: ExitStack) -> str:
+    """Serve a registry over HTTP until the stack is closed; return the address."""
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    stack.callback(thread.join)
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    return f"127.0.0.1:{server.server_port}"
+
+
+class MonitoredShop:
+    """Publishes and handles orders and invoices until it is left. A context manager.
+
+    Args:
+        url: of the broker, for everything.
+        directory: for the outbox.
+        rate: orders per second; as many invoices.
+        failing: the share of orders whose first attempt fails; one in a hundred of these is dead-lettered.
+
+    Attributes:
+        registry: of everything in it.
+        address: where it is served, once entered.
+        failing: may be changed while it runs.
+        names: the labels ``publisher`` and ``consumer`` of what is in it.
+    """
+
+    names = frozenset({"shop", "shop outbox", "shop asyncio", "billing", "billing asyncio"})
+    address: str
+
+    def __init__(self, url: str, directory: Path, *, rate: float = 100.0, failing: float = 0.0) -> None:
+        self.registry = CollectorRegistry()
+        self.failing = failing
+        self._url = url
+        self._directory = directory
+        self._pause = 1 / rate
+        self._closing = threading.Event()
+        self._numbers = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self.address = served(self.registry, stack)
+            common: dict[str, Any] = {"registry": self.registry, "reconnect_wait": tenacity.wait_fixed(0.5)}
+            sync = Publisher(self._url, topology=[ORDERS], name="shop", **common)
+            asyncio = BlockingPublisher(self._url, topology=[INVOICES], name="shop asyncio", **common)
+            outbox = SQLiteOutbox(self._directory / "outbox")
+            stored = Publisher(self._url, topology=[ORDERS], outbox=outbox, name="shop outbox", **common)
+            for publisher in (sync, asyncio, stored):
+                stack.callback(publisher.close)
+                publisher.connect()
+            for kind, queue, name in ((Consumer, ORDERS, "billing"), (BlockingConsumer, INVOICES, "billing asyncio")):
+                stack.enter_context(
+                    kind(self._url, queue, self._handle, name=name, retry=QUICK, idempotency=MemoryStore(), **common)
+                )
+            stack.enter_context(QueueDepths(self._url, [ORDERS, INVOICES], registry=self.registry, interval=0.5))
+            load = threading.Thread(target=self._publish, args=(sync, asyncio, stored), name="shop load", daemon=True)
+            load.start()
+            stack.callback(load.join)
+            stack.callback(self._closing.set)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _publish(self, sync: Publisher, asyncio: BlockingPublisher, stored: Publisher) -> None:
+        while not self._closing.wait(self._pause):
+            self._numbers += 1
+            order = Message.json({"order": self._numbers})
+            sync.submit(order, routing_key=ORDERS.name)
+            asyncio.submit(Message.json({"invoice": self._numbers}), routing_key=INVOICES.name)
+            if self._numbers % 10 == 0:
+                stored.publish(Message.json({"order": -self._numbers}), routing_key=ORDERS.name)
+
+    def _handle(self, delivery: Delivery) -> None:
+        number = abs(next(iter(delivery.json().values())))
+        if delivery.attempt == 1 and self.failing and number % max(1, round(1 / self.failing)) == 0:
+            if number % 100 == 0:
+                raise DeadLetter("no such customer")
+            raise ConnectionError("the payment service did not answer")
