@@ -38,6 +38,7 @@ PUBLIC = [
     "reliable_mq",
     "reliable_mq.deadletters",
     "reliable_mq.errors",
+    "reliable_mq.health",
     "reliable_mq.monitoring",
     "reliable_mq.outbox",
     "reliable_mq.settings",

@@ -54,7 +54,10 @@ class ExitStage(enum.IntEnum):
     """Close publishers that the package keeps for later use."""
 
     PUBLISHERS = enum.auto()
-    """Close publishers last: outstanding messages are published."""
+    """Close publishers next: outstanding messages are published."""
+
+    PROBES = enum.auto()
+    """End the probes last: until then they report the end of the others."""
 
 
 Stage = TypeVar("Stage", bound=enum.IntEnum)

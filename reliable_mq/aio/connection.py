@@ -76,6 +76,11 @@ class AsyncConnection:
         return self._connector.patience
 
     @property
+    def over(self) -> bool:
+        """Whether the event loop is closed."""
+        return self._loop.asyncio.is_closed()
+
+    @property
     def callback_errors(self) -> int:
         """Exceptions that callbacks raised; each cost a connection."""
         return self._connector.callback_errors

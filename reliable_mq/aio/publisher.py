@@ -19,7 +19,7 @@ from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
-from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, PublisherState, ReportBuilder
+from reliable_mq.engine.publisher import CLOSE_TIMEOUT, FOR_EVER, BasePublisher, ReportBuilder
 from reliable_mq.errors import PublishError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class AsyncPublisher(
         elif self._started_outbox_channel is not None:
             self._started_outbox_channel.abort()
         if not self._is_closed:
-            self._state = PublisherState.CLOSING
+            self._leave_open()
         if self._started_channel is not None:
             await self._started_channel.close(limit)
         self._raise_unobserved()
@@ -246,7 +246,7 @@ class AsyncPublisher(
     def _abort(self) -> None:
         """Give up outstanding messages, and disconnect without waiting for it."""
         if not self._is_closed:
-            self._state = PublisherState.CLOSING
+            self._leave_open()
         for channel in (self._started_outbox_channel, self._started_channel):
             if channel is not None:
                 channel.abort()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from reliable_mq.cli import consume, demo, doctor, monitoring, publish
+from reliable_mq.cli import consume, demo, doctor, health, monitoring, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
 from reliable_mq.cli.terminal import INTERRUPTED, escaped, say, show_logs, without_passwords
@@ -36,7 +36,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (publish.publish, consume.consume, doctor.doctor, demo.demo, web, monitoring.alerts, monitoring.grafana):
+for command in (
+    publish.publish,
+    consume.consume,
+    doctor.doctor,
+    health.health,
+    demo.demo,
+    web,
+    monitoring.alerts,
+    monitoring.grafana,
+):
     app.command()(command)
 app.add_typer(dlq)
 app.add_typer(outbox)

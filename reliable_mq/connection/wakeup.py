@@ -1,4 +1,7 @@
-"""The earliest of several wake-ups on a loop."""
+"""Wake-ups on a loop: the earliest of several, and one to see whether it runs.
+
+Invariant: a `LoopWatch` never waits; it is for any thread, and for the loop itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.connection.interfaces import TimerHandle
 
-__all__ = ["Wakeup"]
+__all__ = ["LoopWatch", "Wakeup"]
 
 
 class Wakeup:
@@ -44,3 +47,30 @@ class Wakeup:
     def _call(self) -> None:
         self._timer = None
         self._fn()
+
+
+class LoopWatch:
+    """Sees whether a loop still does what it is asked to. Any thread.
+
+    Each look asks the loop for a sign, unless the last one is still to come. So nothing runs between two looks, and a
+    loop that stands still is seen by the second look.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+
+    def look(self, now: float, call_soon: Callable[[Callable[[], None]], object]) -> float | None:
+        """Return since when the loop has not answered; None if it has. Ask again.
+
+        Args:
+            now: seconds, monotonic.
+            call_soon: runs a function on the loop; thread-safe.
+        """
+        asked_at = self._asked_at
+        if asked_at is None:
+            self._asked_at = now
+            call_soon(self._answered)
+        return asked_at
+
+    def _answered(self) -> None:
+        self._asked_at = None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
 from reliable_mq.core.consumer.handler import is_coroutine_function
+from reliable_mq.core.health import ConsumerSigns, Health, health_of
 from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.subscription import BaseSubscription, HandlerPool
@@ -37,6 +38,7 @@ __all__ = ["END_TIMEOUT", "BaseConsumer", "RunState"]
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT: Final = 5.0  # seconds for threads and tasks that have nothing more to do
+_STUCK_AFTER: Final = 300.0  # seconds
 _SETTLE_AT_LEAST: Final = 1.0  # seconds for retries of settlements, though handlers have used up the time to stop
 
 
@@ -80,6 +82,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     @declared_by(ConsumerOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made_in = os.getpid()
+        self._changed_at = time.monotonic()  # made, or stopped
         self._lock = threading.RLock()  # for the four above; held for moments only, and again by a signal handler
         self._options = ConsumerOptions(*args, **kwargs)
         self._check_options(self._options)
@@ -99,6 +102,8 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         `run` returns, or the end of ``with`` is reached, when running handlers have ended.
         """
         with self._lock:
+            if not self._is_stopped:
+                self._changed_at = time.monotonic()
             if self._state is not RunState.FINISHED:
                 self._state = RunState.STOPPED
             self._stop_by = self._stop_by or time.monotonic() + self._options.stop_timeout
@@ -138,6 +143,32 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def reconnects(self) -> int:
         """Connections lost and made again."""
         return 0 if self._subscription is None else self._subscription.reconnects
+
+    def health(self, *, stuck_after: Duration = _STUCK_AFTER) -> Health:
+        """Return whether it lives, is ready, and progresses, for probes.
+
+        Does not block. Any thread, also with asyncio. An event loop, or an I/O thread, that stands still for a
+        heartbeat is noticed by the second of two calls: the first one asks it for a sign.
+
+        Args:
+            stuck_after: seconds for which handlers run and none ends, after which it does not progress. Choose it above
+                the time of your slowest handler.
+
+        Raises:
+            ConfigurationError: ``stuck_after`` is no duration.
+        """
+        limit = seconds("stuck_after", stuck_after, positive=True)
+        closed = ""
+        if os.getpid() != self._made_in:
+            closed = "made before fork(): it belongs to the parent process"
+        elif self._is_stopped:
+            closed = "stopped" if self._state is RunState.FINISHED else "stopping"
+        now, subscription = time.monotonic(), self._subscription
+        if subscription is not None and not closed:
+            signs = subscription.signs(now, limit)
+        else:
+            signs = ConsumerSigns(changed_at=self._changed_at, stuck_after=limit, closed=closed, started=False)
+        return health_of(signs, now, time.time())
 
     def __repr__(self) -> str:
         options = self._options

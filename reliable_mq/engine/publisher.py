@@ -20,7 +20,8 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
-from reliable_mq._util.validation import declared_by
+from reliable_mq._util.validation import declared_by, seconds
+from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
 from reliable_mq.core.statistics import PublisherStatistics, PublisherStatus
@@ -88,6 +89,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     @declared_by(PublisherOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._made_in = os.getpid()
+        self._changed_at = time.monotonic()  # made, or left
         self._lock = threading.RLock()  # for state and channels if callers are on several threads; held for moments
         self._options = PublisherOptions(*args, **kwargs)
         self._outbox = self._options.outbox
@@ -120,6 +122,48 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """Counts since the publisher was opened."""
         return PublisherStatistics() if self._channel is None else self._channel.session.statistics
 
+    def health(self, *, stuck_after: Duration | None = None) -> Health:
+        """Return whether it lives, is ready, and progresses, for probes.
+
+        Does not block. Any thread, also with asyncio. An event loop, or an I/O thread, that stands still for a
+        heartbeat is noticed by the second of two calls: the first one asks it for a sign.
+
+        Args:
+            stuck_after: seconds without the end of any outstanding message after which it does not progress; None for
+                ``confirm_timeout``.
+
+        Raises:
+            ConfigurationError: ``stuck_after`` is no duration.
+        """
+        options = self._options
+        limit = options.confirm_timeout
+        if stuck_after is not None:
+            limit = seconds("stuck_after", stuck_after, positive=True)
+        closed = ""
+        if os.getpid() != self._made_in:
+            closed = "made before fork(): it belongs to the parent process"
+        elif self._is_closed:
+            closed = "closed" if self._state is PublisherState.CLOSED else "closing"
+        now, channel = time.monotonic(), self._started_channel
+        outbox = None if self._outbox is None else self._outbox_signs()
+        if channel is not None and not closed:
+            signs = channel.signs(now, limit, outbox)
+        else:
+            signs = PublisherSigns(
+                changed_at=self._changed_at, stuck_after=limit, closed=closed, started=False, outbox=outbox
+            )
+        return health_of(signs, now, time.time())
+
+    def _outbox_signs(self) -> OutboxSigns:
+        channel = self._outbox_channel
+        if channel is None:
+            return OutboxSigns(open=False)
+        relay = channel.relay
+        error, since = relay.trouble
+        return OutboxSigns(
+            open=True, relay_over=relay.ended, trouble="" if error is None else str(error), trouble_since=since
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "connected" if self.connected else "not connected"
         hosts = ", ".join(map(str, self._options.settings.endpoints))
@@ -143,6 +187,11 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     def _check_open(self, consequence: str = ": make another") -> None:
         if self._is_closed:
             raise UsageError(f"this publisher is closed{consequence}")
+
+    def _leave_open(self) -> None:
+        """Take no more messages."""
+        self._state = PublisherState.CLOSING
+        self._changed_at = time.monotonic()
 
     # Messages on their way
 

@@ -27,9 +27,10 @@ from weakref import WeakSet
 from reliable_mq._util.hooks import ForkStage, at_fork
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.connection.new_queues import QueueRecord
-from reliable_mq.connection.wakeup import Wakeup
+from reliable_mq.connection.wakeup import LoopWatch, Wakeup
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, UsageError
 
@@ -70,6 +71,13 @@ class PublisherConnection(Protocol):
     @property
     def write_buffer_size(self) -> Callable[[], int]:
         """Bytes written that the kernel has not taken yet."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the loop has ended."""
+
+    def call_soon(self, fn: Callable[[], None], /) -> object:
+        """Run `fn` on the loop. Any thread."""
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
@@ -144,6 +152,10 @@ class BasePublisherChannel(Generic[P]):
         self._last_error: ReliableMQError | None = None
         self._generation = 0
         self._wakeup = Wakeup(self._advance)
+        self._watch = LoopWatch()
+        self._changed_at = time.monotonic()  # made, connected, or lost
+        self._settled_at = self._changed_at
+        self._heartbeat = options.settings.heartbeat
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
         _channels.add(self)
@@ -248,6 +260,24 @@ class BasePublisherChannel(Generic[P]):
         oldest = self._oldest
         return 0.0 if oldest is None else max(time.monotonic() - oldest, 0.0)
 
+    def signs(self, now: float, stuck_after: float, outbox: OutboxSigns | None) -> PublisherSigns:
+        """Return the signs of health. Any thread; does not wait."""
+        return PublisherSigns(
+            changed_at=self._changed_at,
+            stuck_after=stuck_after,
+            connected=self.connected,
+            disconnected_reason=self.session.disconnected_reason if self.tried else None,
+            given_up="" if self.fatal is None else str(self.fatal),
+            loop_over=self._io.over,
+            unanswered_since=self._watch.look(now, self._io.call_soon),
+            patience=self._heartbeat,
+            work=self.outstanding,
+            worked_at=max(self._settled_at, self._oldest or 0.0),
+            blocked_reason=self.session.blocked_reason,
+            blocked_at=self._blocked_since,
+            outbox=outbox,
+        )
+
     def _check_not_forked(self) -> None:
         if self.forked:
             raise UsageError(
@@ -308,7 +338,7 @@ class BasePublisherChannel(Generic[P]):
             self.session.connection_replaced()
         self.session.channel_opened(generation, channel, frame_max, time.monotonic(), self._record.queues)
         with self._guard:
-            self.connected = True
+            self.connected, self._changed_at = True, time.monotonic()
             self._notify_change()
         self._advance()
 
@@ -318,7 +348,7 @@ class BasePublisherChannel(Generic[P]):
         self._record.lost(self.session.proven)
         self.session.channel_lost(generation, reply, connection=loss.scope == "connection", text=loss.text)
         with self._guard:
-            self.connected = False
+            self.connected, self._changed_at = False, time.monotonic()
             self._refuse_waiting()
         self._connection_lost = loss.scope == "connection"
         self._advance()
@@ -423,6 +453,7 @@ class BasePublisherChannel(Generic[P]):
         if not session.settled and not session.freed_count:
             return
         settled, session.settled = session.settled, []
+        self._settled_at = time.monotonic()
         unwatched: P | None = None
         confirmed = Outcome.CONFIRMED
         with self._guard:

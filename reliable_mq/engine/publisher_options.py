@@ -53,7 +53,7 @@ class PublisherOptions:
 
     Attributes:
         name, mandatory, max_outstanding, outbox, registry, tracing: as given.
-        delivery_timeout, new_queue_grace: as given, in seconds.
+        confirm_timeout, delivery_timeout, new_queue_grace: as given, in seconds.
         raise_when_blocked: whether a publish is refused while the broker blocks publishing.
         raise_when_disconnected: whether a publish is refused while there is no connection.
         settings: of the connection.
@@ -173,7 +173,7 @@ class PublisherOptions:
         self._topology = declarations(topology)
         self._max_message_bytes = max_message_bytes
         self._retry = retry
-        self._confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
+        self.confirm_timeout = seconds("confirm_timeout", confirm_timeout, positive=True)
         self.window = PublishWindow(max_outstanding, max_outstanding_bytes)
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
@@ -183,7 +183,7 @@ class PublisherOptions:
         """Make a session; `random` is the source of its jitter."""
         session: PublisherSession[Any] = PublisherSession(
             retry=self._retry,
-            confirm_timeout=self._confirm_timeout,
+            confirm_timeout=self.confirm_timeout,
             delivery_timeout=self.delivery_timeout,
             random=random,
             new_queue_grace=self.new_queue_grace,

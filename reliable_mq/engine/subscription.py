@@ -32,6 +32,7 @@ from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
+from reliable_mq.engine.health import ConsumerVitals
 from reliable_mq.errors import BrokerUnavailable, PublishError, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.session import Actions, ConsumerSession
+    from reliable_mq.core.health import ConsumerSigns
     from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
@@ -77,6 +79,10 @@ _LEVELS = {
 
 class ConsumerConnection(Protocol):
     """The connection of an API. From other threads: `start`, `call_soon` and `stop`."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the loop has ended."""
 
     def start(self) -> None:
         """Begin to connect. Does not wait."""
@@ -204,6 +210,7 @@ class BaseSubscription:
         self._woken = False
         self._connection_lost = False
         self._alarm = Wakeup(self._run)
+        self._vitals = ConsumerVitals(settings.heartbeat)
         self._first_attempts_over = self._new_event()
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
@@ -245,6 +252,10 @@ class BaseSubscription:
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
+
+    def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
+        """Return the signs of health. Any thread; does not wait."""
+        return self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
 
     def report(self, results: Sequence[Result]) -> None:
         """Pass the results of dispatched deliveries on to the session.
@@ -315,12 +326,14 @@ class BaseSubscription:
         while self._refused:
             self.session.declared(*self._refused.pop(), time.monotonic())
         if self.connected:
+            self._vitals.subscribed()
             logger.info("consuming from queue %r on %s %s", self._options.queue_name, server.product, server.version)
             self._first_attempts_over.set()
         self._run()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """Forget the channel; the broker delivers again everything unacked."""
+        self._vitals.unsubscribed(printable(loss.text))
         self._in_quarantine = False
         self._connection_lost |= loss.scope == "connection"
         self._record.lost(time.monotonic())
@@ -335,6 +348,7 @@ class BaseSubscription:
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
         """Note a failed attempt; a queue with other arguments ends the consumer."""
         self._last_error = error
+        self._vitals.attempt_failed(str(error))
         self._attempts_left -= 1
         if self.session.lifecycle.stopping:
             return  # running handlers are waited for all the same
@@ -362,6 +376,7 @@ class BaseSubscription:
             consumer_tag,
             self._options.queue_name,
         )
+        self._vitals.unsubscribed("the broker cancelled the subscription")
         self._time_out(ConsumerTimeout(consumer_tag=consumer_tag))
         self._run()
 
@@ -406,9 +421,11 @@ class BaseSubscription:
     def _run(self) -> None:
         """Poll the session, and carry out its actions."""
         self._woken = False
-        now = time.monotonic()
+        now, idle = time.monotonic(), not self.session.running
         self._take_in(now)
         actions = self.session.poll(now)
+        if idle:
+            self._vitals.worked(now)
         while actions.recall:
             self.session.postponed(self._recalled(), now)
             actions = self.session.poll(now)
@@ -428,6 +445,7 @@ class BaseSubscription:
             since = self._reported_at
             results = [self._results.popleft() for _ in range(len(self._results))]
             session.finished(results, now, since=min(since, now))
+            self._vitals.worked(now)
         while self._published:
             session.published(*self._published.popleft(), now)
         if self._requeued:
@@ -450,6 +468,8 @@ class BaseSubscription:
         for change in actions.subscribe:
             self._change_subscription(change)
         for event in actions.log:
+            if event.kind in (LogEventKind.PAUSED, LogEventKind.RESUMED):
+                self._vitals.paused(paused=self.session.paused)
             logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name))
 
     def _record_settled(self, actions: Actions) -> None:

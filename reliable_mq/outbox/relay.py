@@ -111,6 +111,7 @@ class OutboxRelay:
         self._unwritten = 0  # outcomes on their way into the outbox
         self._stop_by: float | None = None
         self._pauses = 0
+        self._trouble_since = 0.0
         self._paused_until = 0.0
         self._take_at = 0.0  # when to look for rows again: others may have stored some
         self._keep_at = 0.0
@@ -153,6 +154,11 @@ class OutboxRelay:
     def ended(self) -> bool:
         """Whether the thread has ended."""
         return self._thread.ident is not None and not self._thread.is_alive()
+
+    @property
+    def trouble(self) -> tuple[Exception | None, float]:
+        """Why nothing can be published now, and since when (monotonic); None if it can."""
+        return self.error, self._trouble_since
 
     @property
     def outstanding(self) -> int:
@@ -303,6 +309,8 @@ class OutboxRelay:
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()
         self.statistics.interruptions += 1
+        if self.error is None:
+            self._trouble_since = now
         self.error = error
         self._paused_until = now + _PAUSES[min(self._pauses, len(_PAUSES) - 1)]
         self._pauses += 1

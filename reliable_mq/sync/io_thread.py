@@ -88,6 +88,11 @@ class IOThread:
         """Exceptions that callbacks raised; each cost a connection."""
         return self._connector.callback_errors if self._thread is not None else 0
 
+    @property
+    def over(self) -> bool:
+        """Whether the thread has ended."""
+        return self._ended
+
     # -- any thread ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -188,7 +188,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         if self._started_channel is not None:
             self._started_channel.check_closable()
         with self._lock:
-            self._state = PublisherState.CLOSING
+            self._leave_open()
             channel = self._started_channel
         if channel is not None:
             channel.close(limit)

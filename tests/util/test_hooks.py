@@ -104,7 +104,7 @@ def test_consumers_are_closed_at_exit_before_publishers(modules: list[str]) -> N
     """Handlers that run may publish until they return."""
     done = run(EXIT, modules)
     said = done.stdout.split("\n")
-    assert said == ["consumer", "CONSUMERS", "KEPT", "publisher", "PUBLISHERS", ""], done.stderr
+    assert said == ["consumer", "CONSUMERS", "KEPT", "publisher", "PUBLISHERS", "PROBES", ""], done.stderr
 
 
 def test_a_hook_that_fails_keeps_no_other_from_running() -> None:

@@ -1,0 +1,151 @@
+"""Probes of real programs on a real broker: the way of a pod from its start to its end, as a kubelet goes it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+
+from integration.support.consuming import numbered, publish
+from integration.support.programs import ROOT, environment
+from reliable_mq import Publisher, Queue
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+
+ORDERS = Queue("orders")
+TERMINATION_GRACE = 60.0  # seconds
+
+
+class Pod:
+    """`integration.programs.probed`, and what a kubelet does with it."""
+
+    def __init__(self, url: str, api: str, stop_timeout: float = 30.0) -> None:
+        self.said: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "integration.programs.probed", url, str(stop_timeout), api],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def wait_for(self, line: str) -> None:
+        wait_until(lambda: line in self.said, timeout=60, what=lambda: f"{line!r}: {self.said}")
+
+    def probe(self, path: str) -> tuple[int, dict[str, Any]]:
+        wait_until(lambda: self.said, timeout=60, what="the URL of the probes")
+        try:
+            with urllib.request.urlopen(self.said[0] + path, timeout=10) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def exec_probe(self, path: str) -> int:
+        """The exit status of the command, which an exec probe runs in the container."""
+        command = [sys.executable, "-m", "reliable_mq.cli", "health", self.said[0] + path, "--timeout", "20"]
+        return subprocess.run(command, env=environment(), capture_output=True, timeout=60, check=False).returncode
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def let_through(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"x")
+
+    def end(self) -> int:
+        """The exit status, of a process that ends in its grace."""
+        return self._process.wait(TERMINATION_GRACE)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said.append(line.decode().rstrip("\n"))
+
+
+@pytest.fixture(params=["sync", "aio"])
+def api(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def fill(vhost: VirtualHost) -> None:
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        publisher.connect()
+    publish(vhost, "orders", numbered(10))
+
+
+def test_a_pod_that_is_told_to_end_is_not_ready_finishes_and_requeues_the_rest(vhost: VirtualHost, api: str) -> None:
+    """Readiness is off while it drains, liveness is not; nothing is lost, and it ends in its grace."""
+    fill(vhost)
+    with Pod(vhost.url, api) as pod:
+        pod.wait_for("begun 0")
+        wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
+        pod.terminate()
+        wait_until(lambda: pod.probe("/readyz")[0] == 503, timeout=60, what="readiness off")
+        _, report = pod.probe("/readyz")
+        assert [one["reason"] for one in report["parts"]] == ["", "stopping"]
+        assert pod.probe("/livez")[0] == 200
+        assert (pod.exec_probe("/readyz"), pod.exec_probe("/livez")) == (1, 0)
+        vhost.wait_for_messages("orders", 9)
+        pod.let_through()
+        assert pod.end() == 0
+        pod.wait_for("returned")
+        assert pod.said[1:] == ["begun 0", "done 0", "returned"]
+    counts = vhost.live_counts(["orders", "shipped"])
+    assert (counts["orders"], counts["shipped"]) == (9, 1)
+
+
+def test_a_pod_whose_handler_hangs_ends_in_its_grace_all_the_same(vhost: VirtualHost, api: str) -> None:
+    """After stop_timeout its delivery goes back to the queue."""
+    fill(vhost)
+    with Pod(vhost.url, api, stop_timeout=1.0) as pod:
+        pod.wait_for("begun 0")
+        began = time.monotonic()
+        pod.terminate()
+        assert pod.end() == 0
+        assert time.monotonic() - began < TERMINATION_GRACE
+    assert vhost.live_counts(["orders"])["orders"] == 10
+
+
+def test_a_pod_whose_broker_is_away_lives_and_is_not_ready(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, api: str
+) -> None:
+    """It is not restarted for that, and ready again by itself."""
+    proxy = fault_proxy(vhost.url)
+    with Pod(proxy.url, api) as pod:
+        wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
+        proxy.refuse_connections()
+        proxy.cut()
+        wait_until(lambda: pod.probe("/readyz")[0] == 503, timeout=60, what="readiness off")
+        status, report = pod.probe("/livez")
+        assert status == 200
+        assert all("not connected" in one["reason"] for one in report["parts"])
+        proxy.heal()
+        wait_until(lambda: pod.probe("/readyz")[0] == 200, timeout=60, what=lambda: f"{pod.probe('/readyz')}")
+        pod.terminate()
+        assert pod.end() == 0

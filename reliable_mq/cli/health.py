@@ -1,0 +1,82 @@
+"""``reliable-mq health``: ask a probe, for exec probes and by hand.
+
+Invariant: what a foreign server sends is bounded, and shown without control characters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import typer
+
+from reliable_mq.cli.terminal import escaped, hide_logs
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+
+__all__ = ["health"]
+
+_MOST_BYTES: Final = 1024 * 1024  # of an answer
+_ANSWERS: Final = (200, 503)
+_STATES: Final = ("live", "ready", "progressing")
+
+
+def health(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Of a probe, such as http://127.0.0.1:8080/livez; without a path, /readyz is asked.",
+        ),
+    ],
+    *,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the answer.")] = 3.0,
+) -> None:
+    """Ask the probe of a running program (`reliable_mq.health`).
+
+    The exit status is 0 if the answer is yes; 1 if it is no, or if there is none. Each line is one publisher or
+    consumer, with the reason.
+    """
+    hide_logs()
+    status, report = _ask(url, timeout)
+    for part in report["parts"]:
+        print(escaped(_line(part)))
+    raise typer.Exit(status != _ANSWERS[0])
+
+
+def _line(part: dict[str, Any]) -> str:
+    """Return the line of one publisher or consumer."""
+    state = ", ".join(name if part[name] else f"not {name}" for name in _STATES if name in part)
+    reason = f": {part['reason']}" if part.get("reason") else ""
+    return f"{part.get('part')}: {state} since {part.get('since')}{reason}"
+
+
+def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
+    """Return the status and the report of a probe; refuse other answers."""
+    import http.client
+    import json
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"the URL of the probe is invalid: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigurationError("the URL of a probe begins with http:// or https://, such as http://127.0.0.1:8080")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(host, port, timeout=timeout)
+    try:
+        connection.request("GET", parts.path.rstrip("/") or "/readyz", headers={"Connection": "close"})
+        response = connection.getresponse()
+        body = response.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise BrokerUnavailable(f"no answer from {host}: {str(error) or type(error).__name__}") from error
+    finally:
+        connection.close()
+    if response.status not in _ANSWERS:
+        raise ConfigurationError(f"{host} answered {response.status} {response.reason}: is this the URL of a probe?")
+    try:
+        report = json.loads(body)
+        report["parts"][0]["live"]
+    except (ValueError, TypeError, KeyError, IndexError):
+        raise ConfigurationError(f"{host} did not answer as a probe does: is this its URL?") from None
+    return response.status, report

@@ -1,0 +1,207 @@
+"""Judge whether a publisher or a consumer lives, is ready, and moves on.
+
+The engine collects signs; the functions here judge them. Three questions, since the remedies differ:
+
+- not live: nothing but a new process helps. Its event loop stands still or has ended, or it has given up for good;
+- not ready: it works, and cannot do its task now. No connection, blocked by the broker, paused, stopping;
+- not progressing: it has had work for a long time, and nothing of that work has ended.
+
+Invariants: what is not live is not ready; a reason is given if and only if an answer is no; what was closed by its
+program is live, is not ready, and progresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ConsumerSigns", "Health", "OutboxSigns", "PublisherSigns", "Signs", "health_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The state of a publisher, of a consumer, or of a part of your own.
+
+    Attributes:
+        live: False if nothing but a new process helps.
+        ready: whether it can do its task now.
+        progressing: False if it has had work for long, and nothing of that work has ended.
+        since: since when, in seconds since 1970: of the oldest reason, or of the last change to the good.
+        reason: why an answer is no; empty if none is.
+    """
+
+    live: bool
+    ready: bool
+    progressing: bool
+    since: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """The signs of one connection. Times are of the monotonic clock, in seconds.
+
+    Attributes:
+        changed_at: when it was made, connected, lost, or closed, whichever was last.
+        stuck_after: seconds after which work of which nothing ends is stuck.
+        closed: what its program did with it ("closed", "stopped"); empty while it is open.
+        started: whether it was ever to connect.
+        connected: whether its channel is ready.
+        disconnected_reason: why it is not.
+        given_up: why no attempt follows; empty if one does.
+        loop_over: whether its I/O thread or event loop has ended before it was closed.
+        unanswered_since: since when its event loop has not done what it was asked for; None if it has.
+        patience: seconds for which that is no reason to worry.
+        work: what waits to be done; 0 for nothing.
+        worked_at: when some work was last done, or there was the first to do.
+    """
+
+    changed_at: float
+    stuck_after: float
+    closed: str = ""
+    started: bool = True
+    connected: bool = False
+    disconnected_reason: str | None = None
+    given_up: str = ""
+    loop_over: bool = False
+    unanswered_since: float | None = None
+    patience: float = 0.0
+    work: int = 0
+    worked_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxSigns:
+    """The signs of an outbox and its relay.
+
+    Attributes:
+        open: whether messages can be stored.
+        relay_over: whether its relay has ended before it was closed.
+        trouble: why nothing can be relayed now; empty if it can.
+        trouble_since: since when.
+    """
+
+    open: bool
+    relay_over: bool = False
+    trouble: str = ""
+    trouble_since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSigns(Signs):
+    """Signs of a publisher.
+
+    Attributes:
+        blocked_reason: of the broker, while it blocks publishing; else None.
+        blocked_at: since when; None if it has just begun.
+        outbox: None if there is none.
+    """
+
+    blocked_reason: str | None = None
+    blocked_at: float | None = None
+    outbox: OutboxSigns | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerSigns(Signs):
+    """Signs of a consumer; its work are deliveries with handlers.
+
+    Attributes:
+        paused: whether the kill switch pauses it.
+        paused_at: since when; None if it has just begun.
+    """
+
+    paused: bool = False
+    paused_at: float | None = None
+
+
+class _Problem(NamedTuple):
+    text: str
+    since: float
+    live: bool = True
+    ready: bool = False
+    progressing: bool = True
+
+
+def health_of(signs: PublisherSigns | ConsumerSigns, now: float, wall_clock: float) -> Health:
+    """Judge signs at a moment, `now` on the monotonic clock.
+
+    Args:
+        signs: of a publisher or a consumer.
+        now: seconds, monotonic.
+        wall_clock: the same moment in seconds since 1970.
+    """
+    if signs.closed:
+        return Health(True, False, True, wall_clock - (now - signs.changed_at), signs.closed)
+    problems = _common(signs, now)
+    problems += _of_publisher(signs, now) if isinstance(signs, PublisherSigns) else _of_consumer(signs, now)
+    since = min((problem.since for problem in problems), default=signs.changed_at)
+    live = all(problem.live for problem in problems)
+    return Health(
+        live,
+        live and all(problem.ready for problem in problems),
+        all(problem.progressing for problem in problems),
+        wall_clock - (now - since),
+        "; ".join(problem.text for problem in problems),
+    )
+
+
+def _common(signs: Signs, now: float) -> list[_Problem]:
+    """Find what is no matter of publishing or consuming."""
+    problems: list[_Problem] = []
+    unanswered = signs.unanswered_since
+    if signs.loop_over:
+        problems.append(_Problem("its I/O thread or event loop has ended", signs.changed_at, live=False))
+    elif unanswered is not None and now - unanswered >= signs.patience:
+        text = f"its event loop has stood still for {now - unanswered:.1f} s or longer"
+        problems.append(_Problem(text, unanswered, live=False))
+    relayed = isinstance(signs, PublisherSigns) and signs.outbox is not None  # a relay tries again for ever
+    if signs.given_up and not relayed:
+        problems.append(_Problem(f"given up: {signs.given_up}", signs.changed_at, live=False))
+    waited = now - signs.worked_at
+    if signs.work and waited >= signs.stuck_after:
+        text = f"{signs.work} {_WORK[type(signs)]}, and none of them has ended for {waited:.1f} s"
+        problems.append(_Problem(text, signs.worked_at, ready=True, progressing=False))
+    return problems
+
+
+def _of_publisher(signs: PublisherSigns, now: float) -> list[_Problem]:
+    outbox = signs.outbox
+    if outbox is not None:  # messages are stored, whether or not the broker is there
+        return _of_outbox(outbox, signs, now)
+    if not signs.connected:
+        return [] if signs.given_up else [_not_connected(signs)]
+    if signs.blocked_reason:
+        since = now if signs.blocked_at is None else signs.blocked_at
+        return [_Problem(f"the broker blocks publishing: {signs.blocked_reason}", since)]
+    return []
+
+
+def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_Problem]:
+    if not outbox.open:
+        return [_Problem("its outbox is not open", signs.changed_at)]
+    problems: list[_Problem] = []
+    if outbox.relay_over:
+        problems.append(_Problem("the relay of its outbox has ended", signs.changed_at, live=False))
+    if outbox.trouble and now - outbox.trouble_since >= signs.stuck_after:
+        text = f"nothing of its outbox can be published: {outbox.trouble}"
+        problems.append(_Problem(text, outbox.trouble_since, ready=True, progressing=False))
+    return problems
+
+
+def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
+    if not signs.connected:
+        return [] if signs.given_up else [_not_connected(signs)]
+    if signs.paused:
+        since = now if signs.paused_at is None else signs.paused_at
+        return [_Problem("paused by the kill switch: its handlers fail", since, progressing=False)]
+    return []
+
+
+def _not_connected(signs: Signs) -> _Problem:
+    if not signs.started:
+        return _Problem("not started: `with`, `connect()` or the first call connects", signs.changed_at)
+    return _Problem(f"not connected: {signs.disconnected_reason or 'the first attempt goes on'}", signs.changed_at)
+
+
+_WORK = {PublisherSigns: "messages are outstanding", ConsumerSigns: "deliveries are with handlers"}

@@ -1,0 +1,90 @@
+"""Collect the signs of health of a subscription, for `reliable_mq.core.health`.
+
+Noted on the loop of a connection, read by any thread: each attribute is written by one thread, and whole at any moment.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from reliable_mq.connection.wakeup import LoopWatch
+from reliable_mq.core.health import ConsumerSigns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.core.consumer.session import ConsumerSession
+    from reliable_mq.errors import ReliableMQError
+
+__all__ = ["ConsumerVitals", "WatchedLoop"]
+
+
+class WatchedLoop(Protocol):
+    """The loop of a connection."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+
+    def call_soon(self, fn: Callable[[], None], /) -> object:
+        """Run `fn` on it. Any thread."""
+
+
+class ConsumerVitals:
+    """What is noted of one subscription.
+
+    Args:
+        heartbeat: of its connection, in seconds: for so long its loop may stand still.
+    """
+
+    def __init__(self, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
+        self._watch = LoopWatch()
+        self._changed_at = self._worked_at = time.monotonic()
+        self._paused_at: float | None = None
+        self._away: str | None = None
+
+    def subscribed(self) -> None:
+        """Note a channel that is subscribed."""
+        self._changed_at, self._away = time.monotonic(), None
+
+    def unsubscribed(self, reason: str) -> None:
+        """Note the end of a subscription."""
+        self._changed_at, self._away = time.monotonic(), reason
+
+    def attempt_failed(self, reason: str) -> None:
+        """Note a failed attempt to subscribe again."""
+        self._away = reason
+
+    def worked(self, now: float) -> None:
+        """Note that a handler has ended, or that none was running."""
+        self._worked_at = now
+
+    def paused(self, *, paused: bool) -> None:
+        """Note what the kill switch does."""
+        self._paused_at = (self._paused_at or time.monotonic()) if paused else None
+
+    def signs(
+        self,
+        session: ConsumerSession,
+        loop: WatchedLoop,
+        error: ReliableMQError | None,
+        now: float,
+        stuck_after: float,
+    ) -> ConsumerSigns:
+        """Return the signs. Any thread; does not wait."""
+        return ConsumerSigns(
+            changed_at=self._changed_at,
+            stuck_after=stuck_after,
+            connected=session.lifecycle.connected,
+            disconnected_reason=self._away,
+            given_up="" if error is None else str(error),
+            loop_over=loop.over,
+            unanswered_since=self._watch.look(now, loop.call_soon),
+            patience=self._heartbeat,
+            work=session.running,
+            worked_at=self._worked_at,
+            paused=session.paused,
+            paused_at=self._paused_at,
+        )

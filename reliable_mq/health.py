@@ -1,0 +1,354 @@
+"""Probes over HTTP: ``/livez``, ``/readyz``, ``/progressz`` and ``/metrics``.
+
+`HealthServer` serves them from one daemon thread, `HealthApp` as an ASGI application. Both ask ``health()`` of the
+publishers and consumers that they are given, at each request and never between two.
+
+Invariants:
+
+- a probe is answered while the program is stuck: the thread of a `HealthServer` shares no loop and no lock with a
+  publisher or consumer that is held for longer than moments;
+- a client that sends nothing, or too much, holds up no other client and is dropped after a few seconds;
+- the socket is closed in a forked child, and at exit after all publishers and consumers;
+- an answer names hosts and reasons, and never credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
+from weakref import WeakSet
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
+from reliable_mq._util.threads import start_daemon
+from reliable_mq._util.validation import is_text, is_whole_number
+from reliable_mq.core.health import Health
+from reliable_mq.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Health", "HealthApp", "HealthServer", "Part"]
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE: Final = 5.0  # seconds for one request
+_HEAD_BYTES: Final = 16 * 1024
+_CONNECTIONS: Final = 100  # at a time; more are dropped
+_END_TIMEOUT: Final = 2.0  # seconds for the thread to end
+_QUESTIONS: Final = {"/livez": "live", "/readyz": "ready", "/progressz": "progressing"}
+_TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
+
+
+class Part(Protocol):
+    """A publisher, a consumer, or a part of a program that answers like one."""
+
+    def health(self) -> Health:
+        """Return its state. Must not block."""
+
+
+class _Answer(NamedTuple):
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+
+class _Probes:
+    """The answers, whoever transports them."""
+
+    def __init__(self, parts: tuple[Part | Callable[[], Health], ...], registry: CollectorRegistry | None) -> None:
+        for part in parts:
+            if not callable(part) and not callable(getattr(part, "health", None)):
+                raise ConfigurationError(f"a part must have a method health(), or be callable, not {part!r}")
+        if not parts:
+            raise ConfigurationError("parts: give at least one publisher or consumer")
+        if registry is not None and not isinstance(registry, CollectorRegistry):
+            raise ConfigurationError(f"registry must be a prometheus_client.CollectorRegistry, not {registry!r}")
+        self._parts = parts
+        self._registry = registry
+        self._draining = False
+
+    def drain(self) -> None:
+        """Report "not ready" from now on: no new work is wanted.
+
+        Any thread, and signal handlers.
+        """
+        self._draining = True
+
+    def _answer(self, method: str, path: str, accept: str) -> _Answer:
+        """Return the answer to a request."""
+        if method not in ("GET", "HEAD"):
+            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"GET and HEAD alone\n")
+        question = _QUESTIONS.get(path)
+        if question is not None:
+            return self._judged(question)
+        if path == "/metrics" and self._registry is not None:
+            encode, content_type = choose_encoder(accept)
+            return _Answer(HTTPStatus.OK, content_type, encode(self._registry))
+        known = ", ".join([*_QUESTIONS, *(["/metrics"] if self._registry is not None else [])])
+        return _Answer(HTTPStatus.NOT_FOUND, _TEXT, f"there are {known}\n".encode())
+
+    def _judged(self, question: str) -> _Answer:
+        reports = [(repr(part), _health(part)) for part in self._parts]
+        if question == "ready" and self._draining:
+            reports.append(("this process", Health(True, False, True, time.time(), "draining")))
+        ok = all(getattr(health, question) for _, health in reports)
+        parts = [
+            {
+                "part": name,
+                "live": health.live,
+                "ready": health.ready,
+                "progressing": health.progressing,
+                "since": datetime.fromtimestamp(health.since, UTC).isoformat(timespec="seconds"),
+                "reason": health.reason,
+            }
+            for name, health in reports
+        ]
+        body = json.dumps({question: ok, "parts": parts}, indent=2).encode() + b"\n"
+        return _Answer(HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, _JSON, body)
+
+
+def _health(part: Part | Callable[[], Health]) -> Health:
+    try:
+        found: object = part() if callable(part) else part.health()
+    except Exception as error:
+        logger.exception("health() of %r raised", part)
+        return Health(False, False, False, time.time(), f"its health() raised {type(error).__name__}")
+    if isinstance(found, Health):
+        return found
+    return Health(False, False, False, time.time(), f"its health() returned {type(found).__name__}, not Health")
+
+
+class HealthServer(_Probes):
+    """Serves the probes from a daemon thread.
+
+    Args:
+        parts: publishers, consumers, other objects with a method ``health()``, or functions that return a `Health`.
+        host: the address to listen at. Loopback serves probes that run a command; for HTTP probes of Kubernetes and for
+            Prometheus, ``"0.0.0.0"`` or ``"::"``.
+        port: 0 for any that is free.
+        registry: of the metrics; None to serve none.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *parts: Part | Callable[[], Health],
+        host: str = "127.0.0.1",
+        port: int = 8080,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        super().__init__(parts, registry)
+        if not is_text(host) or not host:
+            raise ConfigurationError(f"host must be an address to listen at, not {host!r}")
+        if not is_whole_number(port, 0) or port > 65535:
+            raise ConfigurationError(f"port must be a whole number from 0 to 65535, not {port!r}")
+        self._host, self._port = host, port
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._connections = 0
+
+    @property
+    def url(self) -> str:
+        """The address that it listens at, as a URL without a path."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    def start(self) -> None:
+        """Listen, and answer from now on.
+
+        Raises:
+            ConfigurationError: the address cannot be listened at.
+            UsageError: it was started before.
+        """
+        if self._thread is not None:
+            raise UsageError("this HealthServer was started before: make another")
+        try:
+            self._listener = _listen(self._host, self._port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"host {self._host!r}, port {self._port}: cannot be listened at: {error.strerror or error}"
+            ) from error
+        self._port = self._listener.getsockname()[1]
+        started = threading.Event()
+        self._thread = start_daemon("reliable_mq health", self._serve, self._listener, started)
+        started.wait()
+        _servers.add(self)
+
+    def close(self) -> None:
+        """Stop listening. Does nothing if it is closed."""
+        loop, over = self._loop, self._over
+        if self._listener is None or loop is None or over is None:
+            return
+        self._listener = None
+        _servers.discard(self)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(over.set)
+        if self._thread is not None:
+            self._thread.join(_END_TIMEOUT)
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _forget(self) -> None:
+        """Close the copy of the socket in a forked child: the thread is the parent's."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with suppress(OSError):
+                listener.close()
+
+    # On the thread
+
+    def _serve(self, listener: socket.socket, started: threading.Event) -> None:
+        try:
+            asyncio.run(self._main(listener, started))
+        except Exception:
+            logger.exception("the probes end: nothing answers at %s any more", self.url)
+        finally:
+            listener.close()
+            started.set()
+
+    async def _main(self, listener: socket.socket, started: threading.Event) -> None:
+        self._over = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD_BYTES)
+        started.set()
+        await self._over.wait()
+        server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections <= _CONNECTIONS:
+                async with asyncio.timeout(_PATIENCE):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._response(head))
+                    await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
+            logger.debug("a client of the probes left, or sent no request: %r", error)
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    def _response(self, head: bytes) -> bytes:
+        line, *headers = head.decode("latin-1").split("\r\n")
+        match line.split(" "):
+            case [method, target, version] if version.startswith("HTTP/1."):
+                answer = self._answer(method, target.partition("?")[0], _header(headers, "accept"))
+            case _:
+                method, answer = "GET", _Answer(HTTPStatus.BAD_REQUEST, _TEXT, b"this is no HTTP/1 request\n")
+        status = answer.status
+        return (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
+            f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+        ).encode() + (b"" if method == "HEAD" else answer.body)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _header(headers: list[str], wanted: str) -> str:
+    for header in headers:
+        name, _, value = header.partition(":")
+        if name.lower() == wanted:
+            return value.strip()
+    return ""
+
+
+class HealthApp(_Probes):
+    """The probes as an ASGI application, served alone or mounted into another one.
+
+    It answers on the event loop of its server: if something blocks that loop, no probe is answered, which is an answer,
+    too.
+
+    Args:
+        parts: as for `HealthServer`.
+        registry: of the metrics; None to serve none.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(self, *parts: Part | Callable[[], Health], registry: CollectorRegistry | None = None) -> None:
+        super().__init__(parts, registry)
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        """Serve one request, as ASGI defines it."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
+        if scope["type"] != "http":
+            raise UsageError(f"probes are asked by HTTP, not by {scope['type']}")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        accept = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+        answer = self._answer(scope["method"], path, accept.decode("latin-1"))
+        headers = {
+            "content-type": answer.content_type,
+            "content-length": str(len(answer.body)),
+            "cache-control": "no-store",
+        }
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": answer.status.value, "headers": encoded})
+        body = b"" if scope["method"] == "HEAD" else answer.body
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _live(receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+    """Begin and end with the server: there is nothing to do."""
+    while True:
+        event = (await receive())["type"]
+        await send({"type": f"{event}.complete"})
+        if event == "lifespan.shutdown":
+            return
+
+
+# In a forked child the thread does not exist; its socket would keep the port open beyond the parent's end.
+_servers: WeakSet[HealthServer] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for server in list(_servers):
+        server._forget()  # noqa: SLF001  # of this module
+    _servers.clear()
+
+
+def _close_at_exit() -> None:
+    for server in list(_servers):
+        server.close()
+
+
+at_fork(ForkStage.RELEASE, _forget_in_child)
+at_exit(ExitStage.PROBES, _close_at_exit)

@@ -1,0 +1,198 @@
+"""What a publisher and a consumer tell a probe, on either API, whatever happens to them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reliable_mq.health import Health
+    from tests.contract.scripted_broker import ScriptedBroker
+
+NewClient = "Callable[..., Any]"
+
+
+def inner(client: Any) -> Any:
+    """The publisher or consumer itself, of one that is called from another thread."""
+    return getattr(client, "publisher", None) or getattr(client, "consumer", None) or client
+
+
+def wait_health(client: Any, condition: Callable[[Health], bool], **arguments: Any) -> Health:
+    wait_until(
+        lambda: condition(inner(client).health(**arguments)), timeout=30, what=lambda: f"{inner(client).health()}"
+    )
+    found: Health = inner(client).health(**arguments)
+    return found
+
+
+def states(health: Health) -> tuple[bool, bool, bool]:
+    return health.live, health.ready, health.progressing
+
+
+def test_a_publisher_is_ready_while_it_is_connected(broker: ScriptedBroker, new_publisher: NewClient) -> None:
+    publisher = new_publisher()
+    before = inner(publisher).health()
+    assert states(before) == (True, False, True)
+    assert "not started" in before.reason
+    with publisher:
+        health = wait_health(publisher, lambda health: health.ready)
+        assert states(health) == (True, True, True)
+        assert abs(time.time() - health.since) < 60
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.connection.cut()
+        health = wait_health(publisher, lambda health: not health.ready)
+        assert states(health) == (True, False, True)
+        assert "not connected" in health.reason
+        del broker.refusals["Connection.Open"]
+        wait_health(publisher, lambda health: health.ready)
+        broker.connection.block("low on memory")
+        health = wait_health(publisher, lambda health: not health.ready)
+        assert states(health) == (True, False, True)
+        assert "low on memory" in health.reason
+        broker.connection.unblock()
+        wait_health(publisher, lambda health: health.ready)
+    assert states(inner(publisher).health()) == (True, False, True)
+    assert inner(publisher).health().reason == "closed"
+    with pytest.raises(ConfigurationError, match="stuck_after"):
+        inner(publisher).health(stuck_after=0)
+
+
+def test_a_publisher_without_confirms_does_not_progress(broker: ScriptedBroker, new_publisher: NewClient) -> None:
+    with new_publisher() as publisher:
+        confirmation = publisher.submit(Message(b"x"), routing_key="orders")
+        health = wait_health(publisher, lambda health: not health.progressing, stuck_after=0.2)
+        assert states(health) == (True, True, False)
+        assert inner(publisher).health().progressing  # for confirm_timeout
+        [published] = broker.wait_published(1)
+        published.channel.ack(1)
+        assert confirmation.exception(30) is None
+        assert inner(publisher).health(stuck_after=0.2).progressing
+
+
+def test_what_has_given_up_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
+    with new_publisher(reconnect_stop=lambda _rounds: True) as publisher:
+        assert inner(publisher).health().live
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.connection.cut()
+        health = wait_health(publisher, lambda health: not health.live)
+        assert states(health) == (False, False, True)
+        assert "given up" in health.reason
+
+
+def test_an_event_loop_that_stands_still_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
+    """That of asyncio, or that of the I/O thread: the second probe after a heartbeat sees it."""
+    broker.heartbeat = 1
+    go_on = threading.Event()
+    with new_publisher(heartbeat=1) as publisher:
+        wait_health(publisher, lambda health: health.ready)
+        channel = inner(publisher)._channel
+        channel._io.call_soon(lambda: go_on.wait(60))
+        try:
+            health = wait_health(publisher, lambda health: not health.live)
+            assert "stood still" in health.reason
+            assert not health.ready
+        finally:
+            go_on.set()
+        wait_health(publisher, lambda health: health.ready)
+
+
+def test_an_io_thread_that_died_is_not_live(broker: ScriptedBroker) -> None:
+    """In a process of its own: nobody closes the sockets of such a thread."""
+    program = """
+        import sys, threading
+        from reliable_mq import Publisher
+
+        threading.excepthook = lambda _: None
+        publisher = Publisher(sys.argv[1])
+        publisher.connect()
+        io = publisher._channel._io
+        io.call_soon(sys.exit)
+        io.join(60)
+        health = publisher.health()
+        print(health.live, health.ready, health.reason, sep="|")
+        sys.stdout.flush()
+        __import__("os")._exit(0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), broker.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.startswith("False|False|its I/O thread or event loop has ended"), done
+
+
+def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    """Messages are stored; only that they are not relayed for long is seen."""
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+        publisher.publish(Message(b"stored"), routing_key="orders")
+        assert states(inner(publisher).health()) == (True, True, True)
+        broker.script = lambda published: published.channel.ack(published.number)
+        del broker.refusals["Connection.Open"]
+        publisher.flush(30)
+
+
+def test_a_consumer_is_ready_while_it_is_subscribed(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    consumer = new_consumer(lambda _delivery: None)
+    assert "not started" in inner(consumer).health().reason
+    with consumer:
+        wait_health(consumer, lambda health: health.ready)
+        broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+        broker.consuming.connection.cut()
+        health = wait_health(consumer, lambda health: not health.ready)
+        assert states(health) == (True, False, True)
+        del broker.refusals["Connection.Open"]
+        wait_health(consumer, lambda health: health.ready)
+        inner(consumer).stop()
+        assert states(inner(consumer).health()) == (True, False, True)
+        assert inner(consumer).health().reason == "stopping"
+    assert inner(consumer).health().reason == "stopped"
+
+
+def test_a_consumer_whose_handlers_are_stuck_does_not_progress(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    go_on = threading.Event()
+
+    def handle(_delivery: Any) -> None:
+        go_on.wait(60)
+
+    with new_consumer(handle) as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        broker.consuming.deliver(b"stuck")
+        health = wait_health(consumer, lambda health: not health.progressing, stuck_after=0.2)
+        assert states(health) == (True, True, False)
+        assert "1 deliveries are with handlers" in health.reason
+        assert inner(consumer).health().progressing
+        go_on.set()
+        wait_health(consumer, lambda health: health.progressing, stuck_after=0.2)
+
+
+def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    def fail(_delivery: Any) -> None:
+        raise ValueError("the database is away")
+
+    switch = KillSwitch(minimum=2, share=0.5, window=60, pause=60)
+    with new_consumer(fail, retry=RetryPolicy(5, delays=(60,), backend="memory"), kill_switch=switch) as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        channel = broker.consuming
+        for _ in range(3):
+            channel.deliver(b"fails")
+        health = wait_health(consumer, lambda health: not health.ready)
+        assert states(health) == (True, False, False)
+        assert "kill switch" in health.reason
+
+
+def test_both_apis_have_it() -> None:
+    assert AsyncPublisher.health is Publisher.health

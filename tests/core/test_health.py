@@ -1,0 +1,109 @@
+"""What probes are told: each sign by itself, and several together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reliable_mq.core.health import ConsumerSigns, Health, OutboxSigns, PublisherSigns, health_of
+
+NOW, WALL_CLOCK = 1000.0, 1_800_000_000.0
+PUBLISHER = PublisherSigns(changed_at=900.0, stuck_after=30.0, connected=True, patience=20.0, worked_at=990.0)
+CONSUMER = ConsumerSigns(changed_at=900.0, stuck_after=300.0, connected=True, patience=20.0, worked_at=990.0)
+WELL = Health(live=True, ready=True, progressing=True, since=WALL_CLOCK - 100)
+
+
+def judge(signs: PublisherSigns | ConsumerSigns) -> Health:
+    return health_of(signs, NOW, WALL_CLOCK)
+
+
+@pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
+def test_what_works_is_well_since_it_is_connected(signs: PublisherSigns | ConsumerSigns) -> None:
+    assert judge(signs) == WELL
+    assert judge(replace(signs, work=5)) == WELL
+    assert judge(replace(signs, unanswered_since=NOW - 19.9)) == WELL
+
+
+@pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
+def test_a_lost_connection_is_live_and_not_ready(signs: PublisherSigns | ConsumerSigns) -> None:
+    away = replace(signs, connected=False, changed_at=NOW - 7, disconnected_reason="reset by peer")
+    assert judge(away) == Health(True, False, True, WALL_CLOCK - 7, "not connected: reset by peer")
+    first = judge(replace(away, disconnected_reason=None))
+    assert first.reason == "not connected: the first attempt goes on"
+    unused = judge(replace(away, started=False))
+    assert (unused.live, unused.ready) == (True, False)
+    assert unused.reason.startswith("not started")
+
+
+@pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
+def test_a_loop_that_stands_still_or_has_ended_is_not_live(signs: PublisherSigns | ConsumerSigns) -> None:
+    stalled = judge(replace(signs, unanswered_since=NOW - 20))
+    assert (stalled.live, stalled.ready, stalled.progressing) == (False, False, True)
+    assert stalled.since == WALL_CLOCK - 20
+    assert stalled.reason == "its event loop has stood still for 20.0 s or longer"
+    over = judge(replace(signs, loop_over=True, unanswered_since=NOW - 20))
+    assert (over.live, over.ready) == (False, False)
+    assert over.reason == "its I/O thread or event loop has ended"
+
+
+@pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
+def test_what_has_given_up_is_not_live(signs: PublisherSigns | ConsumerSigns) -> None:
+    health = judge(replace(signs, connected=False, given_up="403 ACCESS_REFUSED"))
+    assert (health.live, health.ready, health.reason) == (False, False, "given up: 403 ACCESS_REFUSED")
+
+
+@pytest.mark.parametrize(("signs", "of"), [(PUBLISHER, "messages are outstanding"), (CONSUMER, "with handlers")])
+def test_work_of_which_nothing_ends_does_not_progress(signs: PublisherSigns | ConsumerSigns, of: str) -> None:
+    stuck = replace(signs, work=3, worked_at=NOW - signs.stuck_after)
+    health = judge(stuck)
+    assert (health.live, health.ready, health.progressing) == (True, True, False)
+    assert health.since == WALL_CLOCK - signs.stuck_after
+    assert of in health.reason
+    assert judge(replace(stuck, work=0)) == WELL
+
+
+@pytest.mark.parametrize("signs", [PUBLISHER, CONSUMER])
+def test_what_its_program_has_closed_is_live(signs: PublisherSigns | ConsumerSigns) -> None:
+    """A process that drains is not to be killed: whatever the other signs are."""
+    health = judge(replace(signs, closed="stopping", loop_over=True, given_up="x", unanswered_since=0.0))
+    assert health == Health(True, False, True, WALL_CLOCK - 100, "stopping")
+
+
+def test_a_publisher_that_the_broker_blocks_is_live_and_not_ready() -> None:
+    health = judge(replace(PUBLISHER, blocked_reason="low on memory", blocked_at=NOW - 3))
+    assert health == Health(True, False, True, WALL_CLOCK - 3, "the broker blocks publishing: low on memory")
+    assert judge(replace(PUBLISHER, blocked_reason="low on memory")).since == WALL_CLOCK
+
+
+def test_a_paused_consumer_is_live_and_neither_ready_nor_progressing() -> None:
+    health = judge(replace(CONSUMER, paused=True, paused_at=NOW - 3))
+    assert (health.live, health.ready, health.progressing, health.since) == (True, False, False, WALL_CLOCK - 3)
+    assert "kill switch" in health.reason
+    assert judge(replace(CONSUMER, paused=True)).since == WALL_CLOCK
+
+
+def test_with_an_outbox_the_broker_is_not_needed_to_be_ready() -> None:
+    away = replace(PUBLISHER, connected=False, outbox=OutboxSigns(open=True))
+    assert judge(away) == WELL
+    assert judge(replace(away, given_up="403 ACCESS_REFUSED")) == WELL
+    closed = judge(replace(away, outbox=OutboxSigns(open=False)))
+    assert (closed.live, closed.ready, closed.reason) == (True, False, "its outbox is not open")
+    ended = judge(replace(away, outbox=OutboxSigns(open=True, relay_over=True)))
+    assert (ended.live, ended.ready) == (False, False)
+
+
+def test_a_relay_in_trouble_for_long_does_not_progress() -> None:
+    trouble = OutboxSigns(open=True, trouble="no host", trouble_since=NOW - 30)
+    health = judge(replace(PUBLISHER, connected=False, outbox=trouble))
+    assert (health.live, health.ready, health.progressing) == (True, True, False)
+    assert health.reason == "nothing of its outbox can be published: no host"
+    assert judge(replace(PUBLISHER, outbox=replace(trouble, trouble_since=NOW - 29))) == WELL
+
+
+def test_all_reasons_are_given_and_the_oldest_counts() -> None:
+    health = judge(replace(PUBLISHER, connected=False, disconnected_reason="reset", work=1, worked_at=NOW - 500))
+    assert (health.live, health.ready, health.progressing) == (True, False, False)
+    assert health.since == WALL_CLOCK - 500
+    assert "1 messages are outstanding" in health.reason
+    assert health.reason.endswith("not connected: reset")
