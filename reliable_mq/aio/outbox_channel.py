@@ -273,6 +273,9 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._window.take(confirmation.size)
         self._writer.store(confirmation, row)
 
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self.loop.call_soon(call)
+
     def _notify_window(self) -> None:
         self._waiters.admit()
 

@@ -271,7 +271,12 @@ class AsyncPublisher(
         if self._outbox is not None:
             outbox_channel = self._outbox_channel or await self._open_outbox(self._outbox, limit)
             stored, row = self._new_stored(outbox_channel, message, exchange, routing_key, accepted_at, limit)
-            await outbox_channel.submit(stored, row)
+            try:
+                await outbox_channel.submit(stored, row)
+            except BaseException as error:
+                if stored.trace is not None:
+                    stored.trace.failed(error)
+                raise
             return stored
         options = self._options
         trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
@@ -304,9 +309,14 @@ class AsyncPublisher(
             await channel.close(0)
             channel = await self._open(FOR_EVER)
         confirmation = self._new_relayed(channel, row)
-        confirmation.callbacks = [partial(done, confirmation)]
-        if not channel.take(confirmation):
-            await channel.wait_for_window(confirmation)
+        confirmation.callbacks = [*(confirmation.callbacks or ()), partial(done, confirmation)]
+        try:
+            if not channel.take(confirmation):
+                await channel.wait_for_window(confirmation)
+        except BaseException as error:
+            if confirmation.trace is not None:
+                confirmation.trace.failed(error)
+            raise
 
     # Opening
 

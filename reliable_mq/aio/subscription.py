@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
-from reliable_mq.engine.subscription import CLOSE_GRACE, BaseRepublisher, BaseSubscription
+from reliable_mq.engine.republisher import BaseRepublisher
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
 from reliable_mq.errors import PublishError
 from reliable_mq.message import Message
 
@@ -89,9 +90,10 @@ class AsyncRepublisher(BaseRepublisher):
     async def _publish(self, republish: RepublishRequest) -> None:
         try:
             message = Message.from_wire(republish.body, republish.properties)
-            confirmation = await self._publisher.submit(
-                message, exchange=republish.exchange, routing_key=republish.routing_key
-            )
+            with self._attempt(republish):
+                confirmation = await self._publisher.submit(
+                    message, exchange=republish.exchange, routing_key=republish.routing_key
+                )
         except Exception as error:  # noqa: BLE001  # reported
             self._not_submitted(republish, error)
         else:

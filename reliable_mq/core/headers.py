@@ -22,6 +22,7 @@ FIRST_FAILURE          timestamp  when an attempt first failed
 LAST_FAILURE           timestamp  when an attempt last failed
 CONSUMER               str        the consumer that moved it
 PACKAGE_VERSION        str        the version of this package that moved it
+TRACE_CONTEXT          str        the trace context of the last attempt, if that is sampled, as in W3C's ``traceparent``
 ORIGINAL_CC            list[str]  its ``CC``, which would route a re-published message to those queues again
 ORIGINAL_BCC           list[str]  its ``BCC``, for the same reason
 ORIGINAL_USER_ID       str        its ``user_id``, which RabbitMQ accepts from its owner only
@@ -51,6 +52,7 @@ FIRST_FAILURE: Final = "x-reliable-mq-first-failure"
 LAST_FAILURE: Final = "x-reliable-mq-last-failure"
 CONSUMER: Final = "x-reliable-mq-consumer"
 PACKAGE_VERSION: Final = "x-reliable-mq-package-version"
+TRACE_CONTEXT: Final = "x-reliable-mq-trace-context"
 ORIGINAL_CC: Final = "x-reliable-mq-original-cc"
 ORIGINAL_BCC: Final = "x-reliable-mq-original-bcc"
 ORIGINAL_USER_ID: Final = "x-reliable-mq-original-user-id"

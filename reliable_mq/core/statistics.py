@@ -34,6 +34,20 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 """Upper bounds in seconds: from the round trip of a local broker to the default delivery timeout."""
 
 
+class TracedObservation(NamedTuple):
+    """An observation of a `Histogram` within a span that is sampled.
+
+    Attributes:
+        value: that was observed.
+        ids: of the span.
+        at: when, in seconds since 1970.
+    """
+
+    value: float
+    ids: Mapping[str, str]
+    at: float
+
+
 class Histogram:
     """Observations counted by upper bound; cheap enough for one per message.
 
@@ -41,14 +55,16 @@ class Histogram:
         bounds: upper bounds, ascending; a value equal to a bound is counted under it.
         counts: observations per bound, and one more for those above the last. Not cumulative.
         total: the sum of all observations.
+        exemplars: the latest traced observation of a bucket, by its place in `counts`.
     """
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, TracedObservation] = {}
 
     def observe(self, value: float) -> None:
         """Count one observation."""
@@ -72,6 +88,19 @@ class Histogram:
         """Add the counts of ``other``, which has the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
+        for bucket, exemplar in other.exemplars.copy().items():
+            if bucket not in self.exemplars or self.exemplars[bucket].at < exemplar.at:
+                self.exemplars[bucket] = exemplar
+
+    def exemplify(self, value: float, ids: Mapping[str, str], at: float) -> None:
+        """Note the trace of an observation, which is counted elsewhere.
+
+        Args:
+            value: that was observed.
+            ids: of the span.
+            at: when, in seconds since 1970.
+        """
+        self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
 
 
 class MetricOfField(NamedTuple):

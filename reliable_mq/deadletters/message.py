@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["DeadMessage", "Origin"]
 
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
-_KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.PREFIX + "original-")
+_KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.TRACE_CONTEXT, headers.PREFIX + "original-")
 _NOTHING: Final[Mapping[str, object]] = {}
+_TRACE_ID: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")  # in W3C's traceparent
 
 
 class Origin(NamedTuple):
@@ -142,6 +144,15 @@ class DeadMessage:
     def delivery(self) -> Delivery:
         """The delivery, unchanged."""
         return self._delivery
+
+    @property
+    def trace_id(self) -> str:
+        """The id of its trace: that of the message, or of its last attempt; empty if none."""
+        for name in ("traceparent", headers.TRACE_CONTEXT):
+            found = _TRACE_ID.match(_text(self.headers.get(name)))
+            if found is not None:
+                return found[1]
+        return ""
 
     def replayed(self, body: bytes | None = None) -> Message:
         """Return the message that a replay publishes: the original without its failures.

@@ -252,6 +252,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
                 subscription.published,
                 f"{options.name}-dead-letters-out",
             )
+            subscription.republisher.tracer = tracer
         return subscription
 
     # Ending
@@ -290,6 +291,8 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         pools: tuple[Any, ...] = self._pools
         for pool in pools:
             handler_seconds.add(pool.handler_seconds)
+        if subscription.tracer is not None:
+            handler_seconds.add(subscription.tracer.exemplars)
         yield from consumer_readings(
             self._options.name,
             self._options.queue_name,

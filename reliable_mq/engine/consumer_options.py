@@ -34,7 +34,7 @@ from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores.protocol import IdempotencyStore
 from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
 from reliable_mq.topology.arguments import Arguments, check_name
-from reliable_mq.tracing import Tracing
+from reliable_mq.tracing.tracing import CopyTracing, Tracing
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ class ConsumerOptions:
         self.settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
         )
+        if tracing is not None and not isinstance(tracing, Tracing):
+            _refuse(f"tracing must be a Tracing, not {tracing!r}")
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses a wrong reconnect_wait or reconnect_stop
         self._republishing: dict[str, Any] = {
@@ -234,11 +236,10 @@ class ConsumerOptions:
             "heartbeat": heartbeat,
             "connect_timeout": connect_timeout,
             "name": f"{name}-dead-letters",
+            "tracing": None if tracing is None else CopyTracing(tracing),
         }
         self.name = name
         self.registry = registry
-        if tracing is not None and not isinstance(tracing, Tracing):
-            _refuse(f"tracing must be a Tracing, not {tracing!r}")
         self.tracing = tracing
         self.handler = handler
         self.prefetch = prefetch

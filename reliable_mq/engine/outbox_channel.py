@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.outbox.writer import OutboxWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from reliable_mq.core.outbox import RowSettlement
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
+    from reliable_mq.tracing.publishing import SendTrace
 
 __all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BacklogPoller", "BaseOutboxChannel", "not_open"]
 
@@ -267,6 +269,19 @@ class BaseOutboxChannel(Generic[C]):
             self._notify_window()
         if error is not None:
             self._log_failures(len(confirmations), error)
+
+    def observe(self, confirmation: C, trace: SendTrace) -> None:
+        """Record a message that is not accepted yet."""
+        confirmation.trace = trace
+        if trace.recording:
+            confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]
+
+    def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
+        self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
+
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        """Run code that is not ours, soon, and not here. Does not block."""
+        raise NotImplementedError
 
     def _call_back(self, confirmation: C) -> None:
         """Call the callbacks of one message; a failure concerns no other message."""

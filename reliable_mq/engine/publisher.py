@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import declared_by, seconds
+from reliable_mq.codec import encode_properties
 from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
 from reliable_mq.core.outbox import NewRow
 from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
@@ -30,6 +31,7 @@ from reliable_mq.engine.outbox_channel import BaseOutboxChannel
 from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.errors import PublishError, UsageError
+from reliable_mq.message import Message
 from reliable_mq.metrics.families import outbox_readings, publisher_readings
 from reliable_mq.metrics.registry import register
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.outbox import OutboxRow
-    from reliable_mq.message import Message
     from reliable_mq.metrics.registry import Reading
 
 __all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "ReportBuilder"]
@@ -212,7 +213,13 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         confirmation: StoredT = self._stored_confirmation(
             message, exchange, key, options.mandatory, size, accepted_at, limit, channel
         )
-        return confirmation, NewRow(message, exchange, key, options.mandatory, ordering_key)
+        stored = message
+        trace = None if self._tracer is None else self._tracer.begin(message, exchange, key, operation="create")
+        if trace is not None:
+            channel.observe(confirmation, trace)
+            if options.fits_frame(message, trace.header_bytes, frame_max):
+                stored = Message.from_wire(message.body, encode_properties(message, trace.headers))
+        return confirmation, NewRow(stored, exchange, key, options.mandatory, ordering_key)
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
         """Make the confirmation of a row of the outbox, for the relay."""
@@ -222,6 +229,10 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         )
         confirmation.in_doubt = row.possible_duplicate
         confirmation.result_observed = True
+        if self._tracer is not None:  # in no context but that of the message
+            trace = self._tracer.begin(row.message, row.exchange, row.routing_key, ambient=self._tracer.apart)
+            if trace is not None:
+                channel.observe(confirmation, trace)
         return confirmation
 
     @contextmanager

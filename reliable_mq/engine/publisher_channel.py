@@ -215,9 +215,12 @@ class BasePublisherChannel(Generic[P]):
             trace = trace.without_headers()
         confirmation.trace = trace
         if trace.recording:
-            confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]
+            confirmation.callbacks = [*(confirmation.callbacks or ()), partial(self._end_trace, trace, confirmation)]
 
     def _end_trace(self, trace: SendTrace, confirmation: P) -> None:
+        if confirmation.outcome is Outcome.CONFIRMED:
+            seconds = time.monotonic() - confirmation.accepted_at
+            self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
         self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
 
     def failure_observed(self) -> None:
@@ -481,7 +484,10 @@ class BasePublisherChannel(Generic[P]):
         now = time.monotonic()
         if now - self._unwatched_logged_at >= _LOG_FAILURES_EVERY:
             unwatched_logger.warning(
-                "%d publishes failed that nobody waits for; the last: %s", self._unwatched, latest.failure()
+                "%d publishes failed that nobody waits for; the last: %s",
+                self._unwatched,
+                latest.failure(),
+                extra=None if latest.trace is None else latest.trace.ids,
             )
             self._unwatched, self._unwatched_logged_at = 0, now
 

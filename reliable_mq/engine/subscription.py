@@ -28,12 +28,12 @@ from reliable_mq.connection.wakeup import Wakeup
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout, consumer_timeout_of
-from reliable_mq.core.consumer.delivery import Delivery, message_names
+from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.engine.health import ConsumerVitals
-from reliable_mq.errors import BrokerUnavailable, PublishError, ReliableMQError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,11 +49,12 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
     from reliable_mq.engine.consumer_options import ConsumerOptions
+    from reliable_mq.engine.republisher import BaseRepublisher
     from reliable_mq.settings import ConnectionSettings
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["BaseRepublisher", "BaseSubscription", "ConsumerConnection", "Event", "HandlerPool"]
+__all__ = ["BaseSubscription", "ConsumerConnection", "Event", "HandlerPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,32 +116,6 @@ class Event(Protocol):
 
     def is_set(self) -> bool:
         """Whether it is set."""
-
-
-class BaseRepublisher:
-    """Publishes dead letters and retries, confirmed. An API adds the calls.
-
-    Args:
-        publisher: not opened yet; closed by ``close``.
-        report: called once with the outcome of each publish, on any thread: None if it is confirmed, else an error.
-    """
-
-    def __init__(self, publisher: Any, report: Callable[[RepublishRequest, ReliableMQError | None], None]) -> None:
-        self._publisher = publisher
-        self._report = report
-
-    def put(self, republish: RepublishRequest) -> None:
-        """Publish a message. Does not block."""
-        raise NotImplementedError
-
-    def _settled(self, republish: RepublishRequest, confirmation: Any) -> None:
-        self._report(republish, confirmation.exception())
-
-    def _not_submitted(self, republish: RepublishRequest, error: Exception) -> None:
-        if not isinstance(error, ReliableMQError):
-            logger.error("the copy of %s cannot be published", message_names([republish.delivery]), exc_info=error)
-            error = PublishError(f"it cannot be published: {error!r}")
-        self._report(republish, error)
 
 
 class HandlerPool(Protocol):
@@ -470,7 +445,7 @@ class BaseSubscription:
         for event in actions.log:
             if event.kind in (LogEventKind.PAUSED, LogEventKind.RESUMED):
                 self._vitals.paused(paused=self.session.paused)
-            logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name))
+            logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name), extra=event.ids)
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:

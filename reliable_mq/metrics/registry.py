@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConfigurationError
@@ -168,12 +169,15 @@ def _empty(family: Family) -> Metric:
     return make[family.kind](family.full_name, family.documentation, labels=family.labels)  # type: ignore[call-arg]
 
 
-def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
-    buckets: list[tuple[str, float]] = []
+def _cumulated(histogram: Histogram) -> list[tuple[str, float, Exemplar | None]]:
+    """Return bounds, cumulative counts, and exemplars, which OpenMetrics shows."""
+    buckets: list[tuple[str, float, Exemplar | None]] = []
     count = 0
-    for bound, observations in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
-        count += observations
-        buckets.append((bound, count))
+    for place, bound in enumerate([*map(str, histogram.bounds), "+Inf"]):
+        count += histogram.counts[place]
+        traced = histogram.exemplars.get(place)
+        exemplar = None if traced is None else Exemplar(dict(traced.ids), traced.value, traced.at)
+        buckets.append((bound, count, exemplar))
     return buckets
 
 

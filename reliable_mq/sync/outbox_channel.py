@@ -280,6 +280,9 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
 
     # Under the lock
 
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self._callbacks.put(call)
+
     def _notify_window(self) -> None:
         self._admit_waiters()
         self._changed.notify_all()
@@ -428,7 +431,7 @@ class RelayPublisher:
                 self._watched = confirmation
                 with confirmation.owner.lock:
                     if confirmation.outcome is None:
-                        confirmation.callbacks = [wake]
+                        confirmation.callbacks = [*(confirmation.callbacks or ()), wake]
                         return
             if confirmation.outcome is not None:
                 wake()

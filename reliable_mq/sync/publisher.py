@@ -249,7 +249,12 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         if self._outbox is not None:
             outbox_channel = self._outbox_channel or self._open_outbox(self._outbox, limit)
             stored, row = self._new_stored(outbox_channel, message, exchange, routing_key, accepted_at, limit)
-            outbox_channel.submit(stored, row)
+            try:
+                outbox_channel.submit(stored, row)
+            except BaseException as error:
+                if stored.trace is not None:
+                    stored.trace.failed(error)
+                raise
             return stored
         options = self._options
         trace = None if self._tracer is None else self._tracer.begin(message, exchange, routing_key)
@@ -279,8 +284,13 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             channel.close(0)
             channel = self._open(FOR_EVER)
         confirmation = self._new_relayed(channel, row)
-        confirmation.callbacks = []  # the relay looks at the outcome by itself
-        channel.submit(confirmation)
+        confirmation.callbacks = confirmation.callbacks or []  # the relay looks at the outcome by itself
+        try:
+            channel.submit(confirmation)
+        except BaseException as error:
+            if confirmation.trace is not None:
+                confirmation.trace.failed(error)
+            raise
         return confirmation
 
     # Opening

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from reliable_mq._util.threads import CallbackThread
 from reliable_mq.engine.pull import BasePullSubscription, PulledDelivery
-from reliable_mq.engine.subscription import CLOSE_GRACE, BaseRepublisher, BaseSubscription
+from reliable_mq.engine.republisher import BaseRepublisher
+from reliable_mq.engine.subscription import CLOSE_GRACE, BaseSubscription
 from reliable_mq.errors import PublishError
 from reliable_mq.message import Message
 from reliable_mq.sync.io_thread import IOThread
@@ -67,9 +68,10 @@ class Republisher(BaseRepublisher):
     def _publish(self, republish: RepublishRequest) -> None:
         try:
             message = Message.from_wire(republish.body, republish.properties)
-            confirmation = self._publisher.submit(
-                message, exchange=republish.exchange, routing_key=republish.routing_key
-            )
+            with self._attempt(republish):
+                confirmation = self._publisher.submit(
+                    message, exchange=republish.exchange, routing_key=republish.routing_key
+                )
         except Exception as error:  # noqa: BLE001  # reported
             self._not_submitted(republish, error)
         else:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry.context import Context, attach, detach, get_current
@@ -29,13 +31,14 @@ from opentelemetry.trace import (
 )
 
 from reliable_mq.core.consumer.attempts import describe
+from reliable_mq.core.statistics import Histogram
 from reliable_mq.errors import ConsumeError
 from reliable_mq.retry import DeadLetter, RetryLater
 from reliable_mq.tracing import conventions
-from reliable_mq.tracing.propagation import Propagation, attempt_context, context_of_attempt
+from reliable_mq.tracing.propagation import Propagation, attempt_context, context_of_attempt, ids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from opentelemetry.trace import Span
 
@@ -57,6 +60,7 @@ class _Handling(NamedTuple):
 
     context: Context | None = None
     span: Span | None = None
+    began: float = 0.0
 
 
 _PLAIN: Final = _Handling()
@@ -71,6 +75,9 @@ class ConsumerTracer:
         name: of the consumer.
         queue: its name.
         endpoints: of the broker.
+
+    Attributes:
+        exemplars: traced times of handlers; nothing is counted here.
     """
 
     def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
@@ -83,6 +90,7 @@ class ConsumerTracer:
         }
         self._destinations: dict[tuple[str, str], dict[str, Any]] = {}
         self._known_propagation: Propagation | None = None
+        self.exemplars = Histogram()
 
     # Handlers
 
@@ -91,17 +99,17 @@ class ConsumerTracer:
         begin = self._begin_batch if batch else self._begin
 
         def handle(argument: Any) -> object:
-            context, span = begin(argument)
+            context, span, began = begin(argument)
             if context is None:
                 return handler(argument)
             token = attach(context)
             try:
                 answer = handler(argument)
                 if span is not None:
-                    _end(span, answer)
+                    self._end(span, began, answer)
             except BaseException as error:
                 if span is not None:
-                    _end_failed(span, error)
+                    self._end_failed(span, began, error)
                 raise
             finally:
                 detach(token)
@@ -114,7 +122,7 @@ class ConsumerTracer:
         begin = self._begin_batch if batch else self._begin
 
         async def handle(argument: Any) -> object:
-            context, span = begin(argument)
+            context, span, began = begin(argument)
             if context is None:
                 return await handler(argument)
             token = attach(context)
@@ -122,19 +130,29 @@ class ConsumerTracer:
                 answer = await handler(argument)
             except GeneratorExit as error:  # the task is thrown away, in no context of its own
                 if span is not None:
-                    _end_failed(span, error)
+                    self._end_failed(span, began, error)
                 raise
             except BaseException as error:
                 if span is not None:
-                    _end_failed(span, error)
+                    self._end_failed(span, began, error)
                 detach(token)
                 raise
             if span is not None:
-                _end(span, answer)
+                self._end(span, began, answer)
             detach(token)
             return answer
 
         return handle
+
+    @contextmanager
+    def attempt(self, delivery: Delivery) -> Iterator[None]:
+        """Be in the context of the last attempt at a delivery, or in none."""
+        before = context_of_attempt(delivery.attempt_context or "")
+        token = attach(set_span_in_context(NonRecordingSpan(before), _EMPTY) if before.is_valid else _EMPTY)
+        try:
+            yield
+        finally:
+            detach(token)
 
     def _begin(self, delivery: Delivery) -> _Handling:
         try:
@@ -168,7 +186,7 @@ class ConsumerTracer:
         if span.is_recording():
             delivery.attempt_context = attempt_context(span.get_span_context())
             _describe(span, delivery)
-        return _Handling(set_span_in_context(span, context), span)
+        return _Handling(set_span_in_context(span, context), span, time.perf_counter())
 
     def _begin_batch(self, deliveries: list[Delivery]) -> _Handling:
         try:
@@ -187,7 +205,38 @@ class ConsumerTracer:
             for delivery in deliveries:
                 delivery.attempt_context = text
             span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
-        return _Handling(set_span_in_context(span, _EMPTY), span)
+        return _Handling(set_span_in_context(span, _EMPTY), span, time.perf_counter())
+
+    def _end(self, span: Span, began: float, answer: object) -> None:
+        """End the span of a handler that has returned."""
+        verdict = answer if isinstance(answer, type) else type(answer)
+        outcome = "handled"
+        if issubclass(verdict, (RetryLater, DeadLetter)):
+            outcome = "retry_later" if issubclass(verdict, RetryLater) else "dead_letter"
+        self._finish(span, began, outcome)
+
+    def _end_failed(self, span: Span, began: float, error: BaseException) -> None:
+        """End the span of a handler that has raised."""
+        if isinstance(error, (RetryLater, DeadLetter)):
+            self._end(span, began, error)
+        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self._finish(span, began, "cancelled")
+        else:
+            self._finish(span, began, "failed", error)
+
+    def _finish(self, span: Span, began: float, outcome: str, error: BaseException | None = None) -> None:
+        try:
+            span.set_attribute(conventions.OUTCOME, outcome)
+            if error is not None:
+                failure = describe(error, 0.0)
+                span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
+                span.set_status(StatusCode.ERROR, failure.exception_message)
+                span.record_exception(error)
+            if span.is_recording():
+                self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
+            span.end()
+        except Exception:
+            logger.exception("a span could not be ended; the delivery is not affected")
 
     # Deliveries of `get`
 
@@ -351,35 +400,3 @@ def _text(delivery: Delivery, name: str) -> str | None:
         delivery.flaw = flaw
         return None
     return value
-
-
-def _end(span: Span, answer: object) -> None:
-    """End the span of a handler that has returned."""
-    verdict = answer if isinstance(answer, type) else type(answer)
-    if issubclass(verdict, (RetryLater, DeadLetter)):
-        _finish(span, "retry_later" if issubclass(verdict, RetryLater) else "dead_letter")
-    else:
-        _finish(span, "handled")
-
-
-def _end_failed(span: Span, error: BaseException) -> None:
-    """End the span of a handler that has raised."""
-    if isinstance(error, (RetryLater, DeadLetter)):
-        _end(span, error)
-    elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        _finish(span, "cancelled")
-    else:
-        _finish(span, "failed", error)
-
-
-def _finish(span: Span, outcome: str, error: BaseException | None = None) -> None:
-    try:
-        span.set_attribute(conventions.OUTCOME, outcome)
-        if error is not None:
-            failure = describe(error, 0.0)
-            span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
-            span.set_status(StatusCode.ERROR, failure.exception_message)
-            span.record_exception(error)
-        span.end()
-    except Exception:
-        logger.exception("a span could not be ended; the delivery is not affected")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.propagators.textmap import TextMapPropagator
 
-__all__ = ["Propagation", "attempt_context", "context_of_attempt"]
+__all__ = ["Propagation", "attempt_context", "context_of_attempt", "ids_of"]
 
 _BAGGAGE: Final = "baggage"  # no context of a trace
 _W3C: Final = frozenset({"traceparent", "tracestate"})
@@ -107,6 +107,11 @@ class _PassedOnSpan(NonRecordingSpan):
                 context = _EMPTY
             self._decoded = get_current_span(context).get_span_context()
         return self._decoded
+
+
+def ids_of(context: SpanContext) -> dict[str, str]:
+    """Return the ids of a span, for logs and exemplars."""
+    return {"trace_id": format_trace_id(context.trace_id), "span_id": format_span_id(context.span_id)}
 
 
 def attempt_context(context: SpanContext) -> str:

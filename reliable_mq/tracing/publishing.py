@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 import random
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import (
@@ -30,12 +29,14 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from reliable_mq.codec import encode_properties
 from reliable_mq.core.publisher.publication import Outcome
 from reliable_mq.core.publisher.trace import PublicationEvent
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishUnconfirmed
 from reliable_mq.message import Message
 from reliable_mq.tracing import conventions
-from reliable_mq.tracing.propagation import Propagation
+from reliable_mq.tracing.propagation import Propagation, ids_of
+from reliable_mq.tracing.tracing import CopyTracing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.tracing import Tracing
 
-__all__ = ["PublisherTracer", "SendTrace"]
+__all__ = ["PublisherTracer", "SendTrace", "with_headers"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,38 @@ class PublisherTracer:
         # The last context that was not sampled, with what its messages get: callers publish many in one.
         self._unsampled: tuple[Context, SendTrace] | None = None
 
-    def begin(self, message: Message, exchange: str, routing_key: str) -> SendTrace | None:
+    apart: Final = Context()
+    """The context of a caller that has none."""
+
+    def begin(
+        self,
+        message: Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        operation: Literal["create", "send"] = "send",
+        ambient: Context | None = None,
+    ) -> SendTrace | None:
         """Begin the span of a publish; None if there is nothing to record or to pass on.
 
         Arguments that are wrong are for the publisher to refuse.
+
+        Args:
+            message: to publish.
+            exchange: its exchange.
+            routing_key: its routing key.
+            operation: ``"create"`` for a message that another span will send; one with a context of its own has none.
+            ambient: the context to be in; None for that of the caller.
         """
-        context = get_current()
+        try:
+            return self._begin(message, exchange, routing_key, operation, get_current() if ambient is None else ambient)
+        except Exception:
+            logger.exception("a span could not be begun; the message is published without one")
+            return None
+
+    def _begin(
+        self, message: Message, exchange: str, routing_key: str, operation: str, context: Context
+    ) -> SendTrace | None:
         known = self._unsampled
         properties = message.encoded_properties if isinstance(message, Message) else None
         if known is not None and known[0] is context and properties is None:
@@ -86,6 +113,8 @@ class PublisherTracer:
         if propagation is None:
             propagation = self._propagation = Propagation(self._tracing.propagator)
         carried = get_current_span(propagation.extract(message.headers)) if propagation.carries(properties) else None
+        if carried is not None and operation == "create":
+            return None
         theirs = None if carried is None else carried.get_span_context()
         parent = get_current_span(context).get_span_context()
         if not parent.is_valid and theirs is not None and theirs.is_valid:
@@ -95,28 +124,9 @@ class PublisherTracer:
                 return self._pass_on(propagation, context, properties) if theirs is None else None
         elif random.random() >= self._tracing.root_ratio:
             return None
-        return self._start(propagation, context, message, properties, theirs, exchange, routing_key)
-
-    def _start(
-        self,
-        propagation: Propagation,
-        context: Context,
-        message: Message,
-        properties: bytes | None,
-        theirs: SpanContext | None,
-        exchange: str,
-        routing_key: str,
-    ) -> SendTrace | None:
-        name, attributes = self._destination(exchange, routing_key)
-        span = self._tracing.tracer.start_span(
-            name,
-            context,
-            SpanKind.PRODUCER if theirs is None else SpanKind.CLIENT,
-            attributes,
-            [Link(theirs)] if theirs is not None and theirs.is_valid else None,
-        )
+        span = self._start(message, exchange, routing_key, operation, context, theirs)
         headers = _NOTHING
-        if theirs is None:
+        if theirs is None and not isinstance(self._tracing, CopyTracing):
             headers = propagation.headers(set_span_in_context(span, context))
             if properties is not None:
                 headers = propagation.added(headers, properties)
@@ -128,8 +138,31 @@ class PublisherTracer:
             span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
         return SendTrace(headers, span)
 
+    def _start(
+        self,
+        message: Message,
+        exchange: str,
+        routing_key: str,
+        operation: str,
+        context: Context,
+        theirs: SpanContext | None,
+    ) -> Span:
+        destination, attributes = self._destination(exchange, routing_key)
+        if operation != "send":
+            attributes = {**attributes, conventions.OPERATION_NAME: operation, conventions.OPERATION_TYPE: operation}
+        injected = theirs is None and not isinstance(self._tracing, CopyTracing)
+        return self._tracing.tracer.start_span(
+            f"{operation} {destination}",
+            context,
+            SpanKind.PRODUCER if injected else SpanKind.CLIENT,
+            attributes,
+            [Link(theirs)] if theirs is not None and theirs.is_valid else None,
+        )
+
     def _pass_on(self, propagation: Propagation, context: Context, properties: bytes | None) -> SendTrace | None:
         """Return the trace of a message whose context is not sampled."""
+        if isinstance(self._tracing, CopyTracing):
+            return None
         headers: Mapping[str, str] = propagation.headers(context)
         if properties is not None:
             headers = propagation.added(headers, properties)
@@ -139,7 +172,7 @@ class PublisherTracer:
         return trace
 
     def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
-        """Return the name of a span, and the attributes that a sampler may look at."""
+        """Return the name of a destination, and the attributes that a sampler may look at."""
         found = self._destinations.get((exchange, routing_key))
         if found is not None:
             return found
@@ -149,14 +182,14 @@ class PublisherTracer:
             conventions.OPERATION_NAME: "send",
             conventions.OPERATION_TYPE: "send",
             conventions.DESTINATION: destination,
-            conventions.CLIENT_ID: self._name,
+            **({conventions.CLIENT_ID: self._name} if self._name else {}),
             **self._server,
         }
         if routing_key:
             attributes[conventions.ROUTING_KEY] = str(routing_key)
         if len(self._destinations) >= _DESTINATIONS_KEPT:
             self._destinations.clear()
-        found = self._destinations[exchange, routing_key] = f"send {destination}", attributes
+        found = self._destinations[exchange, routing_key] = destination, attributes
         return found
 
 
@@ -168,10 +201,11 @@ class SendTrace:
         span: None if it is not sampled; the same object then serves many publishes.
     """
 
-    __slots__ = ("_span", "headers")
+    __slots__ = ("_span", "headers", "ids")
 
     def __init__(self, headers: Mapping[str, str], span: Span | None = None) -> None:
         self.headers = headers
+        self.ids = _NOTHING if span is None else ids_of(span.get_span_context())
         self._span = span
 
     @property
@@ -187,6 +221,12 @@ class SendTrace:
     def without_headers(self) -> SendTrace:
         """Return the trace of a message whose headers leave no room for the context."""
         return SendTrace(_NOTHING, self._span)
+
+    def ended(self) -> None:
+        """End the span, of which nothing more is known."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event. Never raises: the session goes on whatever a tracer does."""
@@ -211,11 +251,12 @@ class SendTrace:
             publication: settled.
             at: when it was, in nanoseconds since 1970.
         """
-        span = self._span
+        span, self._span = self._span, None
         if span is None or publication.outcome is None:
             return
         span.set_attribute(conventions.OUTCOME, publication.outcome.value)
-        span.set_attribute(conventions.ATTEMPTS, publication.sends)
+        if publication.sends:
+            span.set_attribute(conventions.ATTEMPTS, publication.sends)
         if publication.in_doubt:
             span.set_attribute(conventions.POSSIBLE_DUPLICATE, True)
         if publication.reply is not None and publication.reply.code:
@@ -228,13 +269,19 @@ class SendTrace:
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
-        if self._span is None:
+        span, self._span = self._span, None
+        if span is None:
             return
         outcome = _OUTCOMES.get(type(error))
         if outcome is not None:
-            self._span.set_attribute(conventions.OUTCOME, outcome.value)
-        _fail(self._span, error)
-        self._span.end(time.time_ns())
+            span.set_attribute(conventions.OUTCOME, outcome.value)
+        _fail(span, error)
+        span.end()
+
+
+def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
+    """Return a copy of a message with further headers."""
+    return Message.from_wire(message.body, encode_properties(message, headers)) if headers else message
 
 
 _OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.message import Message
 
-__all__ = ["Tracing"]
+__all__ = ["CopyTracing", "Tracing"]
 
 #: The version of the semantic conventions that names, kinds and attributes follow.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
@@ -99,5 +99,32 @@ class Tracing:
 
         return Propagation(self.propagator).extract(message.headers)
 
+    def create(self, message: Message, *, exchange: str = "", routing_key: str = "") -> Message:
+        """Return a message that carries the current context, by a *create* span.
+
+        For messages that are stored now and sent by somebody else, as with ``SQLAlchemyOutbox.add``. One that carries a
+        context already is returned as it is.
+        """
+        from reliable_mq.tracing.publishing import PublisherTracer, with_headers  # noqa: PLC0415
+
+        tracer = PublisherTracer(self, name="", endpoints=())
+        trace = tracer.begin(message, exchange, routing_key, operation="create")
+        if trace is None:
+            return message
+        trace.ended()
+        return with_headers(message, trace.headers)
+
     def __repr__(self) -> str:
         return f"<Tracing: root_ratio={self._root_ratio:g}>"
+
+
+class CopyTracing(Tracing):
+    """For messages that are published again: retries and dead letters.
+
+    They are sent as they are: none gets a context that it did not have. Their spans are in the trace of the attempt.
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracer = tracing.tracer
+        self._propagator = tracing._propagator  # noqa: SLF001
+        self._root_ratio = 0.0

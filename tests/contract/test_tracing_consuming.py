@@ -9,6 +9,8 @@ import pytest
 from opentelemetry import baggage
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
 
 from integration.support.consuming import Handler
 from reliable_mq import Ack, DeadLetter, Delivery, Message, Queue, RetryLater, RetryPolicy
@@ -272,7 +274,7 @@ def test_a_delay_queue_keeps_the_context_of_message_and_attempt(broker: Scripted
     [first] = [span for span in recorder.spans if span.name.startswith("process")]
     assert published.properties.headers is not None
     assert published.properties.headers["traceparent"] == THEIRS
-    assert published.properties.headers[headers.RETRY]["trace-context"] == traceparent(first)
+    assert published.properties.headers[headers.TRACE_CONTEXT] == traceparent(first)
     seen: list[dict[str, object]] = []
     with consume(lambda delivery: seen.append(dict(delivery.headers)), tracing=recorder.tracing):
         broker.consuming.deliver(b"1", headers=published.properties.headers)
@@ -398,3 +400,77 @@ def test_a_publish_in_a_handler_goes_on_with_the_trace(
     assert send.parent is not None
     assert send.parent.span_id == context_of(recorder.named("process orders")).span_id
     assert [(one.properties.headers or {})["traceparent"] for one in published] == [traceparent(send), NOT_SAMPLED]
+
+
+# -- copies: retries, dead letters -------------------------------------------------------------------------------------
+
+
+def failing(_: Delivery) -> None:
+    raise ValueError("no")
+
+
+def test_a_dead_letter_is_sent_in_the_trace_of_its_last_attempt(
+    broker: ScriptedBroker, consume: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.script = confirming
+    recorder = Recorder()
+    options = {"tracing": recorder.tracing, "retry": RetryPolicy(1), "new_queue_grace": 0}
+    with consume(failing, dead_letter="orders.dead", **options):
+        broker.consuming.deliver(b"1", headers={"traceparent": THEIRS, "mine": 1}, message_id="m-1")
+        broker.wait_settled(1)
+        recorder.wait(3)
+    process, send, ack = (recorder.named(f"{name}") for name in ("process orders", "send orders.dead", "ack orders"))
+    assert send.kind.name == "CLIENT"
+    assert send.parent is not None
+    assert ack.parent is not None
+    assert send.parent.span_id == ack.parent.span_id == context_of(process).span_id
+    assert [f"{link.context.span_id:016x}" for link in send.links] == [THEIRS[36:52]]
+    assert send.attributes is not None
+    assert send.attributes["reliable_mq.outcome"] == "confirmed"
+    [published] = broker.published
+    found = published.properties.headers or {}
+    assert (found["traceparent"], found[headers.TRACE_CONTEXT]) == (THEIRS, traceparent(process))
+    [record] = [record for record in caplog.records if "dead-lettered" in record.message]
+    assert (vars(record)["trace_id"], vars(record)["span_id"]) == (TRACE, f"{context_of(process).span_id:016x}")
+
+
+def test_a_message_without_a_context_gets_none_by_a_retry(broker: ScriptedBroker, consume: Any) -> None:
+    broker.script = confirming
+    recorder = Recorder()
+    options = {"tracing": recorder.tracing, "retry": RetryPolicy(2, delays=(60,)), "new_queue_grace": 0}
+    with consume(failing, Queue("orders", dead_letter=None), **options):
+        broker.consuming.deliver(b"1")
+        broker.wait_settled(1)
+        recorder.wait(3)
+    [published] = broker.published
+    found = published.properties.headers or {}
+    assert "traceparent" not in found
+    process, send = recorder.named("process orders"), recorder.named("send orders.retry.60000")
+    assert found[headers.TRACE_CONTEXT] == traceparent(process)
+    assert context_of(send).trace_id == context_of(process).trace_id
+
+
+def test_a_copy_of_a_message_that_is_not_sampled_has_no_span(broker: ScriptedBroker, consume: Any) -> None:
+    broker.script = confirming
+    recorder = Recorder(root_ratio=0)
+    options = {"tracing": recorder.tracing, "retry": RetryPolicy(1), "new_queue_grace": 0}
+    with recorder.tracer.start_as_current_span("start"), consume(failing, dead_letter="orders.dead", **options):
+        broker.consuming.deliver(b"1", headers={"traceparent": NOT_SAMPLED})
+        broker.consuming.deliver(b"2")
+        broker.wait(lambda: sum(one.tag for one in broker.settlements) >= 2, "the acks")
+    assert [span.name for span in recorder.spans] == ["start"]
+    assert [(one.properties.headers or {}).get("traceparent") for one in broker.published] == [NOT_SAMPLED, None]
+
+
+def test_times_of_handlers_have_exemplars(broker: ScriptedBroker, consume: Any) -> None:
+    recorder = Recorder(root_ratio=0)
+    registry = CollectorRegistry()
+    handler = Contexts()
+    with consume(handler, tracing=recorder.tracing, registry=registry):
+        broker.consuming.deliver(b"1", headers={"traceparent": THEIRS})
+        broker.consuming.deliver(b"2")
+        recorder.wait(2)
+        handler.wait(2)
+        text = generate_latest(registry).decode()
+    [line] = [line for line in text.splitlines() if "handler_seconds_bucket" in line and " # " in line]
+    assert f'trace_id="{TRACE}"' in line

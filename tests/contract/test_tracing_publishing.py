@@ -9,6 +9,8 @@ import pytest
 from opentelemetry import baggage, context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import get_current_span
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
 
 from reliable_mq import (
     Message,
@@ -19,10 +21,13 @@ from reliable_mq import (
     PublishUnconfirmed,
     RetryPolicy,
 )
+from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
 from tests.tracing.spans import Recorder, context_of, traceparent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.contract.scripted_broker import Published, ScriptedBroker
 
 NewPublisher = "Callable[..., Any]"
@@ -343,3 +348,90 @@ def test_a_publish_leaves_the_callers_context_as_it_was(broker: ScriptedBroker, 
         publisher.publish(Message(b""), routing_key="orders")
         assert get_current_span() is current
     assert not get_current_span().get_span_context().is_valid
+
+
+def test_times_to_the_confirm_have_exemplars(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    registry = CollectorRegistry()
+    with new_publisher(tracing=recorder.tracing, registry=registry) as publisher:
+        publisher.publish(Message(b""), routing_key="orders")
+        [send] = recorder.wait(1)
+        text = generate_latest(registry).decode()
+    [line] = [line for line in text.splitlines() if "confirm_seconds_bucket" in line and " # " in line]
+    assert f'trace_id="{context_of(send).trace_id:032x}"' in line
+
+
+# -- outbox ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_context_is_that_of_who_stores_the_message(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
+) -> None:
+    """The relay sends it later, without a context of its own: its span links to that of storing."""
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, outbox=SQLiteOutbox(tmp_path / "outbox.db"), name="shop") as publisher:
+        with recorder.tracer.start_as_current_span("HTTP"):
+            message = Message(b"four")
+            confirmation = publisher.submit(message, routing_key="orders")
+            assert confirmation.result(30).status == "stored"
+            assert message.headers == {}
+        publisher.flush(30)
+        recorder.wait(3)
+    common = {
+        "messaging.client.id": "shop",
+        "messaging.destination.name": "orders",
+        "messaging.message.body.size": 4,
+        "messaging.message.id": "...",
+        "messaging.rabbitmq.destination.routing_key": "orders",
+        "messaging.system": "rabbitmq",
+        "server.address": "127.0.0.1",
+        "server.port": "...",
+    }
+    create, send = recorder.named("create orders"), recorder.named("send orders")
+    golden = {span["name"]: span for span in recorder.golden()}
+    assert golden["create orders"] == {
+        "name": "create orders",
+        "kind": "PRODUCER",
+        "parent": "HTTP",
+        "attributes": {
+            **common,
+            "messaging.operation.name": "create",
+            "messaging.operation.type": "create",
+            "reliable_mq.outcome": "stored",
+        },
+        "status": "UNSET",
+    }
+    assert golden["send orders"]["kind"] == "CLIENT"
+    assert (golden["send orders"]["parent"], golden["send orders"]["links"]) == ("create orders", ["create orders"])
+    assert golden["send orders"]["attributes"]["reliable_mq.outcome"] == "confirmed"
+    assert context_of(create).trace_id == context_of(send).trace_id
+    assert headers_of(broker.published[0]) == {"traceparent": traceparent(create)}
+
+
+def test_a_row_of_a_message_that_is_not_sampled_has_no_span(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path
+) -> None:
+    broker.script = acking
+    recorder = Recorder(ParentBased(ALWAYS_OFF), root_ratio=0)
+    with (
+        recorder.tracer.start_as_current_span("HTTP") as current,
+        new_publisher(tracing=recorder.tracing, outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher,
+    ):
+        publisher.publish(Message(b""), routing_key="orders")
+        publisher.publish(Message(b"", headers={"traceparent": THEIRS}), routing_key="orders")
+        publisher.flush(30)
+    assert [span.name for span in recorder.spans] == ["send orders"]  # of the second message, whose trace is sampled
+    found = [headers_of(one)["traceparent"] for one in broker.published]
+    assert [header[3:35] for header in found] == [f"{current.get_span_context().trace_id:032x}", THEIRS[3:35]]
+
+
+def test_a_message_for_anothers_outbox_gets_the_current_context() -> None:
+    recorder = Recorder()
+    with recorder.tracer.start_as_current_span("HTTP"):
+        message = recorder.tracing.create(Message(b"", headers={"mine": 1}), routing_key="orders")
+        again = recorder.tracing.create(message, routing_key="orders")
+    assert again is message
+    assert message.headers == {"mine": 1, "traceparent": traceparent(recorder.named("create orders"))}
+    assert recorder.golden()[1]["parent"] == "HTTP"

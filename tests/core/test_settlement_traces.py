@@ -6,12 +6,15 @@ from itertools import chain
 
 import pytest
 
+from reliable_mq.codec import Properties
+from reliable_mq.core import headers
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
 from reliable_mq.core.retry.retry_headers import LONGEST_CONTEXT, encode_retry_headers
 from tests.core.deliveries import delivery, failure
-from tests.core.sessions import SteppedSession, make
+from tests.core.sessions import SteppedSession, fail, make, only_republish
 from tests.core.test_retry_headers import through
 
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -103,3 +106,21 @@ def test_another_value_is_no_context(context: str | None) -> None:
     item.attempt_context = context
     out, _ = through(item)
     assert out.attempt_context is None
+
+
+def test_a_dead_letter_keeps_the_context_of_the_last_attempt() -> None:
+    session = make(max_attempts=1)
+    [first] = begun(session, 1)
+    first.attempt_context = CONTEXT
+    fail(session, first)
+    assert Properties(only_republish(session).properties).headers[headers.TRACE_CONTEXT] == CONTEXT
+    [notice] = session.take_notices()
+    assert notice.ids == {"trace_id": CONTEXT[3:35], "span_id": CONTEXT[36:52]}
+
+
+def test_a_log_line_without_a_trace_has_no_ids() -> None:
+    item = delivery()
+    assert LogEvent(LogEventKind.RETRIED, item, "").ids is None
+    assert LogEvent(LogEventKind.PAUSED, None, "").ids is None
+    item.attempt_context = "rubbish"
+    assert LogEvent(LogEventKind.RETRIED, item, "").ids is None

@@ -82,3 +82,14 @@ def test_metrics_are_in_the_metadata_of_their_fields() -> None:
     assert handled is not None
     assert handled.kind == "counter"
     assert MetricOfField.of({}) is None
+
+
+def test_the_latest_traced_observation_of_a_bucket_is_its_exemplar() -> None:
+    first, second = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
+    first.exemplify(0.5, {"trace_id": "a"}, 10.0)
+    first.exemplify(5.0, {"trace_id": "b"}, 11.0)
+    second.exemplify(0.6, {"trace_id": "c"}, 12.0)
+    second.exemplify(6.0, {"trace_id": "d"}, 9.0)
+    first.add(second)
+    assert {bucket: one.ids["trace_id"] for bucket, one in first.exemplars.items()} == {0: "c", 2: "b"}
+    assert first.counts == [0, 0, 0]

@@ -209,3 +209,25 @@ def test_a_fingerprint_is_that_of_the_content_at_every_delivery() -> None:
 def test_another_body_keeps_every_property() -> None:
     message = with_headers({"a": 1}).replayed(b"mended")
     assert (message.body, message.message_id, message.headers) == (b"mended", "m", {"a": 1})
+
+
+_CONTEXT = f"00-{'c' * 32}-{'d' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("table", "trace_id"),
+    [
+        (
+            {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", headers.TRACE_CONTEXT: f"00-{'c' * 32}-{'d' * 16}-01"},
+            "a" * 32,
+        ),
+        ({headers.TRACE_CONTEXT: f"00-{'c' * 32}-{'d' * 16}-01"}, "c" * 32),
+        ({"traceparent": "rubbish"}, ""),
+        ({"traceparent": 7}, ""),
+        ({}, ""),
+    ],
+)
+def test_its_trace_is_that_of_the_message_or_else_of_the_last_attempt(table: dict[str, object], trace_id: str) -> None:
+    message = with_headers(table)
+    assert message.trace_id == trace_id
+    assert dict(message.replayed().headers) == table

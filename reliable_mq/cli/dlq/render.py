@@ -44,6 +44,7 @@ _FACTS: Final = (
     ("last failure", "last_failure"),
     ("died at", "died_at"),
     ("consumer", "consumer"),
+    ("trace id", "trace_id"),
     ("by version", "package_version"),
 )
 _ELSEWHERE: Final = frozenset(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+import re
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -209,12 +210,22 @@ _FINISHED: Final = DeliveryState.FINISHED  # a global is looked up faster than a
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
 
 
+_IDS: Final = re.compile("[0-9a-f]{2}-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})-")  # W3C's traceparent
+
+
 class LogEvent(NamedTuple):
     """A line to log, most often about a delivery."""
 
     kind: LogEventKind
     delivery: Delivery | None
     text: str
+
+    @property
+    def ids(self) -> dict[str, str] | None:
+        """The ids of the span of the last attempt, if that is sampled."""
+        context = None if self.delivery is None else self.delivery.attempt_context
+        found = _IDS.match(context or "")
+        return None if found is None else found.groupdict()
 
     def line(self, consumer: str) -> str:
         """Return the line for the log: the message, its failed attempts, the reason."""

@@ -52,8 +52,15 @@ class PublicationTrace(Protocol):
     def headers(self) -> Mapping[str, str]:
         """Headers to set on the message, beside its own."""
 
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """The ids of its span, for logs and exemplars; empty if it is not sampled."""
+
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         """Record an event."""
+
+    def failed(self, error: BaseException) -> None:
+        """End: the publish was not accepted."""
 
 
 _IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}

@@ -39,6 +39,7 @@ _DROPPED: Final = (
     headers.EXCEPTION_MESSAGE,
     headers.FIRST_FAILURE,
     headers.LAST_FAILURE,
+    headers.TRACE_CONTEXT,
 )
 _PERSISTENT: Final = b"\x02"
 
@@ -160,6 +161,8 @@ class DeadLetters:
             table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
             table[headers.ORIGINAL_EXCHANGE] = wire_text(delivery.exchange)
             table[headers.ORIGINAL_ROUTING_KEY] = wire_text(delivery.routing_key)
+        if delivery.attempt_context is not None:
+            table[headers.TRACE_CONTEXT] = delivery.attempt_context
         failures = delivery.failures
         if failures is not None:
             table[headers.ATTEMPTS] = failures.count

@@ -84,8 +84,6 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         for name, value in (("user-id", view.user_id), ("expiration", view.expiration)):
             if value is not None:
                 table[name] = wire_text(value)
-        if delivery.attempt_context is not None:
-            table["trace-context"] = delivery.attempt_context
         if failures is not None:
             if failures.lost:
                 table["lost"] = failures.lost
@@ -100,6 +98,8 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
             headers.ATTEMPT: delivery.attempt,
             headers.RETRY: table,
         }
+        if delivery.attempt_context is not None:
+            ours[headers.TRACE_CONTEXT] = delivery.attempt_context
         stale = [new for name, new in _MOVED.items() if name in moved]
         return rewrite_properties(
             raw, set_headers=ours, drop_headers=(*BROKER_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
@@ -117,15 +117,15 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     """
     ours = delivery.headers_beginning(headers.PREFIX)
     delivery.set_failures(failures_from_headers(ours))
+    context = ours.get(headers.TRACE_CONTEXT)
+    delivery.attempt_context = context if isinstance(context, str) and len(context) <= LONGEST_CONTEXT else None
     version, table = ours.get(headers.FORMAT), ours.get(headers.RETRY)
     if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
         return PLAIN
-    context = table.get("trace-context")
-    delivery.attempt_context = context if isinstance(context, str) and len(context) <= LONGEST_CONTEXT else None
     moved = table.get("moved")
     said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
     back = {_MOVED[name]: name for name in said if name in _MOVED}
-    dropped = [headers.ATTEMPT, headers.RETRY, *DEATHS]
+    dropped = [headers.ATTEMPT, headers.RETRY, headers.TRACE_CONTEXT, *DEATHS]
     if headers.DEAD_LETTER_REASON not in ours:  # else the format is the dead letter's
         dropped.append(headers.FORMAT)
     try:

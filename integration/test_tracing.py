@@ -1,0 +1,85 @@
+"""One trace from the publish over retries in a delay queue, the dead letter and its replay, on both APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from integration.support.command_line import run_cli
+from reliable_mq import AsyncConsumer, Consumer, Delivery, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.testing.waiting import wait_until
+from tests.tracing.spans import Recorder, context_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.testing import VirtualHost
+
+ORDERS = Queue("orders")
+RETRY = RetryPolicy(3, delays=(0.2,))
+
+
+def consume(
+    vhost: VirtualHost, handler: Callable[[Delivery], None], until: Callable[[], object], **options: Any
+) -> None:
+    with Consumer(vhost.url, ORDERS, handler, **options):
+        wait_until(until, timeout=60, what="the end of the consumer's work")
+
+
+def consume_on_asyncio(
+    vhost: VirtualHost, handler: Callable[[Delivery], None], until: Callable[[], object], **options: Any
+) -> None:
+    async def coroutine(delivery: Delivery) -> None:
+        handler(delivery)
+
+    async def main() -> None:
+        async with AsyncConsumer(vhost.url, ORDERS, coroutine, **options):
+            await asyncio.to_thread(wait_until, until, timeout=60, what="the end of the consumer's work")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("run", [consume, consume_on_asyncio])
+def test_retries_dead_letter_and_replay_are_in_one_trace(vhost: VirtualHost, run: Callable[..., None]) -> None:
+    recorder = Recorder()
+    mended = threading.Event()
+    handled = threading.Event()
+
+    def handle(_: Delivery) -> None:
+        if not mended.is_set():
+            raise ValueError("no stock")
+        handled.set()
+
+    def dead_lettered() -> bool:
+        return any(span.name == "ack orders" for span in recorder.spans) and "send orders.dead" in names()
+
+    def names() -> list[str]:
+        return [span.name for span in recorder.spans]
+
+    options = {"tracing": recorder.tracing, "retry": RETRY, "new_queue_grace": 0}
+    with Publisher(vhost.url, topology=[ORDERS], tracing=recorder.tracing, new_queue_grace=0) as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders")
+    run(vhost, handle, dead_lettered, **options)
+    trace_id = f"{context_of(recorder.named('send orders')).trace_id:032x}"
+
+    shown = run_cli("dlq", "show", vhost.url, "orders.dead")
+    assert shown.returncode == 0, shown.stderr
+    assert trace_id in shown.stdout.decode()
+    replayed = run_cli("dlq", "replay", vhost.url, "orders.dead")
+    assert replayed.returncode == 0, replayed.stderr
+    mended.set()
+    run(vhost, handle, handled.is_set, **options)
+
+    spans = sorted(recorder.spans, key=lambda span: span.start_time or 0)
+    assert {f"{context_of(span).trace_id:032x}" for span in spans} == {trace_id}
+    attempts = [span for span in spans if span.name.startswith("process")]
+    assert [(span.attributes or {})["reliable_mq.outcome"] for span in attempts] == ["failed"] * 3 + ["handled"]
+    creation = context_of(recorder.named("send orders")).span_id
+    for before, after in itertools.pairwise(attempts):  # the last one over the replay
+        assert [link.context.span_id for link in after.links] == [creation, context_of(before).span_id]
+    assert names().count("send orders.retry.200") == 2
+    assert names().count("send orders.dead") == 1
