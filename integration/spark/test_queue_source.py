@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyspark.errors import PySparkException
+from pyspark.sql.functions import expr
 
 from integration.support.spark import failing_once, requeued_counts
 from integration.support.spark_application import batches_in
@@ -180,7 +181,7 @@ def test_nothing_is_acked_before_its_batch_is_committed_and_a_stop_hands_it_back
         seen = Seen(hold)
         query = running(read(spark, vhost.url, maxMessagesPerTrigger=50, prefetch=100), checkpoint, seen)
         wait_until(lambda: seen.batches, timeout=240, what="a batch")
-        assert 200 <= ready() <= 236
+        wait_until(lambda: 200 <= ready() <= 236, timeout=60, what=lambda: f"{ready()} ready, the rest read ahead")
         stopping = True
         query.stop()
         wait_until(lambda: ready() == 300 - 50 * batches_committed(checkpoint), timeout=30, what=f"{ready()} requeued")
@@ -363,3 +364,27 @@ def test_the_password_is_nowhere_to_be_seen(
     shown += [path.read_text(errors="replace") for path in Path(checkpoint).rglob("*") if path.is_file()]
     assert seen.numbers == list(range(5))
     assert not [text for text in shown if "s3cr3t" in text]
+
+
+def test_a_queue_that_is_joined_with_itself_is_refused(
+    spark: SparkSession, vhost: VirtualHost, checkpoint: str
+) -> None:
+    """Spark makes two sources of it, which would share the messages: no row joined, and everything acked."""
+    publish(vhost, ORDERS, numbered(100))
+    rows = read(spark, vhost.url).select("message_id")
+    joined = rows.join(rows.withColumnRenamed("message_id", "other"), expr("message_id = other"))
+    writer = joined.writeStream.format("noop").option("checkpointLocation", checkpoint)
+    with pytest.raises(PySparkException, match=r"queue 'orders' is read twice in this application"):
+        writer.start().awaitTermination(240)
+    vhost.wait_for_messages("orders", 100)
+
+
+def test_a_table_is_refused_and_a_view_named(spark: SparkSession) -> None:
+    """When it is created; with columns of its own, of which Spark asks nobody, when it is read."""
+    options = "OPTIONS (url 'amqp://guest:guest@localhost/', stream 'events')"
+    with pytest.raises(PySparkException, match="CREATE TEMPORARY VIEW"):
+        spark.sql(f"CREATE TABLE events USING rabbitmq {options}")
+    spark.sql(f"CREATE TABLE columns (body binary) USING rabbitmq {options}")
+    with pytest.raises(PySparkException, match="CREATE TEMPORARY VIEW"):
+        spark.table("columns").collect()
+    spark.sql("DROP TABLE columns")

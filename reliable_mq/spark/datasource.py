@@ -39,7 +39,17 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return "rabbitmq"
 
     def schema(self) -> StructType:
-        """Return the schema of a read that has none of its own."""
+        """Return the schema of a read that has none of its own.
+
+        Raises:
+            ConfigurationError: it is a table that is created: Spark does not give it its options when it is read.
+        """
+        if "provider" in self.options:  # Spark adds it to the properties of a table
+            raise ConfigurationError(
+                "CREATE TABLE ... USING rabbitmq cannot be: Spark reads a table in Python without its options, and its "
+                "catalog would keep the URL with the password. Use CREATE TEMPORARY VIEW name USING rabbitmq OPTIONS "
+                "(url '...', stream '...')"
+            )
         return READ_SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:

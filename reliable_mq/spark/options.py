@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.url import parse_url
 
 __all__ = ["QueueOptions", "StartingPositions", "StreamOptions", "WriteOptions", "read_options", "write_options"]
@@ -25,23 +26,26 @@ _COMMON: Final = (
     "maxMessagesPerTrigger",
     "maxBytesPerTrigger",
     "minPartitions",
+    "maxRecordsPerPartition",
     "prefetch",
     "failOnDataLoss",
     "metricsDirectory",
 )
-_QUEUE: Final = ("queue",)
+_QUEUE: Final = ("queue", "missingQueueTimeout")
 _STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets")
 _WRITE: Final = ("url", "exchange", "routingKey", "metricsDirectory")
 # Spark hands these to a sink beside the options that are its own.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 _ASYNC_PROGRESS: Final = "asyncprogresstrackingenabled"
 
-_LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # of a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
 _DEFAULT_BYTES: Final = 32 * 2**20
-_DEFAULT_PREFETCH: Final = 2000
+_DEFAULT_PREFETCH: Final = 2000  # of stream mode
 _LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, Python's last
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
+_DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SHORT_STRING: Final = 255  # bytes of a name in AMQP
 
 #: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
 StartingPositions = str | Mapping[str, int | str]
@@ -53,18 +57,17 @@ class _ReadOptions:
 
     Attributes:
         url: of the broker.
-        prefetch: deliveries that may be unacked: of a queue, those of the running batch included; of a task that reads
-            a stream.
-        min_partitions: tasks that a batch is split into at least; None for as many as its size requires, or one for
-            each stream.
+        min_partitions: tasks that a batch is split into at least, as far as they are worth it; None for as many as its
+            size requires, or one for each stream.
+        max_records: messages of a task at most; None for no limit.
         fail_on_data_loss: whether to refuse a queue that drops messages which were delivered too often, and to fail
             where offsets that were to be read are gone.
         metrics_directory: where processes keep their metrics; None for nowhere.
     """
 
     url: str = field(repr=False)
-    prefetch: int = _DEFAULT_PREFETCH
     min_partitions: int | None = None
+    max_records: int | None = None
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
 
@@ -77,13 +80,16 @@ class QueueOptions(_ReadOptions):
         queues: their names; each exists, and none is a stream.
         max_messages: rows of a batch at most.
         max_bytes: bytes of the bodies of a batch at most; the reader holds up to twice that in memory.
-        prefetch_given: whether the user gave it: then it is not lowered on a queue with a delivery limit.
+        prefetch: deliveries of a queue that may be unacked, those of the running batch included; None for as many as
+            are safe for the queue.
+        missing_queue_timeout: seconds for which a queue that was deleted may be missing before the query fails.
     """
 
     queues: tuple[str, ...]
     max_messages: int
     max_bytes: int = _DEFAULT_BYTES
-    prefetch_given: bool = False
+    prefetch: int | None = None
+    missing_queue_timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,7 @@ class StreamOptions(_ReadOptions):
         ending_offsets: where a batch ends; ``latest`` where it is not given.
         max_messages: rows of a micro-batch at most; None for no limit.
         max_bytes: bytes of the bodies of a micro-batch at most; None for no limit.
+        prefetch: deliveries of a task that may be unacked.
     """
 
     streams: tuple[str, ...]
@@ -105,6 +112,7 @@ class StreamOptions(_ReadOptions):
     ending_offsets: StartingPositions = "latest"
     max_messages: int | None = None
     max_bytes: int | None = None
+    prefetch: int = _DEFAULT_PREFETCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +144,11 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
     """
     options = _Options(given)
     queue, stream = options.text("queue"), options.text("stream")
+    if not given:
+        _refuse(
+            "no options: give url, and queue or stream. A table made by CREATE TABLE ... USING rabbitmq is given none "
+            "by Spark: use CREATE TEMPORARY VIEW name USING rabbitmq OPTIONS (url '...', stream '...')"
+        )
     if (queue is None) == (stream is None):
         _refuse(
             "give one of the options queue and stream: "
@@ -147,11 +160,12 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         return QueueOptions(
             url=url,
             queues=_names("queue", queue),
-            max_messages=options.whole("maxMessagesPerTrigger", 1) or _LARGEST_PREFETCH,
+            max_messages=options.whole("maxMessagesPerTrigger", 1) or LARGEST_PREFETCH,
             max_bytes=options.whole("maxBytesPerTrigger", 1, _LARGEST_BYTES) or _DEFAULT_BYTES,
-            prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
-            prefetch_given=options.text("prefetch") is not None,
+            prefetch=options.whole("prefetch", 1, LARGEST_PREFETCH),
+            missing_queue_timeout=options.duration("missingQueueTimeout", 60.0),
             min_partitions=options.whole("minPartitions", 1),
+            max_records=options.whole("maxRecordsPerPartition", 1),
             fail_on_data_loss=options.truth("failOnDataLoss", default=True),
             metrics_directory=options.text("metricsDirectory"),
         )
@@ -175,8 +189,9 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
         max_messages=options.whole("maxMessagesPerTrigger", 1),
         max_bytes=options.whole("maxBytesPerTrigger", 1),
         min_partitions=options.whole("minPartitions", 1),
+        max_records=options.whole("maxRecordsPerPartition", 1),
         fail_on_data_loss=options.truth("failOnDataLoss", default=True),
-        prefetch=options.whole("prefetch", 1, _LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
+        prefetch=options.whole("prefetch", 1, LARGEST_PREFETCH) or _DEFAULT_PREFETCH,
         metrics_directory=options.text("metricsDirectory"),
     )
 
@@ -196,8 +211,8 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     options.check_known((*_WRITE, "asyncProgressTrackingEnabled"), allowed=_SPARKS_OWN)
     return WriteOptions(
         url=options.url(),
-        exchange=options.text("exchange", empty=True),
-        routing_key=options.text("routingKey", empty=True),
+        exchange=options.short_text("exchange"),
+        routing_key=options.short_text("routingKey"),
         metrics_directory=options.text("metricsDirectory"),
     )
 
@@ -244,6 +259,23 @@ class _Options:
         if value is not None and not value.strip() and not empty:
             _refuse(f"{name} is empty")
         return value
+
+    def short_text(self, name: str) -> str | None:
+        """Return a text that AMQP can carry as a name; it may be empty."""
+        value = self.text(name, empty=True)
+        if value is not None and len(value.encode()) > _SHORT_STRING:
+            _refuse(f"{name} has {len(value.encode())} bytes in UTF-8, and AMQP allows {_SHORT_STRING}")
+        return value
+
+    def duration(self, name: str, default: float) -> float:
+        """Return a time with its unit, in seconds."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return default
+        match = _DURATION.fullmatch(text.strip().lower())
+        if match is None:
+            _refuse(f"{name} must be a time with its unit, as 500ms, 30s, 5m, 2h or 1d, not {text[:40]!r}")
+        return int(match[1]) * _SECONDS[match[2]]
 
     def whole(self, name: str, least: int, most: int | None = None) -> int | None:
         """Return a whole number."""
@@ -293,7 +325,7 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         _refuse(f"{option} names one twice: {text!r}")
     for name in names:
-        if len(name.encode()) > 255:
+        if len(name.encode()) > _SHORT_STRING:
             _refuse(f"{option} has a name of more than 255 bytes: {name[:40]!r}...")
     return names
 

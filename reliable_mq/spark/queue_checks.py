@@ -25,7 +25,7 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["CheckResult", "QueueArguments", "check_queues", "delivery_limit", "judge"]
+__all__ = ["CheckResult", "QueueArguments", "QueueProfile", "check_queues", "delivery_limit", "judge"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +58,35 @@ class CheckResult:
     warnings: tuple[str, ...] = ()
 
 
-def check_queues(options: QueueOptions) -> int | None:
+@dataclass(frozen=True, slots=True)
+class QueueProfile:
+    """The arguments of a queue that decide how it is read.
+
+    Attributes:
+        name: of the queue.
+        delivery_limit: None for none. If its arguments are not known, that of the broker's quorum queues.
+        known: whether its arguments are.
+        single_active_consumer: whether it has ``x-single-active-consumer``.
+    """
+
+    name: str
+    delivery_limit: int | None = None
+    known: bool = True
+    single_active_consumer: bool = False
+
+
+def check_queues(options: QueueOptions) -> list[QueueProfile]:
     """Check all queues. Blocks for a connection and some round trips.
 
     Returns:
-        Their lowest delivery limit; None where none is known.
+        How each of them is to be read.
 
     Raises:
         ConfigurationError: one cannot be read, or drops messages and ``failOnDataLoss`` is on.
         TopologyMismatch: there is none of that name.
         BrokerUnavailable: the broker could not be asked.
     """
-    limits: list[int] = []
+    profiles = []
     with _quietly(), AdminChannel(parse_url(options.url), name=_NAME) as channel:
         version = channel.server.version_tuple
         for name in options.queues:
@@ -79,6 +96,7 @@ def check_queues(options: QueueOptions) -> int | None:
                 raise refusal(CheckQueue(name), refused) from refused
             arguments = _arguments(channel, name, version)
             if arguments is None:
+                profiles.append(QueueProfile(name, _in_effect(_LIMIT.default_on(version)), known=False))
                 continue
             result = judge(name, arguments, version)
             if result.refused:
@@ -87,10 +105,9 @@ def check_queues(options: QueueOptions) -> int | None:
                 raise ConfigurationError(f"{result.dropped} (failOnDataLoss=false reads it all the same)")
             for warning in (*filter(None, [result.dropped]), *result.warnings):
                 logger.warning("%s", warning)
-            limit = delivery_limit(arguments, version)
-            if limit is not None:
-                limits.append(limit)
-    return min(limits, default=None)
+            single = arguments.values.get("x-single-active-consumer") is True
+            profiles.append(QueueProfile(name, delivery_limit(arguments, version), single_active_consumer=single))
+    return profiles
 
 
 def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int | None:
@@ -102,7 +119,10 @@ def delivery_limit(arguments: QueueArguments, version: tuple[int, ...]) -> int |
     """
     if arguments.values.get("x-queue-type", "classic") != "quorum":
         return None
-    limit = arguments.values.get(_LIMIT.name, _LIMIT.default_on(version))
+    return _in_effect(arguments.values.get(_LIMIT.name, _LIMIT.default_on(version)))
+
+
+def _in_effect(limit: object) -> int | None:
     return limit if isinstance(limit, int) and limit >= 0 else None
 
 

@@ -1,32 +1,94 @@
 """Choose a prefetch that bounds the bytes of unacked deliveries. No I/O.
 
 AMQP limits unacked deliveries by their number, RabbitMQ has no limit in bytes, and a message may have 16 MiB. So the
-prefetch begins small, grows once sizes are known, and the subscription is cancelled while too many bytes are held.
+prefetch begins with one delivery and grows with the number of those whose size is known, and the subscription is
+cancelled while too many bytes are held.
+
+The limit of the prefetch is chosen for the queue, where the user gives none (`choose`). A queue without a delivery
+limit is read as far ahead as the bytes allow: a crash then has messages come again, and nothing else.
 
 On a queue with a delivery limit every death of the reader counts against all deliveries that it holds. So it holds the
 fewer, the closer they are to the limit: the whole prefetch if none has come back before, a single delivery from half of
 the limit on. A message that kills the reader reaches the limit alone. Messages that have come back before are at the
 head of a queue: so the reader looks at one delivery before it requests more.
 
-Invariant: the prefetch is at least 1, and never above the limit of the user.
+Invariant: the prefetch is at least 1. Unacked deliveries of all queues together are never more than the limit allows
+them together, also while a subscription is renewed.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import CodecError, Properties
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reliable_mq.codec import RawDelivery
+    from reliable_mq.spark.queue_checks import QueueProfile
 
-__all__ = ["PrefetchChange", "PrefetchController", "times_returned"]
+__all__ = ["LARGEST_PREFETCH", "PrefetchChange", "PrefetchChoice", "PrefetchController", "choose", "times_returned"]
 
-_FIRST: Final = 64  # deliveries whose size is not known: 1 GiB at the very most, and mostly some kilobytes
+LARGEST_PREFETCH: Final = 65535  # it travels in 16 bits
+_CAREFUL: Final = 2000  # where a crash counts against what was read ahead
+_STEADY: Final = 64  # where a change of the subscription makes another consumer the active one
+_GROWTH: Final = 64  # times the deliveries whose size is known
 _WEIGHT: Final = 0.2  # of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
 _SLACK: Final = 1.1  # times the limit: messages a little larger than the average do not end a subscription
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchChoice:
+    """The limit of the prefetch of a query, and why.
+
+    Attributes:
+        most: deliveries that a queue may have unacked.
+        limit: the delivery limit to heed; None where there is none, or where the user has chosen the prefetch.
+        first: the prefetch before a size is known.
+        reason: for the log.
+        careful: whether the queue is the reason to read slower than possible.
+    """
+
+    most: int
+    limit: int | None = None
+    first: int = 1
+    reason: str = ""
+    careful: bool = False
+
+
+def choose(given: int | None, queues: Sequence[QueueProfile]) -> PrefetchChoice:
+    """Choose the limit of the prefetch for these queues.
+
+    Args:
+        given: the option of the user; None for the highest that is safe.
+        queues: to be read, with their delivery limits as far as known.
+    """
+    single = any(queue.single_active_consumer for queue in queues)
+    if given is not None:
+        return PrefetchChoice(given, None, given if single else 1, "the option prefetch says so")
+    limited = min(
+        (queue for queue in queues if queue.delivery_limit is not None),
+        key=lambda queue: (queue.delivery_limit, queue.known),
+        default=None,
+    )
+    if limited is not None:
+        why = (
+            f"queue {limited.name!r} has a delivery limit of {limited.delivery_limit}, and a crash counts against "
+            "everything that was read ahead"
+            if limited.known
+            else f"the arguments of queue {limited.name!r} are not known, so it may have a delivery limit"
+        )
+        return PrefetchChoice(_CAREFUL, limited.delivery_limit, 1, f"{why}; the option prefetch overrides it", True)
+    if single:
+        why = "a queue has a single active consumer, which a change of the subscription may make another one"
+        return PrefetchChoice(_STEADY, None, _STEADY, f"{why}; the option prefetch overrides it", True)
+    return PrefetchChoice(
+        LARGEST_PREFETCH, None, 1, "no queue has a delivery limit: maxBytesPerTrigger bounds what is read ahead"
+    )
 
 
 class PrefetchChange(enum.Enum):
@@ -35,7 +97,7 @@ class PrefetchChange(enum.Enum):
     STAY = enum.auto()
     PAUSE = enum.auto()
     RENEW = enum.auto()
-    """Subscribe anew, with the present `PrefetchController.prefetch`."""
+    """Subscribe anew, with what `PrefetchController.grant` returns."""
 
 
 class PrefetchController:
@@ -46,6 +108,7 @@ class PrefetchController:
         most_bytes: bytes that all queues together may fill, about.
         queues: number of queues.
         limit: the delivery limit of the queues; None if there is none, or if it shall not be heeded.
+        first: the prefetch before a size is known.
 
     Attributes:
         granted: the prefetch of the present subscription, for each queue.
@@ -53,25 +116,34 @@ class PrefetchController:
         returned: how often an unacked delivery has come back before, at most; set by the owner.
     """
 
-    def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None) -> None:
+    def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None, first: int = 1) -> None:
         self.returned = 0
         self._limit = limit
         self._looked = limit is None  # at a first delivery of this channel
         self._most = most
         self._most_bytes = most_bytes
         self._queues = queues
+        self._first = min(first, most)
+        self._known = 0  # deliveries whose size is known
         self._average: float | None = None
         self.granted = self.prefetch
         self.paused = False
 
     @property
     def prefetch(self) -> int:
-        """The prefetch that a subscription should have now."""
+        """The prefetch that a subscription should have now, if nothing is unacked."""
         if not self._looked:
             return 1
         if self._average is None:
-            return min(self._most, _FIRST)
-        return max(1, min(self._bearable, int(self._most_bytes / self._queues / self._average)))
+            return self._first
+        grown = max(_GROWTH * self._known, self._first)
+        if self._bearable <= 4 * grown:  # else the next step would be less than twice this one
+            grown = self._bearable
+        return max(1, min(grown, int(self._most_bytes / self._queues / self._average)))
+
+    def _target(self, unacked: int) -> int:
+        """The prefetch to subscribe with while so many deliveries are unacked."""
+        return max(1, min(self.prefetch, self._most - unacked // self._queues))
 
     @property
     def _bearable(self) -> int:
@@ -85,6 +157,7 @@ class PrefetchController:
     def received(self, count: int, size: int) -> None:
         """Learn the sizes: ``count`` deliveries came in, of ``size`` bytes together."""
         self._looked = True
+        self._known += count
         average = size / count
         if self._average is None or average > self._average:
             self._average = average
@@ -96,10 +169,15 @@ class PrefetchController:
         self.returned = 0
         self._looked = self._limit is None
 
-    def renewed(self) -> None:
-        """Note that there is a subscription with the present prefetch."""
-        self.granted = self.prefetch
+    def grant(self, unacked: int) -> int:
+        """Return the prefetch of a new subscription, and note that there is one.
+
+        Args:
+            unacked: deliveries of earlier subscriptions that are unacked.
+        """
+        self.granted = self._target(unacked)
         self.paused = False
+        return self.granted
 
     def next_change(self, held: int, unacked: int) -> PrefetchChange:
         """Return how to change the subscription now.
@@ -121,7 +199,7 @@ class PrefetchController:
             self.paused = True
             self._looked = False
             return PrefetchChange.PAUSE
-        if unacked >= self.granted and self.prefetch >= 2 * self.granted:
+        if unacked >= self.granted and self._target(unacked) >= 2 * self.granted:
             return PrefetchChange.RENEW
         return PrefetchChange.STAY
 

@@ -11,7 +11,6 @@ Invariants:
 - The held bytes are bounded (`queue_prefetch`), whatever the prefetch.
 - Closing requeues uncommitted deliveries by ``basic.nack``, after the subscriptions have ended: the broker would
   deliver them to these again.
-- No consumer tag is used twice: deliveries of a cancelled consumer are told from those of its successor.
 """
 
 from __future__ import annotations
@@ -21,25 +20,26 @@ import threading
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from reliable_mq.codec import encode_ack, encode_nack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch
+from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import StepRefused, refusal
+from reliable_mq.core.channel_setup import StepRefused, is_missing, refusal
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.errors import BrokerUnavailable, ConsumeError
 from reliable_mq.metrics.registry import register
 from reliable_mq.spark.metrics import QueueStatistics, exporter, queue_readings
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
-from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, times_returned
+from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchChoice, PrefetchController, times_returned
+from reliable_mq.spark.queue_subscriptions import Subscriptions
 from reliable_mq.sync.io_thread import IOThread
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from reliable_mq.codec import RawDelivery
     from reliable_mq.codec.methods import QueueState, Step
@@ -49,14 +49,18 @@ if TYPE_CHECKING:
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.spark.options import QueueOptions
 
-__all__ = ["QueueReader"]
+__all__ = ["QueueReader", "longest_linger"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake
 _SETTLING: Final = 0.02  # seconds without a delivery after which a batch is as full as it will be
 _LINGER: Final = 0.1  # seconds that a batch waits for more at most
+_OF_INTERVAL: Final = 0.1  # of the time since the batch before, for which one waits while the queue has more
+_LONGEST_LINGER: Final = 5.0  # seconds
 _REQUESTED: Final = 1.0  # likewise, while more is requested, which takes the broker some round trips
+_SELDOM: Final = 2.0  # seconds between two batches
+_SELDOM_BATCHES: Final = 3
 _COUNT_EVERY: Final = 1.0  # seconds, for the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
@@ -67,14 +71,14 @@ class QueueReader(NullListener):
     Args:
         options: of the source.
         session: a name that no other process has.
-        delivery_limit: the lowest of the queues; None if they have none.
+        prefetch: the limit of the prefetch that was chosen for the queues.
 
     Attributes:
         error: why reading has ended by itself, if it has.
         statistics: counters for metrics.
     """
 
-    def __init__(self, options: QueueOptions, session: str, *, delivery_limit: int | None = None) -> None:
+    def __init__(self, options: QueueOptions, session: str, prefetch: PrefetchChoice) -> None:
         self.error: ReliableMQError | None = None
         self.statistics = QueueStatistics()
         self._options = options
@@ -89,17 +93,21 @@ class QueueReader(NullListener):
         self._connected = False
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
+        self._missing_since: float | None = None  # since when a queue does not exist
         self._first_at = self._last_at = 0.0  # arrival of the oldest and the newest waiting delivery
+        self._planned_at = time.monotonic()  # the newest batch
+        self._seldom = 0  # batches in a row that came seldom while messages were ready
         self._requested_at: float | None = None  # since when a larger prefetch is requested
         self._requeued = threading.Event()
         # Of the I/O thread alone.
         self._prefetch = PrefetchController(
-            most=options.prefetch,
+            most=prefetch.most,
             most_bytes=2 * options.max_bytes,
             queues=len(options.queues),
-            limit=None if options.prefetch_given else delivery_limit,
+            limit=prefetch.limit,
+            first=prefetch.first,
         )
-        self._limited = delivery_limit is not None and not options.prefetch_given
+        self._limited = prefetch.limit is not None
         self._returned: dict[int, int] = {}  # how often an unacked delivery has come back before, by delivery tag
         self._sources: dict[str, ChannelGeneration] = {}  # by queue
         self._changing = False  # the subscriptions
@@ -117,7 +125,9 @@ class QueueReader(NullListener):
         )
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._channel = 0
-        self._subscriptions = _Subscriptions(f"spark-{session}", options.queues, self._wants, self._prefetch)
+        self._subscriptions = Subscriptions(
+            f"spark-{session}", options.queues, self._wants, lambda: self._prefetch.grant(self._acks.outstanding)
+        )
 
     # -- for Spark's thread --------------------------------------------------------------------------------------------
 
@@ -148,6 +158,7 @@ class QueueReader(NullListener):
         It holds the waiting deliveries, or the first ones within ``timeout`` seconds.
 
         Raises:
+            ConsumeError: a queue has been missing for ``missingQueueTimeout``.
             ReliableMQError: reading has ended by itself.
         """
         called = time.monotonic()
@@ -155,9 +166,14 @@ class QueueReader(NullListener):
             while True:
                 if self.error is not None:
                     raise self.error
+                self._check_missing()
                 wait = self._wait_for_more(start, most, called, called + timeout)
                 if wait <= 0:
-                    return self._plan(start, most)
+                    end = self._plan(start, most)
+                    if end != start:
+                        self._hint(end.sequence - start.sequence, called - self._planned_at)
+                        self._planned_at = time.monotonic()
+                    return end
                 self._changed.wait(wait)
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
@@ -223,6 +239,14 @@ class QueueReader(NullListener):
             self._options.queues, self.statistics, ready=ready, held_bytes=held, connected=connected
         )
 
+    def _check_missing(self) -> None:
+        patience = self._options.missing_queue_timeout
+        if self._missing_since is not None and time.monotonic() - self._missing_since >= patience:
+            raise ConsumeError(
+                f"a queue of this query is missing for {patience:g} s (missingQueueTimeout): {self._last_error}. A "
+                "query that is started again on the same checkpoint reads on"
+            ) from self._last_error
+
     def _wait_for_more(self, start: QueuePosition, most: int, called: float, deadline: float) -> float:
         """Return the seconds to wait before the batch after ``start`` is planned.
 
@@ -237,7 +261,8 @@ class QueueReader(NullListener):
             return 0.0
         if self._requested_at is not None:
             return max(self._requested_at, called) + _REQUESTED - now
-        return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + _LINGER) - now
+        linger = longest_linger(called - self._planned_at, backlog=any(self._ready.values()))
+        return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + linger) - now
 
     def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
         known = self._batches.knows(start)
@@ -250,6 +275,20 @@ class QueueReader(NullListener):
                 self._remaining[queue] -= end.queues.get(queue, 0) - start.queues.get(queue, 0)
             self._leave([queue for queue in before if self._remaining[queue] <= 0])
         return end
+
+    def _hint(self, rows: int, apart: float) -> None:
+        """Warn once if full batches come seldom while messages wait."""
+        backlog = sum(self._ready.values())
+        self._seldom = self._seldom + 1 if backlog and apart >= _SELDOM and self._remaining is None else 0
+        if self._seldom == _SELDOM_BATCHES:
+            logger.warning(
+                "batches of %d messages come %.0f s apart, and %d more are ready: if that is the trigger interval, a "
+                "shorter one reads faster; so do a larger maxBytesPerTrigger, and maxMessagesPerTrigger and prefetch "
+                "where they are given",
+                rows,
+                apart,
+                backlog,
+            )
 
     def _leave(self, queues: Sequence[str]) -> None:
         """Unsubscribe from these queues: enough was taken, the rest is for others."""
@@ -267,6 +306,7 @@ class QueueReader(NullListener):
         logger.info("reading %s on %s %s", ", ".join(self._options.queues), server.product, server.version)
         with self._changed:
             self._connected = True
+            self._missing_since = None
             self._changed.notify_all()
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
@@ -293,6 +333,8 @@ class QueueReader(NullListener):
         with self._changed:
             self._last_error = error
             self._attempts_left -= 1
+            if self._missing_since is None and is_missing(error):
+                self._missing_since = time.monotonic()
             if not will_retry:
                 self.error = error
             self._changed.notify_all()
@@ -336,9 +378,9 @@ class QueueReader(NullListener):
             for queue, count in Counter(delivery.queue for delivery in read).items():
                 self._ready[queue] = max(0, self._ready.get(queue, 0) - count)
                 self.statistics.delivered[queue] += count
+            self._prefetch.received(len(read), size)
+            self._adjust()  # before Spark's thread looks: what is requested is worth waiting for
             self._changed.notify_all()
-        self._prefetch.received(len(read), size)
-        self._adjust()
 
     # -- on the I/O thread: subscriptions ------------------------------------------------------------------------------
 
@@ -514,86 +556,14 @@ class QueueReader(NullListener):
         self._requeued.set()
 
 
-class _Subscriptions:
-    """The consumers on one channel at a time: one for each queue, with one prefetch.
+def longest_linger(since: float, *, backlog: bool) -> float:
+    """Return the seconds that a batch may wait for more, while deliveries come in.
 
-    Its generators are the steps for a connection to carry out. Of the I/O thread alone.
+    With a trigger interval, a batch has what came in meanwhile; unacked deliveries of the batch before kept some back.
+    If the queue has more, they are worth a part of the interval.
 
     Args:
-        name: prefix of consumer tags.
-        queues: to be consumed.
-        wanted: whether a queue is to be consumed now.
-        prefetch: decides the prefetch.
+        since: seconds since the batch before.
+        backlog: whether messages are ready in a queue.
     """
-
-    def __init__(
-        self, name: str, queues: Sequence[str], wanted: Callable[[str], bool], prefetch: PrefetchController
-    ) -> None:
-        self._name = name
-        self._queues = queues
-        self._wanted = wanted
-        self._prefetch = prefetch
-        self._queue_of: dict[str, str] = {}  # by consumer tag, of this channel
-        self._active: list[str] = []  # the tags that the broker delivers to now
-        self._made = 0  # so far
-
-    def queue(self, consumer_tag: str) -> str:
-        """Return the queue of a consumer of this channel, active or cancelled."""
-        return self._queue_of[consumer_tag]
-
-    @property
-    def queues(self) -> set[str]:
-        """The queues that the broker delivers from now."""
-        return {self._queue_of[tag] for tag in self._active}
-
-    def begin(self) -> Generator[Step, Any, None]:
-        """Consume all wanted queues, on a new channel."""
-        self._queue_of.clear()
-        self._active.clear()
-        yield from self._consume_wanted()
-
-    def renew(self) -> Generator[Step, Any, None]:
-        """Consume all wanted queues anew, with the present prefetch."""
-        yield from self.end()
-        yield from self._consume_wanted()
-
-    def resume(self, queue: str) -> Generator[Step, Any, None]:
-        """Consume a queue again whose consumer the broker has cancelled."""
-        yield CheckQueue(queue)
-        yield SetPrefetch(self._prefetch.granted)
-        yield self._consume(queue)
-
-    def end(self, queue: str | None = None) -> Generator[Step, Any, None]:
-        """Cancel the consumer of a queue, or all that exist when this is carried out."""
-        tags = [tag for tag in self._active if queue in (None, self._queue_of[tag])]
-        self._active = [tag for tag in self._active if tag not in tags]
-        for tag in tags:
-            yield Cancel(tag)
-
-    def cancelled(self, consumer_tag: str) -> str | None:
-        """Forget a consumer that the broker has cancelled.
-
-        Returns:
-            Its queue; None if the consumer was being cancelled here anyway.
-        """
-        if consumer_tag not in self._active:
-            return None
-        self._active.remove(consumer_tag)
-        return self._queue_of[consumer_tag]
-
-    def lost(self) -> None:
-        """Forget all consumers: their channel is gone."""
-        self._active.clear()
-
-    def _consume_wanted(self) -> Generator[Step, Any, None]:
-        yield SetPrefetch(self._prefetch.prefetch)
-        self._prefetch.renewed()
-        for queue in filter(self._wanted, self._queues):
-            yield self._consume(queue)
-
-    def _consume(self, queue: str) -> Consume:
-        self._made += 1
-        tag = f"{self._name}-{self._made}"
-        self._queue_of[tag] = queue
-        self._active.append(tag)
-        return Consume(queue, tag)
+    return max(_LINGER, min(_OF_INTERVAL * since, _LONGEST_LINGER)) if backlog else _LINGER

@@ -48,10 +48,15 @@ from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_batches import QueuePosition, size_of
 from reliable_mq.spark.queue_checks import check_queues
+from reliable_mq.spark.queue_claims import QueueClaims, application_directory
+from reliable_mq.spark.queue_prefetch import choose
 from reliable_mq.spark.queue_reader import QueueReader
+from reliable_mq.spark.stream_offsets import worth_having
+from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
+    from reliable_mq.settings import ConnectionSettings
     from reliable_mq.spark.options import QueueOptions
 
 __all__ = ["QueuePartition", "QueueSource", "on_termination", "refuse_batch"]
@@ -126,6 +131,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         self._options: QueueOptions | None = options
         self._names = tuple(names)
         self._reader: QueueReader | None = None
+        self._claims: QueueClaims | None = None
         self._available_now = False
         self._finished = False
 
@@ -134,6 +140,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             "_options": None,
             "_names": self._names,
             "_reader": None,
+            "_claims": None,
             "_available_now": False,
             "_finished": False,
         }
@@ -187,7 +194,8 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
                     last.sequence - first.sequence,
                 )
             return []
-        return [QueuePartition(part) for part in _split(deliveries, self._given.min_partitions)]
+        parts = _split(deliveries, self._given.min_partitions, self._given.max_records)
+        return [QueuePartition(part) for part in parts]
 
     def commit(self, end: dict[str, Any]) -> None:
         """Ack the batch before ``end``, which is committed."""
@@ -201,6 +209,8 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         """
         if self._reader is not None:
             self._reader.close(_REQUEUE)
+        if self._claims is not None:
+            self._claims.release()
 
     @property
     def _given(self) -> QueueOptions:
@@ -211,12 +221,23 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
     def _started_reader(self) -> QueueReader:
         """Return the reader; the first call connects it."""
         if self._reader is None:
-            limit = check_queues(self._given)
-            reader = QueueReader(self._given, uuid.uuid4().hex[:12], delivery_limit=limit)
+            self._claim(parse_url(self._given.url))
+            prefetch = choose(self._given.prefetch, check_queues(self._given))
+            logger.log(
+                logging.WARNING if prefetch.careful else logging.INFO,
+                "prefetch %d for %s: %s", prefetch.most, ", ".join(self._given.queues), prefetch.reason,
+            )  # fmt: skip
+            reader = QueueReader(self._given, uuid.uuid4().hex[:12], prefetch)
             on_termination(lambda: reader.close(_REQUEUE))
             reader.open()
             self._reader = reader
         return self._reader
+
+    def _claim(self, settings: ConnectionSettings) -> None:
+        if self._claims is None:
+            claims = QueueClaims(application_directory(), settings)
+            claims.claim(self._given.queues)
+            self._claims = claims
 
     def _next_available(self, reader: QueueReader, start: QueuePosition, most: int) -> QueuePosition:
         """Plan a batch of messages that were ready when the query began.
@@ -257,9 +278,14 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
                 yield decode(batch, self._names)
 
 
-def _split(deliveries: Sequence[Delivery], least: int | None) -> Iterator[Sequence[Delivery]]:
+def _split(
+    deliveries: Sequence[Delivery], least: int | None, most_records: int | None = None
+) -> Iterator[Sequence[Delivery]]:
     """Split a batch into parts for its tasks."""
-    parts = max(least or 1, -(-sum(map(size_of, deliveries)) // _PARTITION))
-    parts = min(parts, len(deliveries))
+    count = len(deliveries)
+    parts = max(worth_having(least or 1, count), -(-sum(map(size_of, deliveries)) // _PARTITION))
+    if most_records is not None:
+        parts = max(parts, -(-count // most_records))
+    parts = min(parts, count)
     for part in range(parts):
-        yield deliveries[len(deliveries) * part // parts : len(deliveries) * (part + 1) // parts]
+        yield deliveries[count * part // parts : count * (part + 1) // parts]

@@ -21,12 +21,23 @@ from pyspark.sql.datasource import InputPartition
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Positions", "StreamRange", "from_checkpoint", "limited", "marked_initial", "ranges_of", "split"]
+__all__ = [
+    "Positions",
+    "StreamRange",
+    "from_checkpoint",
+    "limited",
+    "marked_initial",
+    "ranges_of",
+    "split",
+    "worth_having",
+]
 
 #: The next offset to read, by stream.
 Positions = Mapping[str, int]
 
 _INITIAL: Final = "initial"
+_FREE: Final = 16  # tasks
+_WORTH: Final = 10_000  # messages
 
 
 @dataclass(frozen=True)
@@ -108,13 +119,31 @@ def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
     return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
 
 
-def split(ranges: Iterable[StreamRange], least: int | None) -> list[StreamRange]:
-    """Split ranges by size, until there are ``least``, or one for each message."""
+def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
+    """Split ranges by size.
+
+    Args:
+        ranges: not empty ones.
+        least: pieces at least, as far as they are `worth_having`; None for one of each range.
+        most_records: messages of a piece at most; None for no limit.
+    """
     whole = list(ranges)
-    if least is None or least <= len(whole):
-        return whole
-    extra = _shares({str(index): each.size - 1 for index, each in enumerate(whole)}, least - len(whole))
-    return [piece for index, each in enumerate(whole) for piece in _pieces(each, 1 + extra[str(index)])]
+    counts = [1 if most_records is None else -(-each.size // most_records) for each in whole]
+    wanted = 0 if least is None else worth_having(least, sum(each.size for each in whole))
+    if wanted > sum(counts):
+        spare = {str(index): each.size - counts[index] for index, each in enumerate(whole)}
+        extra = _shares(spare, wanted - sum(counts))
+        counts = [count + extra[str(index)] for index, count in enumerate(counts)]
+    return [piece for each, count in zip(whole, counts, strict=True) for piece in _pieces(each, count)]
+
+
+def worth_having(least: int, messages: int) -> int:
+    """Return the number of tasks to make where ``least`` are asked for.
+
+    A task costs Spark and the broker some 0.2 s, in which it could read thousands of messages. Up to `_FREE` tasks are
+    made in any case, for work on the rows that takes long; above that each one has `_WORTH` messages.
+    """
+    return min(least, max(_FREE, messages // _WORTH))
 
 
 def _pieces(each: StreamRange, count: int) -> Iterable[StreamRange]:

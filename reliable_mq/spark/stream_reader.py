@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS: Final = 2000  # of an Arrow batch, at most
 _HELD: Final = 32 * 2**20  # bytes that may be on their way, or in an Arrow batch, about
+_FIRST: Final = 64  # deliveries whose size is not known
 _GATHER: Final = 0.05  # seconds for which a batch is gathered
 _PATIENCE: Final = 60.0  # seconds without a message, or without a broker, before a task gives up
 _PROBE: Final = 5.0  # seconds for the first message when nothing but the ends is asked for
@@ -66,7 +67,7 @@ class RangeReader:
         self._range = each
         self._names = names
         self._position = each.start  # all before it was given
-        self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1)
+        self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
         self._patience = patience
         self._progress_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)

@@ -143,7 +143,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         """Return the ranges of a batch: the same for the same offsets, across restarts."""
         begin, initial = from_checkpoint(start)
         finish, _ = from_checkpoint(end)
-        return [] if initial else split(ranges_of(begin, finish), self._options.min_partitions)
+        return [] if initial else _split(self._options, ranges_of(begin, finish))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a range, on an executor."""
@@ -195,7 +195,7 @@ class StreamBatch(PicklableByName, DataSourceReader):
             begin = planner.beginning(self._options.starting_offsets, end)
         finally:
             planner.close()
-        return split(ranges_of(begin, end), self._options.min_partitions)
+        return _split(self._options, ranges_of(begin, end))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a range, on an executor."""
@@ -342,6 +342,10 @@ class _Planner:
             channel = StreamChannel(parse_url(self._options.url), name="spark-streams")
             self._channel = channel.__enter__()
         return self._channel
+
+
+def _split(options: StreamOptions, ranges: Sequence[StreamRange]) -> list[StreamRange]:
+    return split(ranges, options.min_partitions, options.max_records)
 
 
 def _read(options: StreamOptions, names: tuple[str, ...], partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -22,7 +22,7 @@ def test_queues_are_named_in_one_option() -> None:
     options = read_options({"URL": URL, "Queue": "a, b"}, streaming=True)
     assert isinstance(options, QueueOptions)
     assert options.queues == ("a", "b")
-    assert (options.max_messages, options.max_bytes, options.prefetch) == (65535, 32 * 2**20, 2000)
+    assert (options.max_messages, options.max_bytes, options.prefetch) == (65535, 32 * 2**20, None)
     assert options.min_partitions is None
     assert options.fail_on_data_loss is True
 
@@ -31,8 +31,9 @@ def test_every_option_of_a_queue_is_taken() -> None:
     """As the number or truth that it says."""
     options = read(
         queue="a", maxMessagesPerTrigger="5", maxBytesPerTrigger="1000", prefetch="7", minPartitions="3",
-        failOnDataLoss="False",
+        failOnDataLoss="False", missingQueueTimeout="5m",
     )  # fmt: skip
+    assert options.missing_queue_timeout == 300
     assert (options.max_messages, options.max_bytes, options.prefetch, options.min_partitions) == (5, 1000, 7, 3)
     assert options.fail_on_data_loss is False
 
@@ -62,7 +63,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "neither is there"),
+        ({"prefetch": "1"}, "neither is there"),
         ({"queue": "a", "stream": "b"}, "both are there"),
         ({"queue": " "}, "queue is empty"),
         ({"queue": "a,,b"}, "empty name"),
@@ -73,6 +74,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"queue": "a", "maxMessagesPerTrigger": "ten"}, "maxMessagesPerTrigger must be a whole number of at least 1"),
         ({"queue": "a", "maxBytesPerTrigger": "128000000"}, "maxBytesPerTrigger must be a whole number from 1 to"),
         ({"queue": "a", "failOnDataLoss": "yes"}, "failOnDataLoss must be true or false, not 'yes'"),
+        ({"queue": "a", "missingQueueTimeout": "60"}, "missingQueueTimeout must be a time with its unit, as 500ms"),
         ({"queue": "a", "prefetsh": "1"}, "unknown option 'prefetsh'; did you mean prefetch?"),
         ({"queue": "a", "nonsense": "1"}, r"unknown option 'nonsense' \(known: url"),
         ({"queue": "a", "path": "/x"}, "a path is given"),
@@ -110,6 +112,12 @@ def test_a_wrong_url_is_refused_without_showing_it(url: str) -> None:
     assert "s3cret" not in str(raised.value)
 
 
+def test_without_any_option_a_table_is_explained() -> None:
+    """Spark gives a table in Python none of its options."""
+    with pytest.raises(ConfigurationError, match="CREATE TEMPORARY VIEW"):
+        read_options({}, streaming=False)
+
+
 def test_options_show_no_url_and_can_be_pickled() -> None:
     """They travel to other processes."""
     for options in (read(queue="a"), read(stream="s"), write_options({"url": URL})):
@@ -130,6 +138,8 @@ def test_a_sink_takes_where_to_write() -> None:
         ({"queue": "a"}, "unknown option 'queue'"),
         ({"asyncProgressTrackingEnabled": "true"}, "asyncProgressTrackingEnabled is on"),
         ({"path": "x"}, "a path is given"),
+        ({"routingKey": "\N{SNOWMAN}" * 100}, "routingKey has 300 bytes in UTF-8, and AMQP allows 255"),
+        ({"exchange": "x" * 256}, "exchange has 256 bytes"),
     ],
 )
 def test_a_sink_refuses_what_it_does_not_know(given: dict[str, str], says: str) -> None:

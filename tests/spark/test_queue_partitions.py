@@ -16,23 +16,26 @@ def deliveries(count: int, size: int) -> list[Delivery]:
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "least", "parts"),
+    ("count", "size", "least", "records", "parts"),
     [
-        (1, 10, None, 1),
-        (1000, 10, None, 1),
-        (60, MIB, None, 4),  # one for every 16 MiB
-        (60, MIB, 2, 4),
-        (60, MIB, 10, 10),
-        (3, 10, 10, 3),  # none is empty
-        (1, 120 * MIB, None, 1),  # a message is in one part, however large it is
+        (1, 10, None, None, 1),
+        (1000, 10, None, None, 1),
+        (60, MIB, None, None, 4),  # one for every 16 MiB
+        (60, MIB, 2, None, 4),
+        (60, MIB, 10, None, 10),
+        (3, 10, 10, None, 3),  # none is empty
+        (1, 120 * MIB, None, None, 1),  # a message is in one part, however large it is
+        (1000, 10, 200, None, 16),  # no more than are worth it
+        (1000, 10, 200, 10, 100),  # unless more are asked for by size
+        (60, MIB, None, 25, 4),
     ],
 )
 def test_a_batch_is_cut_into_parts_of_16_mib_at_most_or_as_many_as_are_asked_for(
-    count: int, size: int, least: int | None, parts: int
+    count: int, size: int, least: int | None, records: int | None, parts: int
 ) -> None:
     """In order, of about the same size, and nothing is left out."""
     batch = deliveries(count, size)
-    found = list(_split(batch, least))
+    found = list(_split(batch, least, records))
     assert len(found) == parts
     assert [each for part in found for each in part] == batch
     assert max(map(len, found)) - min(map(len, found)) <= 1

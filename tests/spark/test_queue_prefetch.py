@@ -5,30 +5,62 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties
-from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, times_returned
+from reliable_mq.spark.queue_checks import QueueProfile
+from reliable_mq.spark.queue_prefetch import PrefetchChange, PrefetchController, choose, times_returned
 
 
 def controller(
-    most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None
+    most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None, first: int = 1
 ) -> PrefetchController:
-    return PrefetchController(most=most, most_bytes=most_bytes, queues=queues, limit=limit)
+    return PrefetchController(most=most, most_bytes=most_bytes, queues=queues, limit=limit, first=first)
 
 
-def test_it_begins_small_while_sizes_are_not_known() -> None:
+def fed(hungry: PrefetchController, size: int) -> tuple[int, list[int]]:
+    """Deliver messages of one size, none of which is acked; return how many came, and what was granted."""
+    unacked, grants = 0, [hungry.grant(0)]
+    while True:
+        hungry.received(hungry.granted, hungry.granted * size)
+        unacked += hungry.granted
+        if hungry.next_change(held=unacked * size, unacked=unacked) is not PrefetchChange.RENEW:
+            return unacked, grants
+        grants.append(hungry.grant(unacked))
+
+
+def test_it_begins_with_one_delivery_while_sizes_are_not_known() -> None:
     """The first messages may be the largest ones."""
-    assert controller().prefetch == 64
-    assert controller(most=10).prefetch == 10
+    assert controller().prefetch == 1
+    assert controller(first=64).prefetch == 64
+    assert controller(most=10, first=64).prefetch == 10
 
 
-def test_small_messages_get_all_that_is_allowed() -> None:
-    """As soon as the first ones have used up what was granted."""
-    hungry = controller()
-    hungry.received(20, 20 * 100)
-    assert hungry.next_change(held=2000, unacked=20) is PrefetchChange.STAY
-    assert hungry.next_change(held=6400, unacked=64) is PrefetchChange.RENEW
-    hungry.renewed()
-    assert hungry.granted == 2000
-    assert hungry.next_change(held=200_000, unacked=2000) is PrefetchChange.STAY
+@pytest.mark.parametrize(
+    ("most", "grants"),
+    [
+        (1, [1]),
+        (10, [1, 9]),
+        (256, [1, 255]),
+        (257, [1, 64, 192]),
+        (2000, [1, 64, 1935]),
+        (65535, [1, 64, 4160, 61310]),
+    ],
+)
+def test_the_more_sizes_are_known_the_more_is_asked_for(most: int, grants: list[int]) -> None:
+    """Up to the limit, which all unacked deliveries together are never above."""
+    assert fed(controller(most=most, most_bytes=10**9), size=100) == (most, grants)
+
+
+def test_the_first_deliveries_are_bounded_in_bytes() -> None:
+    """Once the size of the first is known; no more than one message comes whose size nobody knew."""
+    unacked, grants = fed(controller(most=65535, most_bytes=4_000_000), size=256_000)
+    assert grants == [1, 15]
+    assert unacked * 256_000 <= 1.1 * 4_000_000
+
+
+def test_several_queues_share_the_limit() -> None:
+    """What is unacked of all of them counts against the new subscription of each."""
+    hungry = controller(most=2000, queues=2)
+    hungry.received(100, 100)
+    assert hungry.grant(200) == 1900
 
 
 def test_large_messages_get_as_many_as_fit() -> None:
@@ -44,21 +76,19 @@ def test_it_pauses_while_too_much_is_held() -> None:
     """And goes on once most of it is gone, with what fits by then."""
     hungry = controller()
     hungry.received(10, 10 * 100)
-    hungry.renewed()
+    hungry.grant(0)
     hungry.received(1, 900_000)
     assert hungry.next_change(held=1_100_001, unacked=11) is PrefetchChange.PAUSE
     assert hungry.next_change(held=500_000, unacked=5) is PrefetchChange.STAY
     assert hungry.next_change(held=250_000, unacked=2) is PrefetchChange.RENEW
-    hungry.renewed()
-    assert (hungry.granted, hungry.paused) == (1, False)
+    assert (hungry.grant(2), hungry.paused) == (1, False)
 
 
 def test_messages_that_are_a_little_larger_do_not_end_the_subscription() -> None:
     """What is asked for is what may be held; what comes may be a tenth more."""
     hungry = controller()
     hungry.received(64, 64 * 1000)
-    hungry.renewed()
-    assert hungry.granted == 1000
+    assert hungry.grant(0) == 1000
     assert hungry.next_change(held=1000 * 1050, unacked=1000) is PrefetchChange.STAY
 
 
@@ -73,6 +103,32 @@ def test_it_forgets_large_messages_slowly() -> None:
     assert hungry.prefetch == 2000
 
 
+# -- the limit for a queue ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "queues", "most", "limit", "first", "says"),
+    [
+        (None, [QueueProfile("a")], 65535, None, 1, "no queue has a delivery limit: maxBytesPerTrigger bounds"),
+        (None, [QueueProfile("a"), QueueProfile("b", 20)], 2000, 20, 1, "queue 'b' has a delivery limit of 20, and"),
+        (None, [QueueProfile("a", 30), QueueProfile("b", 20)], 2000, 20, 1, "queue 'b' has a delivery limit of 20"),
+        (None, [QueueProfile("a", 20, known=False)], 2000, 20, 1, "arguments of queue 'a' are not known"),
+        (None, [QueueProfile("a", single_active_consumer=True)], 64, None, 64, "a single active consumer"),
+        (None, [QueueProfile("a", 20, single_active_consumer=True)], 2000, 20, 1, "delivery limit of 20"),
+        (500, [QueueProfile("a", 20)], 500, None, 1, "the option prefetch"),
+        (500, [QueueProfile("a", single_active_consumer=True)], 500, None, 500, "the option prefetch"),
+    ],
+)
+def test_the_limit_is_the_highest_that_is_safe_for_the_queue(
+    given: int | None, queues: list[QueueProfile], most: int, limit: int | None, first: int, says: str
+) -> None:
+    """Unless the user gives one; the log has the reason."""
+    choice = choose(given, queues)
+    assert (choice.most, choice.limit, choice.first) == (most, limit, first)
+    assert says in choice.reason
+    assert choice.careful is (given is None and most < 65535)
+
+
 # -- a delivery limit --------------------------------------------------------------------------------------------------
 
 
@@ -82,9 +138,11 @@ def test_on_a_queue_with_a_limit_one_delivery_is_looked_at_first() -> None:
     assert careful.granted == careful.prefetch == 1
     careful.received(1, 100)
     assert careful.next_change(held=100, unacked=1) is PrefetchChange.RENEW
-    careful.renewed()
-    assert careful.granted == 2000
-    assert careful.next_change(held=200_100, unacked=2001) is PrefetchChange.STAY
+    assert careful.grant(1) == 64
+    careful.received(64, 6400)
+    assert careful.next_change(held=6500, unacked=65) is PrefetchChange.RENEW
+    assert careful.grant(65) == 1935
+    assert careful.next_change(held=200_000, unacked=2000) is PrefetchChange.STAY
     careful.lost()
     assert careful.prefetch == 1
 
@@ -101,7 +159,7 @@ def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
 ) -> None:
     """A single one from half of the limit on."""
     careful = controller(limit=limit)
-    careful.received(1, 100)
+    careful.received(2000, 200_000)
     careful.returned = returned
     assert careful.prefetch == prefetch
 
@@ -109,7 +167,7 @@ def test_the_more_often_something_has_come_back_the_fewer_are_read_with_it(
 def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_little_is_unacked() -> None:
     careful = controller(limit=20)
     careful.received(1, 100)
-    careful.renewed()
+    careful.grant(1)
     careful.received(500, 50_000)
     careful.returned = 15
     assert careful.next_change(held=50_000, unacked=501) is PrefetchChange.PAUSE
@@ -117,7 +175,7 @@ def test_what_has_come_back_often_and_comes_late_pauses_the_subscription_until_l
     careful.returned = 0
     assert careful.next_change(held=40_000, unacked=400) is PrefetchChange.RENEW
     assert careful.prefetch == 1
-    careful.renewed()
+    careful.grant(400)
     assert careful.next_change(held=40_100, unacked=401) is PrefetchChange.STAY
 
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
+from reliable_mq.spark.stream_offsets import (
+    StreamRange,
+    from_checkpoint,
+    limited,
+    marked_initial,
+    ranges_of,
+    split,
+    worth_having,
+)
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 BACKLOGS = st.dictionaries(NAMES, st.tuples(st.integers(0, 10**12), st.integers(0, 10**6)), max_size=4)
@@ -66,21 +74,32 @@ def test_bytes_are_counted_by_the_average_of_each_stream() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 10**6), max_size=5), least=st.none() | st.integers(1, 50), first=st.integers(0, 10**9)
-)
+    sizes=st.lists(st.integers(1, 10**6), max_size=5), least=st.none() | st.integers(1, 50),
+    records=st.none() | st.integers(10**5, 10**7), first=st.integers(0, 10**9),
+)  # fmt: skip
 def test_split_ranges_cover_the_same_offsets_without_gap_or_overlap(
-    sizes: list[int], least: int | None, first: int
+    sizes: list[int], least: int | None, records: int | None, first: int
 ) -> None:
-    """And there are as many as were asked for, where there are as many messages."""
+    """And there are as many as were asked for, where there are as many messages, none larger than is allowed."""
     ranges = [StreamRange(f"s{index}", first, first + size) for index, size in enumerate(sizes)]
-    pieces = split(ranges, least)
+    pieces = split(ranges, least, records)
     for whole in ranges:
         mine = [piece for piece in pieces if piece.stream == whole.stream]
         assert (mine[0].start, mine[-1].end) == (whole.start, whole.end)
         assert all(one.end == other.start for one, other in pairwise(mine))
         assert all(piece.size > 0 for piece in mine)
+    assert records is None or all(piece.size <= records for piece in pieces)
     if ranges and least is not None:
-        assert len(pieces) == max(len(ranges), min(least, sum(sizes)))
+        fewest = sum(1 if records is None else -(-size // records) for size in sizes)
+        assert len(pieces) == max(fewest, min(worth_having(least, sum(sizes)), sum(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("least", "messages", "tasks"), [(2, 10, 2), (16, 10, 16), (200, 10, 16), (200, 400_000, 40), (200, 10**7, 200)]
+)
+def test_tasks_that_are_not_worth_their_cost_are_not_made(least: int, messages: int, tasks: int) -> None:
+    """A few are, however few messages there are: the work on the rows may take long."""
+    assert worth_having(least, messages) == tasks
 
 
 def test_empty_ranges_are_left_out() -> None:
