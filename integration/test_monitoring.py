@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.command_line import run_cli
-from integration.support.monitored import MonitoredShop, served
+from integration.support.monitored import MonitoredShop
 from integration.support.prometheus import Prometheus
 from reliable_mq import Consumer, DeadLetter, KillSwitch, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.errors import IdempotencyStoreError
@@ -219,6 +219,15 @@ class Faults:
         consumer.connect()
         self._stack.enter_context(consumer)
         return lambda: self._sender.publish_many((Message(b"x") for _ in range(5)), routing_key=name)
+
+
+def served(registry: CollectorRegistry, stack: ExitStack) -> str:
+    """Serve a registry over HTTP until the stack is closed; return the address."""
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    stack.callback(thread.join)
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    return f"127.0.0.1:{server.server_port}"
 
 
 def cut(proxy: FaultProxy) -> None:

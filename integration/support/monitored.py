@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 import tenacity
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
 from reliable_mq import Consumer, DeadLetter, Message, Publisher, Queue, RetryPolicy
+from reliable_mq.health import HealthServer
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
@@ -21,20 +22,11 @@ if TYPE_CHECKING:
 
     from reliable_mq import Delivery
 
-__all__ = ["MonitoredShop", "served"]
+__all__ = ["INVOICES", "ORDERS", "MonitoredShop"]
 
 ORDERS = Queue("orders")
 INVOICES = Queue("invoices", type="classic")
 QUICK = RetryPolicy(max_attempts=3, delays=(0.2, 0.5))
-
-
-def served(registry: CollectorRegistry, stack: ExitStack) -> str:
-    """Serve a registry over HTTP until the stack is closed; return the address."""
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    stack.callback(thread.join)
-    stack.callback(server.server_close)
-    stack.callback(server.shutdown)
-    return f"127.0.0.1:{server.server_port}"
 
 
 class MonitoredShop:
@@ -48,7 +40,7 @@ class MonitoredShop:
 
     Attributes:
         registry: of everything in it.
-        address: where it is served, once entered.
+        address: where metrics and probes are served, once entered.
         failing: may be changed while it runs.
         names: the labels ``publisher`` and ``consumer`` of what is in it.
     """
@@ -67,7 +59,7 @@ class MonitoredShop:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.address = served(self.registry, stack)
+            parts: list[Any] = []
             common: dict[str, Any] = {"registry": self.registry, "reconnect_wait": tenacity.wait_fixed(0.5)}
             sync = Publisher(self._url, topology=[ORDERS], name="shop", **common)
             asyncio = BlockingPublisher(self._url, topology=[INVOICES], name="shop asyncio", **common)
@@ -76,11 +68,15 @@ class MonitoredShop:
             for publisher in (sync, asyncio, stored):
                 stack.callback(publisher.close)
                 publisher.connect()
+                parts.append(getattr(publisher, "publisher", publisher))  # of both APIs
             for kind, queue, name in ((Consumer, ORDERS, "billing"), (BlockingConsumer, INVOICES, "billing asyncio")):
-                stack.enter_context(
+                consumer = stack.enter_context(
                     kind(self._url, queue, self._handle, name=name, retry=QUICK, idempotency=MemoryStore(), **common)
                 )
+                parts.append(getattr(consumer, "consumer", consumer))
             stack.enter_context(QueueDepths(self._url, [ORDERS, INVOICES], registry=self.registry, interval=0.5))
+            server = stack.enter_context(HealthServer(*parts, port=0, registry=self.registry))
+            self.address = server.url.removeprefix("http://")
             load = threading.Thread(target=self._publish, args=(sync, asyncio, stored), name="shop load", daemon=True)
             load.start()
             stack.callback(load.join)

@@ -1,0 +1,70 @@
+"""``make demo ARGS=--observe``: what it brings up beside the demo answers, also after the broker was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from typing import TYPE_CHECKING
+from urllib.request import urlopen
+
+import pytest
+
+from integration.support.processes import Process
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from typing import IO
+
+
+def gather(stream: IO[bytes], lines: list[str]) -> threading.Thread:
+    """Add each line of a stream to a list, on a thread that ends with the stream."""
+
+    def read() -> None:
+        while line := stream.readline():
+            lines.append(line.decode())
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_the_observed_demo_says_where_to_look_and_everything_is_there() -> None:
+    told: list[str] = []
+    shown: list[str] = []
+    with Process("integration.demo", "--observe", "--messages", "5000", "--rate", "1000", "--kills", "1") as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        readers = [gather(demo.stderr, told), gather(demo.stdout, shown)]
+        try:
+            wait_until(lambda: any("until Ctrl-C" in line for line in told), timeout=240, what=lambda: f"{told}{shown}")
+            check("".join(told))
+        finally:
+            demo.send_signal(signal.SIGINT)
+            demo.wait(60)
+            for reader in readers:
+                reader.join(20)
+    assert demo.returncode == 0
+    assert "lost 0" in shown[-1]
+
+
+def check(told: str) -> None:
+    """Look where the demo says."""
+    addresses = dict(re.findall(r"^(\w[\w ]+): +(http\S+?)[,\n]", told, re.MULTILINE))
+    rules = json.loads(got(addresses["alerts"].replace("/alerts", "/api/v1/rules")))
+    assert len(rules["data"]["groups"][0]["rules"]) > 10
+    assert 'reliable_mq_publisher_connected{publisher="shop"}' in got(addresses["metrics"])
+    assert json.loads(got(addresses["probes"]))["live"] is True
+    assert "orders.dead" in got(addresses["dead letters"])
+    query = "/api/v1/query?query=" + "count(count_over_time(ALERTS{alertname=%22ReliableMQDeadLetters%22}[1h]))"
+    base = addresses["alerts"].removesuffix("/alerts")
+    wait_until(lambda: json.loads(got(base + query))["data"]["result"], timeout=60, what="an alert in Prometheus")
+
+
+def got(url: str) -> str:
+    with urlopen(url, timeout=30) as response:
+        text: str = response.read().decode()
+    return text
