@@ -12,8 +12,12 @@ fixture              scope      what it is
 `private_broker`     test       a container beside `broker`, to be killed, paused, starved; healed for each test
 `private_vhost`      test       a fresh virtual host on `private_broker`
 `new_vhost`          test       a function `(broker) -> VirtualHost`, for more of them
+`rabbitmq_cluster`   test       in `cluster/`: three nodes, shared; harm them at will, they are healed after each test
+`cluster_vhost`      test       in `cluster/`: a fresh virtual host on it
+`traffic`            test       in `cluster/`: messages that flow there, and their history
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
 `checker`            test       the account of the fault matrix; its counts are printed at the end of the run
+`report`             test       a function `(line)`: have it printed at the end of the run
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
 `publisher_api`      test       each API in turn: `Publisher` of the test's module is the sync or the asyncio one
@@ -114,6 +118,7 @@ _LONGEST = (
     "test_connect.py",
     "test_outages.py",
 )
+_CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count()
 _ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
@@ -158,7 +163,10 @@ class _Scheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return nodeid if file.rpartition("/")[2] in _SPLIT else file
+        folder, _, name = file.rpartition("/")
+        if folder.rpartition("/")[2] == _CLUSTER:  # which they share
+            return folder
+        return nodeid if name in _SPLIT else file
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off
@@ -170,7 +178,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
     ranks = {file: rank for rank, file in enumerate(_LONGEST)}
-    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    items.sort(key=lambda item: -1 if item.path.parent.name == _CLUSTER else ranks.get(item.path.name, len(ranks)))
     if not soaking():
         kept = [item for item in items if item.get_closest_marker("soak") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -359,9 +367,15 @@ def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Databa
 
 
 @pytest.fixture
-def checker(request: pytest.FixtureRequest) -> Checker:
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """A function that has a line printed at the end of the run."""
+    return lambda counts: request.node.user_properties.append((_ACCOUNT, counts))
+
+
+@pytest.fixture
+def checker(report: Callable[[str], None]) -> Checker:
     """The account of one test; every line of counts is printed at the end of the run."""
-    return Checker(lambda counts: request.node.user_properties.append((_ACCOUNT, counts)))
+    return Checker(report)
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""A cluster of three nodes, which all tests here share, and traffic on it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.set_up import broker_image
+from integration.support.traffic import Traffic
+from reliable_mq.testing.fixtures import _session_rabbitmq_cluster, rabbitmq_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from random import Random
+
+    from reliable_mq.testing import RabbitMQCluster, VirtualHost
+
+__all__ = ["_session_rabbitmq_cluster", "rabbitmq_cluster"]
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_image() -> str:
+    return broker_image("newest")
+
+
+@pytest.fixture
+def cluster_vhost(
+    rabbitmq_cluster: RabbitMQCluster, new_vhost: Callable[[RabbitMQCluster], VirtualHost]
+) -> VirtualHost:
+    """A fresh virtual host on the cluster, which is well."""
+    return new_vhost(rabbitmq_cluster)
+
+
+@pytest.fixture
+def traffic(
+    cluster_vhost: VirtualHost,
+    rabbitmq_cluster: RabbitMQCluster,
+    rng: Random,
+    tmp_path: Path,
+    report: Callable[[str], None],
+) -> Callable[..., Traffic]:
+    """A function `(*, pinned=...) -> Traffic`."""
+    return partial(Traffic, cluster_vhost, rabbitmq_cluster, rng, tmp_path, report)

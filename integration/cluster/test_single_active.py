@@ -1,0 +1,111 @@
+"""A single active consumer on a cluster fails over, with its node and without."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.traffic import GRACE, LATE, OPTIONS, url_of
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.testing import wait_until
+from reliable_mq.testing.history import History, OperationKind, OperationOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from integration.support.checker import Checker
+    from reliable_mq import Delivery
+    from reliable_mq.testing import FaultProxyFactory, RabbitMQCluster, VirtualHost
+
+pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
+
+ORDERS = Queue("orders", single_active_consumer=True)
+
+
+def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
+    rabbitmq_cluster: RabbitMQCluster,
+    cluster_vhost: VirtualHost,
+    fault_proxy: FaultProxyFactory,
+    rng: Random,
+    checker: Checker,
+    report: Callable[[str], None],
+) -> None:
+    """But for redeliveries. First the active one loses its connection, then the next one its node."""
+    history = History(checker)
+    nodes = list(rabbitmq_cluster.nodes)
+    rng.shuffle(nodes)
+    home, doomed, third = nodes
+    proxy = fault_proxy(home.url_of(cluster_vhost.name))
+    handled = dict.fromkeys(("sync", "asyncio"), 0)
+    over = threading.Event()
+
+    def handle(name: str, delivery: Delivery) -> None:
+        with history.during(OperationKind.HANDLE, delivery.message_id or "", by=name):
+            history.begin(OperationKind.EFFECT, delivery.message_id or "", by=name).end()
+        handled[name] += 1
+
+    def load() -> None:
+        while not over.wait(0.01):
+            message = Message(b"x")
+            operation = history.begin(OperationKind.PUBLISH, message.message_id, key="orders", timeout=300)
+            confirmation = publisher.submit(message, routing_key=ORDERS.name)
+            confirmation.add_done_callback(
+                lambda done, op=operation: op.end(OperationOutcome.UNKNOWN if done.exception() else OperationOutcome.OK)
+            )
+
+    def wait_for_more(name: str, count: int = 50) -> None:
+        wanted = handled[name] + count
+        wait_until(lambda: handled[name] >= wanted, timeout=120, what=lambda: f"more handled by {name}: {handled}")
+
+    loading = threading.Thread(target=load, name="load")
+    options = {"ack_every": 1, "prefetch": 20, **OPTIONS}
+    with (
+        Publisher(
+            url_of(cluster_vhost, [home, third, doomed]),
+            topology=[ORDERS],
+            name="load",
+            confirm_timeout=4.0,
+            delivery_timeout=300,
+            **OPTIONS,
+        ) as publisher,
+        Consumer(proxy.url, ORDERS, partial(handle, "sync"), name="sync", **options),
+    ):
+        loading.start()
+        try:
+            wait_for_more("sync")
+            with BlockingConsumer(
+                url_of(cluster_vhost, [doomed, third]), ORDERS, partial(handle, "asyncio"), name="asyncio", **options
+            ):
+                threading.Event().wait(GRACE)  # in which the queue is no longer new
+                assert handled["asyncio"] == 0
+                with history.disturbed(after=5):
+                    proxy.cut()
+                wait_for_more("asyncio")
+                wait_until(lambda: proxy.live_connections, timeout=60, what="the first one is back")
+                rabbitmq_cluster.transfer_leader(ORDERS.name, rng.choice([doomed, third]), cluster_vhost.name)
+                wait_for_more("asyncio")
+                with history.disturbed(after=5):
+                    doomed.kill()
+                    wait_for_more("sync")
+                rabbitmq_cluster.start()
+                rabbitmq_cluster.wait_ready()
+                wait_for_more("sync")
+                over.set()
+                loading.join(LATE)
+                publisher.flush(120)
+                wait_until(
+                    lambda: not cluster_vhost.live_counts()[ORDERS.name], timeout=60, what="all handled", interval=0.3
+                )
+        finally:
+            over.set()
+            loading.join(LATE)
+    checker.drain(cluster_vhost, [ORDERS.name], dead_letters=["orders.dead"])
+    result = history.result(tolerance=LATE)
+    report(str(result))
+    result.check(ordered=True, exclusive=True)
+    assert min(handled.values()) > 50

@@ -1,0 +1,119 @@
+"""A stream on a cluster: its leader dies while a replica lags, and what is read is what is there."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.traffic import GRACE, LATE, OPTIONS
+from reliable_mq import Consumer, Message, Publisher, PublishError, Queue
+from reliable_mq.spark.options import read_options
+from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_reader import RangeReader
+from reliable_mq.testing import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from integration.support.checker import Checker
+    from reliable_mq import Delivery
+    from reliable_mq.testing import RabbitMQCluster, VirtualHost
+
+pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
+
+EVENTS = Queue("events", type="stream")
+
+
+def content(vhost: VirtualHost) -> list[tuple[int, bytes]]:
+    """Offset and body of every message of the stream, read with plain pika."""
+    found: list[tuple[int, bytes]] = []
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.basic_qos(prefetch_count=500)
+        end = channel.queue_declare(EVENTS.name, passive=True).method.message_count
+        for method, properties, body in channel.consume(
+            EVENTS.name, arguments={"x-stream-offset": "first"}, inactivity_timeout=5
+        ):
+            if method is None:
+                break
+            found.append((properties.headers["x-stream-offset"], body))
+            channel.basic_ack(method.delivery_tag)
+        channel.cancel()
+    assert len(found) >= end > 0
+    return found
+
+
+def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
+    rabbitmq_cluster: RabbitMQCluster,
+    cluster_vhost: VirtualHost,
+    rng: Random,
+    checker: Checker,
+    report: Callable[[str], None],
+) -> None:
+    """By a consumer, and by a task of Spark's source.
+
+    RabbitMQ confirms once a majority has a message, before any of them has it on disk. What it loses is counted.
+    """
+    seen: list[tuple[int | None, bytes]] = []
+    over = threading.Event()
+
+    def handle(delivery: Delivery) -> None:
+        seen.append((delivery.offset, delivery.body))
+
+    def load() -> None:
+        number = 0
+        while not over.wait(0.005):
+            message = Message(b"%d" % number, message_id=str(number))
+            checker.attempted(message.message_id)
+            publisher.submit(message, routing_key=EVENTS.name).add_done_callback(settled)
+            number += 1
+
+    def settled(confirmation: object) -> None:
+        error: PublishError | None = confirmation.exception()  # type: ignore[attr-defined]
+        assert error is None
+        checker.confirmed(confirmation.message_id)  # type: ignore[attr-defined]
+
+    def wait_for_more(count: int) -> None:
+        wanted = publisher.statistics.confirmed + count
+        wait_until(lambda: publisher.statistics.confirmed >= wanted, timeout=120, what=f"{count} more confirmed")
+        handled = len(seen) + count
+        wait_until(lambda: len(seen) >= handled, timeout=120, what=f"{count} more handled")
+
+    loading = threading.Thread(target=load, name="load")
+    with (
+        Publisher(cluster_vhost.url, topology=[EVENTS], name="load", confirm_timeout=4.0, **OPTIONS) as publisher,
+        Consumer(cluster_vhost.url, EVENTS, handle, offset="first", **OPTIONS),
+    ):
+        loading.start()
+        try:
+            wait_for_more(100)
+            leader = rabbitmq_cluster.leader_of(EVENTS.name, cluster_vhost.name)
+            lagging = rng.choice([node for node in rabbitmq_cluster.nodes if node is not leader])
+            lagging.pause()
+            threading.Event().wait(GRACE)  # in which the others go on, or find out that one is gone
+            leader.kill()
+            lagging.unpause()
+            wait_for_more(100)
+            rabbitmq_cluster.start()
+            rabbitmq_cluster.wait_ready()
+            wait_for_more(100)
+        finally:
+            over.set()
+            loading.join(LATE)
+        publisher.flush(120)
+        there = content(cluster_vhost)
+        wait_until(lambda: seen and seen[-1][0] == there[-1][0], timeout=60, what="all handled")
+    options = read_options({"url": cluster_vhost.url, "stream": EVENTS.name}, streaming=False)
+    each = StreamRange(EVENTS.name, 0, there[-1][0] + 1)
+    batches = RangeReader(options, each, ("offset", "body")).batches()  # type: ignore[arg-type]
+    rows = [(row["offset"], row["body"]) for batch in batches for row in batch.to_pylist()]
+    assert rows == there
+    assert sorted(set(seen)) == there
+    for _, body in there:
+        checker.handled(body.decode())
+    balance = checker.balance()
+    report(str(balance))
+    assert not balance.unexpected

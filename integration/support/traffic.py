@@ -1,0 +1,334 @@
+"""Traffic on a cluster while it is harmed: publishers and consumers of both APIs at once, and the history of it all.
+
+=============  ========================================================================================================
+queue          consumers
+=============  ========================================================================================================
+`orders`       one of each API, with one idempotency store: an effect happens once
+`plain`        one of each API, without: a duplicate takes effect again
+=============  ========================================================================================================
+
+Of the messages, some fail at first and are tried again from a delay queue, and some fail always and end in the
+dead-letter queue. Publishers are one of each API, and one of each with an outbox; each publishes into both queues. Some
+messages have a deadline of a few seconds. Clients connect to the hosts in an order of their own, by the seed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.checker import Checker
+from reliable_mq import Consumer, Message, Publisher, PublishError, Queue, RetryPolicy
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stores import MemoryStore
+from reliable_mq.testing import wait_until
+from reliable_mq.testing.history import History, OperationKind, OperationOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+    from random import Random
+
+    from reliable_mq import Delivery
+    from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
+    from reliable_mq.testing.history import Operation
+
+ORDERS, PLAIN = Queue("orders"), Queue("plain")
+RETRY = RetryPolicy(max_attempts=3, delays=(0.3,))
+DELAY_QUEUE, DEAD_LETTERS = "orders.retry.300", "orders.dead"
+DIRECT, STORED = ("sync publisher", "asyncio publisher"), ("sync outbox", "asyncio outbox")
+BODIES = {b"fine": 90, b"fails once": 6, b"fails always": 4}
+LONG = 300.0  # seconds, which no fault here lasts
+LATE = 20.0  # seconds, by which a busy machine may be late
+GRACE = 2.5  # seconds, after which a queue is not new any more
+OPTIONS: dict[str, Any] = {
+    "heartbeat": 5,
+    "connect_timeout": 3.0,
+    "reconnect_wait": lambda _: 0.3,
+    "new_queue_grace": 2.0,
+}
+
+
+def url_of(vhost: VirtualHost, nodes: Iterable[ClusterNode]) -> str:
+    """The URL of a virtual host, with hosts in this order."""
+    return f"amqp://guest:guest@{','.join(f'{node.host}:{node.port}' for node in nodes)}/{vhost.name}"
+
+
+class Source:
+    """A thread that publishes a message every few milliseconds, and records what becomes of it."""
+
+    def __init__(self, name: str, publisher: Any, traffic: Traffic, rng: Random, *, stored: bool) -> None:
+        self.name = name
+        self.publisher = publisher
+        self._traffic = traffic
+        self._rng = rng
+        self._stored = stored
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(LONG)
+        assert not self._thread.is_alive(), f"{self.name}: a publish hangs"
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(0.02):
+                self._publish_one()
+        except BaseException as error:
+            self._failure = error
+
+    def _publish_one(self) -> None:
+        queue = self._rng.choice((ORDERS.name, PLAIN.name))
+        (body,) = self._rng.choices(list(BODIES), list(BODIES.values()))
+        message = Message(body)
+        short = not self._stored and self._rng.random() < 0.05
+        timeout = self._rng.uniform(1, 6) if short else LONG
+        operation = self._traffic.histories[queue].begin(
+            OperationKind.PUBLISH, message.message_id, by=self.name, timeout=timeout
+        )
+        try:
+            if self._stored:
+                self.publisher.publish(message, routing_key=queue)
+                self._settled(operation, None, short=False)
+            else:
+                confirmation = self.publisher.submit(message, routing_key=queue, timeout=timeout)
+                confirmation.add_done_callback(lambda done: self._settled(operation, done.exception(), short=short))
+        except PublishError as error:
+            self._settled(operation, error, short=short)
+
+    def _settled(self, operation: Operation, error: PublishError | None, *, short: bool) -> None:
+        if error is None:
+            operation.end()
+            self._traffic.count(self.name)
+            return
+        operation.end(OperationOutcome.UNKNOWN if error.may_have_arrived else OperationOutcome.FAILED)
+        if not short:
+            self._traffic.errors.append(error)
+
+
+class Traffic:
+    """See the module. A context manager: it declares the queues, and has begun to flow at the start of its block.
+
+    Args:
+        vhost: on the cluster.
+        cluster: to be harmed meanwhile.
+        rng: chooses messages, deadlines and the order of hosts.
+        directory: for outboxes.
+        report: is given a line about each queue at the end.
+        pinned: the nodes that a client connects to, by the name of a publisher or consumer; all if it is not in there.
+            A function, called when there are queues, which have leaders.
+        order: of hosts, for all clients; None for one of their own.
+
+    Attributes:
+        histories: by queue.
+        errors: of the messages that had time, and failed.
+    """
+
+    def __init__(
+        self,
+        vhost: VirtualHost,
+        cluster: RabbitMQCluster,
+        rng: Random,
+        directory: Path,
+        report: Callable[[str], None],
+        *,
+        pinned: Callable[[], Mapping[str, Collection[ClusterNode]]] = dict,
+        order: Sequence[ClusterNode] | None = None,
+    ) -> None:
+        self.vhost = vhost
+        self.cluster = cluster
+        self.histories = {queue.name: History(Checker()) for queue in (ORDERS, PLAIN)}
+        self.errors: list[PublishError] = []
+        self._rng = rng
+        self._directory = directory
+        self._report = report
+        self._pinned = pinned
+        self._order = order
+        self._progress: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._sources: list[Source] = []
+        self._consumers: dict[str, Any] = {}
+        self._fault = self._over = 0.0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self._stack = undo
+            with Publisher(self.vhost.url, topology=[ORDERS, PLAIN], **OPTIONS) as publisher:
+                publisher.connect()
+            born = time.monotonic()
+            self._connect(undo)
+            for source in self._sources:
+                source.start()
+                undo.callback(source.stop)
+            wait_until(lambda: time.monotonic() > born + GRACE, timeout=60, what="the queues are not new any more")
+            self.wait_progress()
+            self._stack = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    # -- while it runs -------------------------------------------------------------------------------------------------
+
+    def fault(self) -> None:
+        """From now on, the time until messages flow again counts."""
+        self._fault = time.monotonic()
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self._progress[name] += 1
+
+    def wait_progress(self, names: Collection[str] | None = None, *, timeout: float = 120) -> None:
+        """Wait until each of these publishers has had more confirmed, or stored, and each queue more handled."""
+        wanted = [*((*DIRECT, *STORED) if names is None else names), ORDERS.name, PLAIN.name]
+        with self._lock:
+            before = Counter(self._progress)
+
+        def behind() -> dict[str, int]:
+            with self._lock:
+                return {
+                    name: self._progress[name] - before[name]
+                    for name in wanted
+                    if self._progress[name] < before[name] + 10
+                }
+
+        wait_until(lambda: not behind(), timeout=timeout, what=lambda: f"progress of {behind()}")
+
+    @property
+    def all_histories(self) -> list[History]:
+        return list(self.histories.values())
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, *, cut_off: bool = False) -> None:
+        """Stop publishing, let everything be handled, and check the histories.
+
+        Args:
+            cut_off: whether consumers stayed connected to a node that the others could not reach. RabbitMQ may then
+                wait for acks of theirs that it was sent, and deliver no more to them: their connections are closed.
+        """
+        self._over = time.monotonic()
+        for source in self._sources:
+            source.stop()
+        for source in self._sources:
+            source.publisher.flush(LONG / 2)
+        try:
+            self._wait_until_handled(60 if cut_off else 180)
+        except TimeoutError as error:
+            unsettled = {name: each._subscription.session.outstanding for name, each in self._consumers.items()}
+            if not cut_off or any(unsettled.values()):
+                raise TimeoutError(f"{error}; not settled by these clients: {unsettled}") from None
+            self._report(f"the broker waits for acks that it was sent, until connections are closed: {error}")
+            self.vhost.close_connections("it waits for acks that it was sent")
+            self._wait_until_handled(180)
+        self._stack.close()
+        for queue, history in self.histories.items():
+            account = history.account
+            assert isinstance(account, Checker)
+            account.drain(self.vhost, [queue], dead_letters=[f"{queue}.dead"], timeout=120)
+            result = history.result(tolerance=LATE)
+            self._report(f"{queue}: {result}{self._recovery(history)}")
+            result.check(effects_once=queue == ORDERS.name)
+            assert not result.balance.refuted, "an error said that the broker does not have a message that it has"
+            assert result.balance.confirmed > 20
+            assert result.balance.dead_lettered
+        assert not self.errors, f"{len(self.errors)} failed, such as {self.errors[0]!r}"
+
+    def _recovery(self, history: History) -> str:
+        if not self._fault:
+            return ""
+        confirm = history.recovery(OperationKind.PUBLISH, self._fault, self._over, by=DIRECT)
+        handled = history.recovery(OperationKind.HANDLE, self._fault, self._over)
+        return f", silent until {confirm:.1f} s (confirms) and {handled:.1f} s (handlers) after the fault"
+
+    def _wait_until_handled(self, timeout: float) -> None:
+        waiting: dict[str, int] = {}
+
+        def empty() -> bool:
+            waiting.clear()
+            counts = self.vhost.live_counts()
+            waiting.update((name, count) for name, count in counts.items() if count and not name.endswith(".dead"))
+            return not waiting
+
+        def left() -> str:
+            counts = {
+                name: (each.statistics.delivered, each.statistics.acked) for name, each in self._consumers.items()
+            }
+            return f"all handled: {waiting}; delivered and acked: {counts}"
+
+        wait_until(empty, timeout=timeout, what=left, interval=0.3)
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    def _connect(self, stack: ExitStack) -> None:
+        pinned = self._pinned()
+        store = MemoryStore()
+
+        def url(name: str) -> str:
+            nodes = list(pinned.get(name, self._order or self.cluster.nodes))
+            if self._order is None:
+                self._rng.shuffle(nodes)
+            return url_of(self.vhost, nodes)
+
+        for name in (*DIRECT, *STORED):
+            kind = Publisher if name.startswith("sync") else BlockingPublisher
+            stored = name in STORED
+            outbox = SQLiteOutbox(self._directory / f"{name}.db") if stored else None
+            publisher: Any = kind(
+                url(name),
+                outbox=outbox,
+                name=name,
+                confirm_timeout=4.0,
+                delivery_timeout=LONG,
+                max_outstanding=50_000,
+                **OPTIONS,
+            )
+            stack.enter_context(publisher)
+            self._sources.append(Source(name, publisher, self, _fork(self._rng), stored=stored))
+        for queue in (ORDERS, PLAIN):
+            idempotency = store if queue is ORDERS else None
+            for api, make, handler in (
+                ("sync", Consumer, self._handle),
+                ("asyncio", BlockingConsumer, self._handle_on_loop),
+            ):
+                name = f"{api} {queue.name}"
+                consumer: Any = make(
+                    url(name),
+                    queue,
+                    partial(handler, queue.name, name),
+                    retry=RETRY,
+                    idempotency=idempotency,
+                    name=name,
+                    **OPTIONS,
+                )
+                stack.enter_context(consumer)
+                self._consumers[name] = consumer
+
+    def _handle(self, queue: str, name: str, delivery: Delivery) -> None:
+        history, message_id = self.histories[queue], delivery.message_id or ""
+        with history.during(OperationKind.HANDLE, message_id, by=name):
+            if delivery.body == b"fails always" or (delivery.body == b"fails once" and delivery.attempt == 1):
+                raise RuntimeError(delivery.body.decode())
+            with history.during(OperationKind.EFFECT, message_id, by=name):
+                self.count(queue)
+
+    async def _handle_on_loop(self, queue: str, name: str, delivery: Delivery) -> None:
+        self._handle(queue, name, delivery)
+
+
+def _fork(rng: Random) -> Random:
+    return type(rng)(rng.random())
