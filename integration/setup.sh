@@ -9,6 +9,7 @@
 #   setup.sh java              a Java that Spark runs on (17 or newer)
 #   setup.sh faketime          libfaketime, for programs whose wall clock jumps; prints where the library is
 #   setup.sh strace            strace, for what a program has synchronised with the disk
+#   setup.sh chromium          Chromium, for the tests of the web page
 #   setup.sh prometheus        Prometheus and promtool, for the alerts and dashboards
 #   setup.sh all               all of the above, both broker images
 #
@@ -47,6 +48,7 @@ main() {
         java) ensure_java ;;
         faketime) ensure_faketime ;;
         strace) ensure_strace ;;
+        chromium) ensure_chromium ;;
         prometheus) ensure_prometheus ;;
         all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null; ensure_strace; ensure_prometheus ;;
         *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
@@ -121,6 +123,12 @@ ensure_prometheus() {
     command -v prometheus >/dev/null && command -v promtool >/dev/null && return
     apt_install 'checking alerts and dashboards' prometheus
     command -v prometheus >/dev/null || die "Prometheus is installed, and is not on the PATH."
+}
+
+# -- Chromium --------------------------------------------------------------------------------------------------------
+
+ensure_chromium() {
+    [ -x /usr/bin/chromium ] || apt_install 'looking at the web page' chromium
 }
 
 # -- docker daemon ---------------------------------------------------------------------------------------------------

@@ -235,6 +235,7 @@ def test_the_reference_has_every_public_name() -> None:
         "reliable_mq.outbox",
         "reliable_mq.deadletters",
         "reliable_mq.monitoring",
+        "reliable_mq.web",
     )
     for package in (*packages, "reliable_mq.errors", "reliable_mq.testing"):
         assert set(importlib.import_module(package).__all__) - {"Difference"} <= documented

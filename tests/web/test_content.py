@@ -129,10 +129,11 @@ def test_bytes_that_are_no_text_come_back() -> None:
     assert Choice.of(Fields(encoded([("reason", reason)]))).filter.reason == reason
 
 
-@given(st.text(alphabet="ab*?[]!-.", max_size=8), st.text(alphabet="ab*?[]!-.", max_size=8))
+@given(st.text(alphabet="ab*?[]!-. \u2028", max_size=8), st.text(alphabet="ab*?[]!-. \u2028", max_size=8))
 def test_the_pattern_of_a_class_matches_it_alone(name: str, other: str) -> None:
     assert fnmatchcase(name, exception_pattern(name))
     assert fnmatchcase(other, exception_pattern(name)) == (other == name)
+    assert exception_pattern(name).strip() == exception_pattern(name)
 
 
 @pytest.mark.parametrize(

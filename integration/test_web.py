@@ -1,0 +1,376 @@
+"""The page for dead letters in a browser: by keyboard, with axe, against hostile messages, while brokers die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.support.browser import SIZES, Visitor, chromium, served
+from integration.support.command_line import run_cli, start_cli
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.core import headers
+from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser
+
+    from integration.support.checker import Checker
+    from reliable_mq.testing import VirtualHost
+
+pytestmark = pytest.mark.timeout(600)  # a browser on a machine that is busy
+ORDERS = Queue("orders")
+DEAD = "orders.dead"
+LETTERS = f"/letters?queue={DEAD}"
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' autofocus onfocus=alert(1) x='",
+    "</title></textarea></pre></style><svg/onload=alert(1)>",
+    "<iframe srcdoc='<script>alert(1)</script>'>",
+    "javascript:alert(1)",
+    "{{constructor.constructor('alert(1)')()}}",
+    "<b hx-get=/purge hx-trigger=load hx-on::load=alert(1)>",
+    "<style>*{display:none}</style><base href=//evil.example/>",
+    "\x1b[2J\x1b]0;evil\x07\u202eevil\u2066\u2028",
+    "a" * 250,
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+def letters(count: int) -> list[Message]:
+    return [
+        Message(
+            f'{{"order":{number}}}'.encode(),
+            message_id=f"id-{number}",
+            content_type="application/json",
+            headers={
+                headers.FORMAT: 1,
+                headers.ORIGINAL_QUEUE: "orders",
+                headers.DEAD_LETTER_REASON: "5 of 5 attempts failed",
+                headers.EXCEPTION_TYPE: "shop.PaymentTimeout" if number % 3 == 0 else "ValueError",
+                headers.EXCEPTION_MESSAGE: f"no {number}",
+                headers.ATTEMPTS: 5,
+                "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            },
+        )
+        for number in range(count)
+    ]
+
+
+def publish(vhost: VirtualHost, messages: list[Message]) -> None:
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert publisher.publish_many(messages, routing_key=DEAD).ok
+
+
+def test_each_task_is_done_by_keyboard_alone(vhost: VirtualHost, browser: Browser, tmp_path: Path) -> None:
+    """Look, filter, open, export, dry run, replay one, edit, delete: Tab, Enter, Space, and letters."""
+    publish(vhost, letters(12))
+    log = tmp_path / "audit.jsonl"
+    options = {"allow_changes": True, "allow_editing": True, "audit_log": log}
+    with served(vhost.url, [DEAD], **options) as address, Visitor(browser, address) as user:
+        user.go("/")
+        user.press(DEAD)
+        user.wait_for_reading()
+        user.type_into("Exception", "*Timeout")
+        with user.page.expect_navigation():
+            user.page.keyboard.press("Enter")
+        assert "exception=*Timeout" in user.page.url.replace("%2A", "*")
+        assert user.page.locator("table.letters tbody tr").count() == 4
+        user.tab_to("Select letter 1")
+        user.page.keyboard.press("Space")
+        user.tab_to("Select letter 4")
+        user.page.keyboard.press("Space")
+        assert user.page.locator("#selected").inner_text() == "2 selected"
+        user.press("Replay selected…")
+        user.press("Dry run")
+        user.wait_until_idle()
+        user.press("Replay 2 now")
+        user.wait_until_idle()
+        user.wait_for_text("confirmed, and out of the queue")
+        assert vhost.live_counts()["orders"] == 2
+
+        user.press("Back to the letters")
+        user.wait_for_reading()
+        user.press("id-1")
+        assert user.page.get_by_text("4bf92f3577b34da6a3ce929d0e0e4736", exact=True).count() == 1
+        user.press("hex")
+        assert "7b 22 6f 72 64 65 72 22" in user.page.locator("pre.body").inner_text()
+        user.press("Edit and replay…")
+        user.tab_to("Body")
+        user.page.keyboard.press("Control+A")
+        user.page.keyboard.type('{"order": "mended"}')
+        user.press("Replay with this body")
+        user.wait_until_idle()
+        with DeadLetterQueue(vhost.url, "orders") as queue:
+            assert {message.body for message in queue.browse()} == {
+                b'{"order":0}',
+                b'{"order":3}',
+                b'{"order": "mended"}',
+            }
+
+        user.press("Back to the letters")
+        user.wait_for_reading()
+        user.press("Export all 9")
+        user.wait_until_idle()
+        lines = user.download("Download 9 letters").path().read_text().splitlines()
+        exported = {json.loads(line)["message_id"] for line in lines}
+        assert exported == {f"id-{number}" for number in range(12)} - {"id-0", "id-3", "id-1"}
+
+        user.press(DEAD)
+        user.wait_for_reading()
+        user.press("Delete all 9…")
+        user.type_into(f"Type the name of the queue, {DEAD}, to delete", DEAD)
+        with user.page.expect_navigation():
+            user.page.keyboard.press("Enter")
+        user.wait_until_idle()
+        user.wait_for_text("deleted for good")
+        assert vhost.live_counts()[DEAD] == 0
+        user.press("Audit log")
+        told = user.page.locator("table").inner_text()
+        assert all(f"{each} ended" in told for each in ("replay", "export", "purge"))
+        assert not user.complaints
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    ended = [event["operation"] for event in events if event["event"] == "ended"]
+    assert ended == ["replay", "replay", "export", "purge"]
+
+
+@pytest.mark.parametrize(("dark", "size"), [(False, "wide"), (True, "narrow")])
+def test_axe_finds_nothing(vhost: VirtualHost, browser: Browser, dark: bool, size: str) -> None:
+    """On every page and in every state; no page is wider than the window."""
+    publish(vhost, letters(60))
+    vhost_with_mail = [DEAD, "orders", "missing.dead"]
+    passed = []
+    options = {"allow_changes": True, "allow_editing": True}
+    with (
+        served(vhost.url, vhost_with_mail, **options) as address,
+        Visitor(browser, address, dark=dark, size=size) as user,
+    ):
+        assert user.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == dark
+        user.go(LETTERS)
+        user.wait_for_reading()
+        one = user.page.locator("input[name=letter]").first.get_attribute("value")
+        user.page.locator("input[name=letter]").first.check()
+        passed.append(user.check_accessibility())
+        for path in (
+            "/",
+            f"{LETTERS}&exception=*Timeout&page=1",
+            f"{LETTERS}&older-than=soon",
+            f"{LETTERS}&reason=nothing",
+            f"/letter?queue={DEAD}&id={one}",
+            f"/letter?queue={DEAD}&id=0",
+            f"/edit?queue={DEAD}&id={one}",
+            "/letters?queue=orders",
+            "/letters?queue=missing.dead",
+            "/audit",
+            "/nothing",
+        ):
+            user.go(path)
+            passed.append(user.check_accessibility())
+        for button in ("Replay…", "Delete…"):
+            user.go(f"/letter?queue={DEAD}&id={one}")
+            user.page.get_by_role("button", name=button, exact=True).click()
+            passed.append(user.check_accessibility())
+        user.go(LETTERS)
+        user.page.get_by_role("button", name="Replay all 60…").click()
+        user.page.get_by_role("button", name="Dry run").click()
+        user.wait_until_idle()
+        passed.append(user.check_accessibility())
+    with (
+        served(vhost.url, [DEAD], token="a-token-of-some-length") as address,
+        Visitor(browser, address, dark=dark, size=size) as user,
+    ):
+        user.go("/")
+        passed.append(user.check_accessibility())
+        user.page.get_by_label("Your name").fill("Ada")
+        user.page.get_by_label("Token").fill("a-token-of-some-length")
+        user.page.get_by_role("button", name="Sign in").click()
+        user.page.get_by_role("link", name=DEAD).wait_for()
+        passed.append(user.check_accessibility())
+    assert len(passed) == 17
+    assert min(passed) > 10
+    print(f"axe: {len(passed)} pages, {sum(passed)} rules passed, no violation")
+
+
+def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) -> None:
+    """Wherever a sender puts them; they ask for nothing, and hide nothing."""
+    messages = []
+    for text in HOSTILE:
+        table: dict[str, object] = {
+            headers.FORMAT: 1,
+            headers.ORIGINAL_QUEUE: text,
+            headers.ORIGINAL_EXCHANGE: text,
+            headers.DEAD_LETTER_REASON: text,
+            headers.EXCEPTION_TYPE: text,
+            headers.EXCEPTION_MESSAGE: text * 3,
+            headers.CONSUMER: text,
+            text[:100]: [{text[:100]: text}, text.encode() + b"\xff"],
+        }
+        messages.append(
+            Message(text.encode(), headers=table, message_id=text, content_type=text, type=text, app_id=text)  # type: ignore[arg-type]
+        )
+        messages.append(Message(json.dumps({text: [text]}).encode(), headers=table, message_id=text))  # type: ignore[arg-type]
+    publish(vhost, messages)
+    pages = 0
+    options = {"allow_changes": True, "allow_editing": True}
+    with (
+        served(vhost.url, [DEAD], **options) as address,
+        Visitor(browser, address, size="narrow") as user,
+    ):
+        user.go(LETTERS)
+        user.wait_for_reading()
+        assert user.page.locator("table.letters tbody tr").count() == len(messages)
+        too_wide = "document.scrollingElement.scrollWidth - window.innerWidth"
+        ids = [box.get_attribute("value") for box in user.page.locator("input[name=letter]").all()]
+        paths = [f"/letter?queue={DEAD}&id={one}&as={form}" for one in ids for form in ("json", "text")]
+        paths += [f"/edit?queue={DEAD}&id={one}" for one in ids]
+        for path in ["/", LETTERS, *paths]:
+            user.go(path)
+            pages += 1
+            assert user.page.evaluate(too_wide) <= 0, path
+        for link in range(user.go(LETTERS).locator("table.groups a").count()):
+            user.go(LETTERS).locator("table.groups a").nth(link).click()
+            pages += 1
+            assert user.page.locator("table.letters tbody tr").count() == 2
+        user.go(LETTERS).get_by_role("button", name=f"Replay all {len(messages)}…").click()
+        user.page.get_by_role("button", name="Replay", exact=True).click()
+        user.wait_until_idle()
+        assert user.page.locator("h2", has_text="What failed").count() == 1
+        user.go("/audit")
+        refused = [each for each in user.complaints if "404" not in each]
+        assert not refused
+    assert vhost.live_counts()[DEAD] == len(messages)
+    print(f"{len(messages)} hostile messages on {pages} pages: no script ran")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.soak
+def test_100_000_letters_are_read_in_proportion(vhost: VirtualHost, browser: Browser, size: str) -> None:
+    publish(vhost, letters(100_000))
+    with served(vhost.url, [DEAD], allow_changes=True) as address, Visitor(browser, address, size=size) as user:
+        user.go(LETTERS)
+        user.wait_for_text("Reading the queue")
+        user.page.locator("table.letters").wait_for(timeout=120_000)
+        user.go(f"{LETTERS}&exception=*Timeout&page=600")
+        assert user.page.locator("#letters").inner_text().startswith("33,334 letters")
+        user.go(LETTERS).get_by_role("button", name="Export all 100,000").click()
+        user.page.get_by_role("link", name="Download 100,000 letters").wait_for(timeout=120_000)
+
+
+def test_a_broker_that_dies_in_mid_replay_loses_nothing(
+    private_vhost: VirtualHost, browser: Browser, checker: Checker
+) -> None:
+    """The replay goes on by itself, or says that it has ended and is begun again."""
+    messages = letters(1500)
+    publish(private_vhost, messages)
+    for message in messages:
+        checker.attempted(message.message_id)
+        checker.confirmed(message.message_id)
+    with served(private_vhost.url, [DEAD], allow_changes=True) as address, Visitor(browser, address) as user:
+        user.go(LETTERS)
+        user.wait_for_reading()
+        user.page.get_by_role("button", name="Replay all 1,500…").click()
+        user.page.get_by_label("Letters per second, at most").fill("200")
+        user.page.get_by_role("button", name="Replay", exact=True).click()
+        wait_until(lambda: "of 1,500 letters read" in user.page.content(), timeout=60, what="progress")
+        private_vhost.broker.kill()
+        private_vhost.broker.start()
+        for _ in range(5):
+            user.wait_until_idle()
+            if user.page.locator(".state.done").count():
+                break
+            user.wait_for_text("replay again to go on")
+            user.page.get_by_role("button", name="Change the options…").click()
+            user.page.get_by_label("Letters per second, at most").fill("")
+            user.page.get_by_role("button", name="Replay", exact=True).click()
+    checker.drain(private_vhost, ["orders"], dead_letters=[DEAD])
+    assert len(checker.close().duplicated) <= 5 * 200
+
+
+def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Checker) -> None:
+    """In one process one after another, in two at the same time: each letter goes back once."""
+    messages = letters(900)
+    publish(vhost, messages)
+    for message in messages:
+        checker.attempted(message.message_id)
+        checker.confirmed(message.message_id)
+    with (
+        served(vhost.url, [DEAD], allow_changes=True) as here,
+        served(vhost.url, [DEAD], allow_changes=True) as there,
+        Visitor(browser, here) as ada,
+        Visitor(browser, here) as grace,
+        Visitor(browser, there) as mary,
+    ):
+        people = (ada, grace, mary)
+        for person in people:
+            person.go(LETTERS)
+            person.wait_for_reading()
+            person.page.locator("button[value=all]").first.click()
+            person.page.get_by_label("Letters per second, at most").fill("300")
+        for person in people:
+            person.page.get_by_role("button", name="Replay", exact=True).click()
+        for person in people:
+            person.wait_until_idle()
+            assert person.page.locator(".state.done").count() == 1, person.page.content()
+        ada.go(LETTERS)
+        ada.wait_for_reading()
+        while ada.page.locator(".empty").count() == 0:
+            ada.page.locator("button[value=all]").first.click()
+            ada.page.get_by_role("button", name="Replay", exact=True).click()
+            ada.wait_until_idle()
+            ada.go(LETTERS)
+            ada.wait_for_reading()
+    checker.drain(vhost, ["orders"], dead_letters=[DEAD])
+    balance = checker.close()
+    assert not balance.duplicated
+
+
+def test_the_command_serves_the_page_until_a_signal(vhost: VirtualHost) -> None:
+    """Without names, the page lists what the management API knows; it ends in order on SIGTERM, and on Ctrl-C."""
+    publish(vhost, letters(3))
+    management = ("--management-url", vhost.broker.management.url)
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        with start_cli("web", vhost.url, "--port", "0", *management) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().decode().split()[0]
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                page = answer.read().decode()
+            assert DEAD in page
+            assert "guest:guest" not in page
+            process.send_signal(number)
+            assert process.wait(60) == status
+
+
+def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost) -> None:
+    done = run_cli("web", vhost.url, DEAD, "--host", "0.0.0.0", "--port", "0")
+    assert done.returncode == 2
+    assert "is no loopback address: set RELIABLE_MQ_WEB_TOKEN" in " ".join(
+        done.stderr.decode().replace("│", " ").split()
+    )
+
+
+def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:
+    """On RabbitMQ 4.0, which counts each reading against a delivery limit: one, for any number of pages."""
+    with vhost_40.connect() as connection:
+        arguments = {"x-queue-type": "quorum"}  # with RabbitMQ's limit of 20
+        connection.channel().queue_declare(DEAD, durable=True, arguments=arguments)
+    with Publisher(vhost_40.url) as publisher:
+        assert publisher.publish_many(letters(5), routing_key=DEAD).ok
+    with served(vhost_40.url, [DEAD]) as address:
+        for path in ("/", "/?part=list", LETTERS, "/", f"{LETTERS}&exception=*Timeout", f"{LETTERS}&page=2"):
+            with urllib.request.urlopen(address + path, timeout=60) as answer:
+                assert answer.status == 200
+    with DeadLetterQueue(vhost_40.url, DEAD) as dead:
+        assert {message.delivery_count for message in dead.browse()} == {1}
