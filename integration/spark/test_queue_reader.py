@@ -460,6 +460,25 @@ def test_the_defaults_read_ahead_of_a_queue_without_a_delivery_limit(
     assert len(reading.rows) == 12_000
 
 
+def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """For ``maxTriggerDelay`` at most; a query with AvailableNow, or one that can hold no more, does not wait."""
+    publish(vhost, 20)
+    for options in ({"maxTriggerDelay": "100ms"}, {"maxBytesPerTrigger": 100}):
+        reading = query(vhost.url, minMessagesPerTrigger=30, **options)
+        wait_until(reading.batch, timeout=30, what="a batch")
+        reading.source.stop()
+    ending = query(vhost.url, minMessagesPerTrigger=30)
+    ending.source.prepareForTriggerAvailableNow()
+    wait_until(ending.batch, timeout=30, what="a batch")
+    ending.source.stop()
+    waiting = query(vhost.url, minMessagesPerTrigger=30)
+    waiting.batch()
+    wait_until(lambda: len(waiting.source._reader._batches.waiting) == 20, timeout=30, what="read ahead")
+    assert waiting.batch() == 0
+    publish(vhost, 10)
+    assert wait_until(waiting.batch, timeout=30, what="a batch") == 30
+
+
 def test_a_batch_is_never_larger_than_the_prefetch(vhost: VirtualHost, query: Callable[..., Query]) -> None:
     """Nor are the deliveries of a queue that are unacked, also while the first sizes become known."""
     publish(vhost, 3000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
@@ -37,7 +37,7 @@ def _orders(vhost: VirtualHost, baseline: None) -> Iterator[None]:
     sink.close_all()
 
 
-def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: str) -> WrittenPartition:
+def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: Any) -> WrittenPartition:
     sink = BatchSink(WriteOptions(url=vhost.url, **options), tuple(batch.schema.names))
     return sink.write(iter([batch.slice(0, 1), batch.slice(1)]))
 
@@ -105,6 +105,13 @@ def test_an_unroutable_row_is_an_error_with_its_id_and_the_reason(vhost: Virtual
         write(vhost, batch)
     assert failed.value.message_id == "id-b"
     assert bodies_of(drain(vhost, "orders")) == [b"a", b"c"]
+
+
+def test_a_publisher_takes_the_options_of_the_sink(vhost: VirtualHost) -> None:
+    """Without ``mandatory``, RabbitMQ drops a row that no queue is bound for, and the task ends."""
+    batch = pa.RecordBatch.from_pydict({"body": ["a", "b"], "routing_key": ["orders", "nowhere"]})
+    write(vhost, batch, publisher=(("mandatory", False), ("max_outstanding", 1)))
+    assert bodies_of(drain(vhost, "orders")) == [b"a"]
 
 
 def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(

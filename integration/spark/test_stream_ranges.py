@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyspark import cloudpickle
+from pyspark.sql.datasource import DataSourceReader, EqualTo, GreaterThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from reliable_mq import Message, Publisher, Queue
@@ -267,12 +268,41 @@ def test_a_stream_without_messages_is_an_empty_batch(vhost: VirtualHost) -> None
 def test_a_time_to_start_at(vhost: VirtualHost) -> None:
     """The chunk that the time lies in, and what follows; beyond the newest message nothing."""
     publish(vhost, 10)
-    earlier = time.time()
-    wait_until(lambda: time.time() > earlier + 2.1, timeout=5, what="two seconds to pass")
+    boundary = int(time.time()) + 2  # times in AMQP are whole seconds
+    wait_until(lambda: time.time() > boundary + 0.1, timeout=10, what="two seconds to pass")
     publish(vhost, 10, first=10)
-    since = batch(vhost.url, startingTimestamp=str(int((earlier + 2) * 1000)))
+    since = batch(vhost.url, startingTimestamp=str(boundary * 1000))
     assert since.partitions() == [StreamRange("events", 10, 20)]
-    assert batch(vhost.url, startingTimestamp=str(int((time.time() + 3600) * 1000))).partitions() == []
+    by_stream = json.dumps({"events": boundary * 1000})
+    assert batch(vhost.url, startingOffsetsByTimestamp=by_stream).partitions() == since.partitions()
+    until = batch(vhost.url, endingTimestamp=str(boundary * 1000))
+    assert until.partitions() == [StreamRange("events", 0, 10)]  # two batches that meet there leave nothing out
+    assert batch(vhost.url, endingOffsetsByTimestamp=by_stream).partitions() == until.partitions()
+    future = str(int((time.time() + 3600) * 1000))
+    assert batch(vhost.url, endingTimestamp=future).partitions() == [StreamRange("events", 0, 20)]
+    with pytest.raises(ConfigurationError, match=r"no message as new as .*startingOffsetsByTimestampStrategy=latest"):
+        batch(vhost.url, startingTimestamp=future).partitions()
+    latest = {"startingTimestamp": future, "startingOffsetsByTimestampStrategy": "latest"}
+    assert batch(vhost.url, **latest).partitions() == []
+    with pytest.raises(
+        ConfigurationError, match="startingOffsetsByTimestamp must have a value for each of the streams"
+    ):
+        batch(vhost.url, startingOffsetsByTimestamp='{"other": 5}').partitions()
+
+
+def test_filters_of_a_batch_become_ranges(vhost: VirtualHost) -> None:
+    """Spark applies them again; a reader without the option has no method that Spark would refuse."""
+    publish(vhost, 100)
+    filtered = batch(vhost.url, filterPushdown="true")
+    filters = [GreaterThanOrEqual(("offset",), 90), EqualTo(("type",), "x")]
+    assert filtered.pushFilters(filters) == filters
+    assert filtered.partitions() == [StreamRange("events", 90, 100)]
+    assert type(batch(vhost.url)).pushFilters is DataSourceReader.pushFilters
+
+
+def test_a_task_has_no_more_messages_than_it_may(vhost: VirtualHost) -> None:
+    publish(vhost, 100)
+    assert [each.size for each in batch(vhost.url, maxRecordsPerPartition="40").partitions()] == [33, 33, 34]
 
 
 def test_a_super_stream_is_its_partitions(vhost: VirtualHost) -> None:
@@ -297,11 +327,32 @@ def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
     """At an offset, or at a time, which may be in the future: then at what comes next."""
     publish(vhost, 10)
     later = str(int((time.time() + 3600) * 1000))
-    for given, first in (({"startingOffsets": '{"events": 7}'}, 7), ({"startingTimestamp": later}, 10)):
+    at_the_end = {"startingTimestamp": later, "startingOffsetsByTimestampStrategy": "latest"}
+    for given, first in (({"startingOffsets": '{"events": 7}'}, 7), (at_the_end, 10)):
         reader = source(vhost.url, **given)
         pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
         reader.stop()
         assert pinned == {"events": first}
+
+
+def test_a_batch_waits_for_as_many_messages_as_it_shall_have(vhost: VirtualHost) -> None:
+    """For ``maxTriggerDelay`` at most; a query with AvailableNow does not wait."""
+    publish(vhost, 10)
+    given = {"startingOffsets": '{"events": 5}', "minMessagesPerTrigger": "6"}
+    reader, hurried, ending = (
+        source(vhost.url, **given),
+        source(vhost.url, **given, maxTriggerDelay="100ms"),
+        source(vhost.url, **given),
+    )
+    pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
+    assert reader.latestOffset(pinned, ANY) == pinned == {"events": 5}
+    wait_until(lambda: hurried.latestOffset(pinned, ANY) == {"events": 10}, timeout=30, what="the delay over")
+    ending.prepareForTriggerAvailableNow()
+    assert ending.latestOffset(pinned, ANY) == {"events": 10}
+    publish(vhost, 1, first=10)
+    wait_until(lambda: reader.latestOffset(pinned, ANY) == {"events": 11}, timeout=30, what="six messages")
+    for each in (reader, hurried, ending):
+        each.stop()
 
 
 def test_the_first_batch_of_a_query_is_empty_and_pins_where_it_begins(vhost: VirtualHost) -> None:

@@ -16,7 +16,7 @@ from reliable_mq.spark.options import QueueOptions, read_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
-from reliable_mq.spark.stream_source import StreamBatch, StreamSource
+from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import (
@@ -58,7 +58,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         names = check_read_schema(schema)
         if isinstance(options, QueueOptions):
             refuse_batch(options)
-        return StreamBatch(options, names)
+        return (FilteredStreamBatch if options.filter_pushdown else StreamBatch)(options, names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         """Return the reader of a streaming query."""

@@ -19,12 +19,22 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.queue_prefetch import LARGEST_PREFETCH
 from reliable_mq.url import parse_url
 
-__all__ = ["QueueOptions", "StartingPositions", "StreamOptions", "WriteOptions", "read_options", "write_options"]
+__all__ = [
+    "QueueOptions",
+    "StartingPositions",
+    "StreamOptions",
+    "Timestamps",
+    "WriteOptions",
+    "read_options",
+    "write_options",
+]
 
 _COMMON: Final = (
     "url",
     "maxMessagesPerTrigger",
     "maxBytesPerTrigger",
+    "minMessagesPerTrigger",
+    "maxTriggerDelay",
     "minPartitions",
     "maxRecordsPerPartition",
     "prefetch",
@@ -32,8 +42,24 @@ _COMMON: Final = (
     "metricsDirectory",
 )
 _QUEUE: Final = ("queue", "missingQueueTimeout")
-_STREAM: Final = ("stream", "startingOffsets", "startingTimestamp", "endingOffsets")
-_WRITE: Final = ("url", "exchange", "routingKey", "metricsDirectory")
+_STREAM: Final = (
+    "stream",
+    "startingOffsets",
+    "startingTimestamp",
+    "startingOffsetsByTimestamp",
+    "startingOffsetsByTimestampStrategy",
+    "endingOffsets",
+    "endingTimestamp",
+    "endingOffsetsByTimestamp",
+    "filterPushdown",
+)
+_PUBLISHER: Final = (
+    "publisher.maxOutstanding",
+    "publisher.confirmTimeout",
+    "publisher.deliveryTimeout",
+    "publisher.mandatory",
+)
+_WRITE: Final = ("url", "exchange", "routingKey", "metricsDirectory", *_PUBLISHER)
 # Spark hands these to a sink beside the options that are its own.
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 _ASYNC_PROGRESS: Final = "asyncprogresstrackingenabled"
@@ -49,6 +75,8 @@ _SHORT_STRING: Final = 255  # bytes of a name in AMQP
 
 #: ``earliest``, ``latest``, or an offset (or one of these two) by stream.
 StartingPositions = str | Mapping[str, int | str]
+#: Milliseconds since 1970, of all streams or by stream.
+Timestamps = int | Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +88,8 @@ class _ReadOptions:
         min_partitions: tasks that a batch is split into at least, as far as they are worth it; None for as many as its
             size requires, or one for each stream.
         max_records: messages of a task at most; None for no limit.
+        min_messages: rows that a micro-batch waits for; None for any.
+        max_trigger_delay: seconds for which it waits for them at most.
         fail_on_data_loss: whether to refuse a queue that drops messages which were delivered too often, and to fail
             where offsets that were to be read are gone.
         metrics_directory: where processes keep their metrics; None for nowhere.
@@ -68,6 +98,8 @@ class _ReadOptions:
     url: str = field(repr=False)
     min_partitions: int | None = None
     max_records: int | None = None
+    min_messages: int | None = None
+    max_trigger_delay: float = 900.0
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
 
@@ -99,8 +131,11 @@ class StreamOptions(_ReadOptions):
     Attributes:
         streams: names of stream queues, or of super streams.
         starting_offsets: where a new query, or a batch, begins.
-        starting_timestamp: milliseconds since 1970, in place of ``starting_offsets``.
+        starting_timestamp: in place of ``starting_offsets``.
+        latest_without_match: whether a stream that has nothing as new as ``starting_timestamp`` is read from its end.
         ending_offsets: where a batch ends; ``latest`` where it is not given.
+        ending_timestamp: in place of ``ending_offsets``.
+        filter_pushdown: whether a batch takes filters of Spark's.
         max_messages: rows of a micro-batch at most; None for no limit.
         max_bytes: bytes of the bodies of a micro-batch at most; None for no limit.
         prefetch: deliveries of a task that may be unacked.
@@ -108,8 +143,11 @@ class StreamOptions(_ReadOptions):
 
     streams: tuple[str, ...]
     starting_offsets: StartingPositions
-    starting_timestamp: int | None = None
+    starting_timestamp: Timestamps | None = None
+    latest_without_match: bool = False
     ending_offsets: StartingPositions = "latest"
+    ending_timestamp: Timestamps | None = None
+    filter_pushdown: bool = False
     max_messages: int | None = None
     max_bytes: int | None = None
     prefetch: int = _DEFAULT_PREFETCH
@@ -124,12 +162,14 @@ class WriteOptions:
         exchange: for all rows, in place of the column of that name; None where it is not given.
         routing_key: likewise.
         metrics_directory: where processes keep their metrics; None for nowhere.
+        publisher: arguments of each task's `Publisher`, as pairs; what is not given has its default.
     """
 
     url: str = field(repr=False)
     exchange: str | None = None
     routing_key: str | None = None
     metrics_directory: str | None = None
+    publisher: tuple[tuple[str, float | bool], ...] = ()
 
 
 def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions:
@@ -157,12 +197,21 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
     url = options.url()
     if queue is not None:
         options.check_known((*_COMMON, *_QUEUE), others=_STREAM, why="an option of stream mode, and queue is given")
+        given_messages, prefetch = (
+            options.whole("maxMessagesPerTrigger", 1),
+            options.whole("prefetch", 1, LARGEST_PREFETCH),
+        )
+        least, delay = options.least_messages(given_messages)
+        if least is not None and prefetch is not None and least > prefetch:
+            _refuse(f"minMessagesPerTrigger is {least}, and prefetch lets {prefetch} messages wait")
         return QueueOptions(
             url=url,
             queues=_names("queue", queue),
-            max_messages=options.whole("maxMessagesPerTrigger", 1) or LARGEST_PREFETCH,
+            max_messages=given_messages or LARGEST_PREFETCH,
+            min_messages=least,
+            max_trigger_delay=delay,
             max_bytes=options.whole("maxBytesPerTrigger", 1, _LARGEST_BYTES) or _DEFAULT_BYTES,
-            prefetch=options.whole("prefetch", 1, LARGEST_PREFETCH),
+            prefetch=prefetch,
             missing_queue_timeout=options.duration("missingQueueTimeout", 60.0),
             min_partitions=options.whole("minPartitions", 1),
             max_records=options.whole("maxRecordsPerPartition", 1),
@@ -170,23 +219,40 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             metrics_directory=options.text("metricsDirectory"),
         )
     options.check_known((*_COMMON, *_STREAM))
-    starting, timestamp = options.positions("startingOffsets"), options.whole("startingTimestamp", 0, _LATEST)
-    if starting is not None and timestamp is not None:
-        _refuse("startingOffsets and startingTimestamp are both given: leave one of them out")
+    starting = options.positions("startingOffsets")
+    since = options.timestamps("startingTimestamp", "startingOffsetsByTimestamp")
+    if starting is not None and since is not None:
+        _refuse("startingOffsets and a startingTimestamp are both given: leave one of them out")
+    strategy = options.text("startingOffsetsByTimestampStrategy") or "error"
+    if strategy.lower() not in ("error", "latest"):
+        _refuse(f"startingOffsetsByTimestampStrategy must be 'error' or 'latest', not {strategy[:40]!r}")
     ending = options.positions("endingOffsets")
-    if ending is not None and streaming:
-        _refuse("endingOffsets is for batch reads: a streaming query has no end")
+    until = options.timestamps("endingTimestamp", "endingOffsetsByTimestamp")
+    if ending is not None and until is not None:
+        _refuse("endingOffsets and an endingTimestamp are both given: leave one of them out")
+    if streaming and not (ending is until is None):
+        _refuse("endingOffsets and endingTimestamp are for batch reads: a streaming query has no end")
     if ending == "earliest":
         _refuse("endingOffsets must be 'latest' or JSON with an offset by stream, not 'earliest'")
     if starting == "latest" and not streaming:
         _refuse("startingOffsets must not be 'latest' in a batch read, which would be empty")
+    pushdown = options.truth("filterPushdown", default=False)
+    if pushdown and streaming:
+        _refuse("filterPushdown is for batch reads: Spark pushes no filters into streaming sources")
+    max_messages = options.whole("maxMessagesPerTrigger", 1)
+    least, delay = options.least_messages(max_messages)
     return StreamOptions(
         url=url,
         streams=_names("stream", stream or ""),
         starting_offsets=starting if starting is not None else "latest" if streaming else "earliest",
-        starting_timestamp=timestamp,
+        starting_timestamp=since,
+        latest_without_match=strategy.lower() == "latest",
         ending_offsets="latest" if ending is None else ending,
-        max_messages=options.whole("maxMessagesPerTrigger", 1),
+        ending_timestamp=until,
+        filter_pushdown=pushdown,
+        max_messages=max_messages,
+        min_messages=least,
+        max_trigger_delay=delay,
         max_bytes=options.whole("maxBytesPerTrigger", 1),
         min_partitions=options.whole("minPartitions", 1),
         max_records=options.whole("maxRecordsPerPartition", 1),
@@ -214,6 +280,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         exchange=options.short_text("exchange"),
         routing_key=options.short_text("routingKey"),
         metrics_directory=options.text("metricsDirectory"),
+        publisher=options.publisher(),
     )
 
 
@@ -286,6 +353,45 @@ class _Options:
             limits = f"of at least {least}" if most is None else f"from {least} to {most}"
             _refuse(f"{name} must be a whole number {limits}, not {text[:40]!r}")
         return int(text)
+
+    def publisher(self) -> tuple[tuple[str, float | bool], ...]:
+        """Return the arguments of a publisher that are given."""
+        outstanding, confirm, delivery, mandatory = _PUBLISHER
+        given = {
+            "max_outstanding": self.whole(outstanding, 1),
+            "confirm_timeout": self.duration(confirm, 0.0) or None,
+            "delivery_timeout": self.duration(delivery, 0.0) or None,
+            "mandatory": self.truth(mandatory, default=True) if mandatory.lower() in self._given else None,
+        }
+        return tuple((name, value) for name, value in given.items() if value is not None)
+
+    def least_messages(self, most: int | None) -> tuple[int | None, float]:
+        """Return the rows that a batch waits for, and for how many seconds."""
+        least, delay = self.whole("minMessagesPerTrigger", 1), self.duration("maxTriggerDelay", 900.0)
+        if least is None and self._given.get("maxtriggerdelay") is not None:
+            _refuse("maxTriggerDelay is given without minMessagesPerTrigger: there is nothing to wait for")
+        if least is not None and most is not None and least > most:
+            _refuse(f"minMessagesPerTrigger is {least}, and maxMessagesPerTrigger is {most}")
+        return least, delay
+
+    def timestamps(self, one: str, by_stream: str) -> Timestamps | None:
+        """Return a time for all streams, or one by stream."""
+        common, text = self.whole(one, 0, _LATEST), self.text(by_stream)
+        if text is None:
+            return common
+        if common is not None:
+            _refuse(f"{one} and {by_stream} are both given: leave one of them out")
+        wanted = f'{by_stream} must be JSON with milliseconds since 1970 by stream, like {{"stream": 1700000000000}}'
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict) or not parsed:
+            _refuse(f"{wanted}, not {text[:40]!r}")
+        for stream, when in parsed.items():
+            if type(when) is not int or not 0 <= when <= _LATEST:
+                _refuse(f"{wanted}; for {stream!r} it is {when!r}")
+        return parsed
 
     def truth(self, name: str, *, default: bool) -> bool:
         """Return a truth value."""

@@ -168,6 +168,8 @@ class QueueReader(NullListener):
                     raise self.error
                 self._check_missing()
                 wait = self._wait_for_more(start, most, called, called + timeout)
+                if wait <= 0 and self._too_few(start):
+                    return start
                 if wait <= 0:
                     end = self._plan(start, most)
                     if end != start:
@@ -255,7 +257,7 @@ class QueueReader(NullListener):
         batches, now = self._batches, time.monotonic()
         if batches.knows(start):
             return 0.0
-        if not batches.waits(self._remaining):
+        if not batches.waits(self._remaining) or self._too_few(start):
             return deadline - now
         if len(batches.waiting) >= most or batches.held >= self._options.max_bytes:
             return 0.0
@@ -263,6 +265,14 @@ class QueueReader(NullListener):
             return max(self._requested_at, called) + _REQUESTED - now
         linger = longest_linger(called - self._planned_at, backlog=any(self._ready.values()))
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + linger) - now
+
+    def _too_few(self, start: QueuePosition) -> bool:
+        """Whether to wait for ``minMessagesPerTrigger``, for which there is space."""
+        least, waiting, held = self._options.min_messages, len(self._batches.waiting), self._batches.held
+        if least is None or waiting >= least or self._remaining is not None or self._batches.knows(start):
+            return False
+        full = held >= self._options.max_bytes or waiting >= self._prefetch.granted or self._prefetch.paused
+        return not full and time.monotonic() - self._planned_at < self._options.max_trigger_delay
 
     def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
         known = self._batches.knows(start)

@@ -56,20 +56,21 @@ _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0
 _KEPT: Final = 4
 
-_Key = tuple[str, str | None]
+_Key = tuple[str, str | None, tuple[tuple[str, float | bool], ...]]
 
 _lock = threading.Lock()
-# By URL and directory for metrics, the one that was used last at the end.
+# By URL, directory for metrics and options of publishers, the one that was used last at the end.
 _idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
 
 
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher; keep it after a clean exit, discard it after an exception."""
-    key = options.url, options.metrics_directory
+    key = options.url, options.metrics_directory, options.publisher
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
-    publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry)
+    arguments: dict[str, Any] = dict(options.publisher)
+    publisher = _take(key) or Publisher(options.url, name="spark-sink", registry=registry, **arguments)
     try:
         yield publisher
     except BaseException:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -30,18 +30,20 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
 from reliable_mq.spark.stream_broker import StreamChannel, StreamEnd, end_of, first_offset, offset_at, partitions_of
+from reliable_mq.spark.stream_filters import RangeFilters
 from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limited, marked_initial, ranges_of, split
 from reliable_mq.spark.stream_reader import RangeReader
 from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
+    from pyspark.sql.datasource import Filter
 
-    from reliable_mq.spark.options import StartingPositions, StreamOptions
+    from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
 
-__all__ = ["StreamBatch", "StreamSource"]
+__all__ = ["FilteredStreamBatch", "StreamBatch", "StreamSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,9 @@ _SURE: Final = 3.0  # seconds after which a stream from which nothing comes is e
 _QUICK: Final = 0.25  # the same where it will be asked again
 _AWAY: Final = 1.0  # seconds between two attempts at a broker that is away
 _NO_LIMIT: Final = 2**63 - 1
+
+
+_Value = TypeVar("_Value", int, int | str)
 
 
 class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -65,6 +70,7 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         self._names = tuple(names)
         self._planner = _Planner(options)
         self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
+        self._planned_at: float | None = None  # the newest batch, or the first call
         self._away_until: float | None = None  # where the broker is away: not to be asked before
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
@@ -125,6 +131,8 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
         # The batch begins at `start`: a stream that begins elsewhere is empty in it, and read by the next one.
         pinned = {name: position for name, position in begin.items() if known.get(name) != position}
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
+        if not pinned and self._too_few(begin, end):
+            return start
         planned = pinned | limited(
             begin,
             end,
@@ -132,8 +140,21 @@ class StreamSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvail
             size=limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes,
             average=self._planner.averages(),
         )
+        if planned != start:
+            self._planned_at = time.monotonic()
         self._show(planned)
         return planned
+
+    def _too_few(self, begin: Mapping[str, int], end: Mapping[str, int]) -> bool:
+        """Whether to wait for ``minMessagesPerTrigger``."""
+        least = self._options.min_messages
+        if least is None or self._target is not None:
+            return False
+        now = time.monotonic()
+        if self._planned_at is None:
+            self._planned_at = now
+        waiting = sum(position - begin[name] for name, position in end.items())
+        return waiting < least and now - self._planned_at < self._options.max_trigger_delay
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """Return the end of the streams, for the query's progress."""
@@ -181,6 +202,7 @@ class StreamBatch(PicklableByName, DataSourceReader):
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         self._options = options
         self._names = tuple(names)
+        self._filters = RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return the ranges between ``startingOffsets`` and ``endingOffsets``.
@@ -195,11 +217,28 @@ class StreamBatch(PicklableByName, DataSourceReader):
             begin = planner.beginning(self._options.starting_offsets, end)
         finally:
             planner.close()
-        return _split(self._options, ranges_of(begin, end))
+        return _split(self._options, self._filters.applied(ranges_of(begin, end)))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a range, on an executor."""
         return _read(self._options, self._names, partition)
+
+
+class FilteredStreamBatch(StreamBatch):
+    """A batch that takes filters: a range reads only the offsets that they allow.
+
+    Spark refuses every reader with this method unless ``spark.sql.python.filterPushdown.enabled`` is on, which a source
+    cannot see: so it is an option.
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
+        """Note filters on ``offset`` and ``queue``; Spark applies all of them again.
+
+        The column ``timestamp`` is the publisher's word, not the stream's time: ``startingTimestamp`` has that.
+        """
+        for each in filters:
+            self._filters.note(each)
+        return filters
 
 
 class _Planner:
@@ -240,14 +279,19 @@ class _Planner:
         channel = self._connected()
         names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
-            when = datetime.fromtimestamp(self._options.starting_timestamp / 1000, UTC)
-            return {name: self._at(channel, name, when) for name in names}
+            since = self._times("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
+            return {name: self._since(channel, name, when) for name, when in since.items()}
         by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
         return {name: self._position(channel, name, position) for name, position in by_name.items()}
 
     def ending(self, given: StartingPositions) -> dict[str, int]:
         """Return the positions to end at, by the options."""
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
+        if self._options.ending_timestamp is not None:
+            channel = self._connected()
+            until = self._times("endingOffsetsByTimestamp", self._options.ending_timestamp, list(ends))
+            found = {name: offset_at(channel, name, _second(when, up=True), _SURE) for name, when in until.items()}
+            return {name: end if found[name] is None else min(end, found[name] or 0) for name, end in ends.items()}
         if isinstance(given, str):
             return ends
         wanted = self.positions("endingOffsets", given)
@@ -310,9 +354,19 @@ class _Planner:
         if channel is not None:
             channel.__exit__(None, None, None)
 
-    def _at(self, channel: StreamChannel, name: str, when: datetime) -> int:
-        offset = offset_at(channel, name, when, _SURE)
-        return end_of(channel, name, _SURE).position if offset is None else offset
+    def _times(self, option: str, given: Timestamps, names: list[str]) -> dict[str, int]:
+        return dict.fromkeys(names, given) if isinstance(given, int) else self._by_name(option, given, names)
+
+    def _since(self, channel: StreamChannel, name: str, when: int) -> int:
+        offset = offset_at(channel, name, _second(when), _SURE)
+        if offset is not None:
+            return offset
+        if not self._options.latest_without_match:
+            raise ConfigurationError(
+                f"stream {name!r} has no message as new as {_second(when):%Y-%m-%d %H:%M:%S} UTC, to begin at: give an "
+                "earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
+            )
+        return end_of(channel, name, _SURE).position
 
     def _position(self, channel: StreamChannel, name: str, position: int | str) -> int:
         known = self._ends.get(name)
@@ -322,10 +376,10 @@ class _Planner:
             return first_offset(channel, name, _SURE) or 0
         return end_of(channel, name, _SURE).position if isinstance(position, str) else position
 
-    def _by_name(self, option: str, given: Mapping[str, int | str], names: list[str]) -> dict[str, int | str]:
+    def _by_name(self, option: str, given: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:
         if set(given) != set(names):
             raise ConfigurationError(
-                f"{option} must have an offset for each of the streams {', '.join(names)}, and for no other; it has "
+                f"{option} must have a value for each of the streams {', '.join(names)}, and for no other; it has "
                 f"{', '.join(given)}"
             )
         return {name: given[name] for name in names}
@@ -342,6 +396,13 @@ class _Planner:
             channel = StreamChannel(parse_url(self._options.url), name="spark-streams")
             self._channel = channel.__enter__()
         return self._channel
+
+
+def _second(milliseconds: int, *, up: bool = False) -> datetime:
+    """Return a time as AMQP carries it: in whole seconds."""
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(
+        seconds=-(-milliseconds // 1000) if up else milliseconds // 1000
+    )
 
 
 def _split(options: StreamOptions, ranges: Sequence[StreamRange]) -> list[StreamRange]:

@@ -57,6 +57,11 @@ def test_every_option_of_a_stream_is_taken() -> None:
     assert options.ending_offsets == {"s": 9, "t": "latest"}
     assert (options.max_messages, options.max_bytes, options.prefetch, options.min_partitions) == (5, 1000, 7, 3)
     assert read(stream="s", startingTimestamp="1700000000000").starting_timestamp == 1_700_000_000_000
+    assert read(stream="s", startingOffsetsByTimestamp='{"s": 5}').starting_timestamp == {"s": 5}
+    assert read(stream="s", startingOffsetsByTimestampStrategy="Latest").latest_without_match
+    assert read(stream="s", endingTimestamp="7", streaming=False).ending_timestamp == 7
+    waiting = read(stream="s", minMessagesPerTrigger="7", maxTriggerDelay="30s")
+    assert (waiting.min_messages, waiting.max_trigger_delay) == (7, 30.0)
     assert read(stream="s", startingOffsets="EARLIEST").starting_offsets == "earliest"
 
 
@@ -84,7 +89,16 @@ def test_every_option_of_a_stream_is_taken() -> None:
         ({"stream": "s", "startingOffsets": '{"s": true}'}, "for 's' it is True"),
         ({"stream": "s", "startingOffsets": "latest", "startingTimestamp": "1"}, "are both given"),
         ({"stream": "s", "startingTimestamp": "1700000000000000"}, "startingTimestamp must be .* to 253402300799999"),
-        ({"stream": "s", "endingOffsets": "latest"}, "endingOffsets is for batch reads"),
+        ({"stream": "s", "endingOffsets": "latest"}, "endingOffsets and endingTimestamp are for batch reads"),
+        ({"stream": "s", "endingTimestamp": "5"}, "endingOffsets and endingTimestamp are for batch reads"),
+        ({"stream": "s", "startingTimestamp": "1", "startingOffsetsByTimestamp": "{}"}, "are both given"),
+        ({"stream": "s", "startingOffsetsByTimestamp": "{}"}, "startingOffsetsByTimestamp must be JSON with"),
+        ({"stream": "s", "startingOffsetsByTimestamp": '{"s": "x"}'}, "for 's' it is 'x'"),
+        ({"stream": "s", "startingOffsetsByTimestampStrategy": "first"}, "must be 'error' or 'latest', not 'first'"),
+        ({"stream": "s", "filterPushdown": "true"}, "filterPushdown is for batch reads"),
+        ({"stream": "s", "maxTriggerDelay": "5s"}, "maxTriggerDelay is given without minMessagesPerTrigger"),
+        ({"queue": "a", "minMessagesPerTrigger": "9", "maxMessagesPerTrigger": "8"}, "is 9, and maxMessagesPerTrigger"),
+        ({"queue": "a", "minMessagesPerTrigger": "9", "prefetch": "8"}, "is 9, and prefetch lets 8"),
         ({"stream": "s", "exchange": "x"}, "unknown option 'exchange'"),
     ],
 )
@@ -130,6 +144,15 @@ def test_a_sink_takes_where_to_write() -> None:
     options = write_options({"url": URL, "exchange": "", "routingKey": "k", "checkpointLocation": "/c"})
     assert (options.exchange, options.routing_key) == ("", "k")
     assert write_options({"url": URL}).exchange is None
+    assert write_options({"url": URL}).publisher == ()
+
+
+def test_a_sink_passes_options_on_to_its_publishers() -> None:
+    given = {"maxOutstanding": "500", "confirmTimeout": "10s", "deliveryTimeout": "5m", "mandatory": "false"}
+    options = write_options({"url": URL, **{f"publisher.{name}": value for name, value in given.items()}})
+    assert dict(options.publisher) == {
+        "max_outstanding": 500, "confirm_timeout": 10.0, "delivery_timeout": 300.0, "mandatory": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,6 +163,8 @@ def test_a_sink_takes_where_to_write() -> None:
         ({"path": "x"}, "a path is given"),
         ({"routingKey": "\N{SNOWMAN}" * 100}, "routingKey has 300 bytes in UTF-8, and AMQP allows 255"),
         ({"exchange": "x" * 256}, "exchange has 256 bytes"),
+        ({"publisher.confirmTimeout": "10"}, "publisher.confirmTimeout must be a time with its unit"),
+        ({"publisher.maxOutstandin": "10"}, "did you mean publisher.maxOutstanding?"),
     ],
 )
 def test_a_sink_refuses_what_it_does_not_know(given: dict[str, str], says: str) -> None:
