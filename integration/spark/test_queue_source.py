@@ -372,8 +372,8 @@ def test_a_queue_that_is_joined_with_itself_is_refused(
     """Spark makes two sources of it, which would share the messages: no row joined, and everything acked."""
     publish(vhost, ORDERS, numbered(100))
     rows = read(spark, vhost.url).select("message_id")
-    joined = rows.join(rows.withColumnRenamed("message_id", "other"), expr("message_id = other"))
-    writer = joined.writeStream.format("noop").option("checkpointLocation", checkpoint)
+    joined = rows.alias("one").join(rows.alias("other"), expr("one.message_id = other.message_id"))
+    writer = joined.select("one.message_id").writeStream.format("noop").option("checkpointLocation", checkpoint)
     with pytest.raises(PySparkException, match=r"queue 'orders' is read twice in this application"):
         writer.start().awaitTermination(240)
     vhost.wait_for_messages("orders", 100)
