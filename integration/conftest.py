@@ -110,6 +110,7 @@ _LONGEST = (
     "test_cli.py",
     "test_cli_demo.py",
     "test_wall_clock.py",
+    "test_web.py",
     "test_queue_source.py",
     "test_missing_package.py",
     "test_queue_kills.py",

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from reliable_mq.web.audit import AuditLog
     from reliable_mq.web.source import Source
 
-__all__ = ["Operations", "ReplayOptions"]
+__all__ = ["FAILURES_KEPT", "Operations", "ReplayOptions"]
 
 logger = logging.getLogger(__name__)
 
+#: Failures of a replay that are kept when it has ended, with their letters.
+FAILURES_KEPT: Final = 50
 _READINGS: Final = 8
 _READ_ALONE: Final = 1000  # messages of a queue that is read without being asked for
 _EVERYTHING: Final = Choice((), Filter())
@@ -132,24 +134,28 @@ class Operations:
     def replay(self, queue: str, choice: Choice, user: str, options: ReplayOptions) -> Job:
         """Replay letters, or count what would be replayed."""
         job = Job("dry run" if options.dry_run else "replay", queue, choice, user)
-        job.details, job.options, job.report = options.details, options.pairs, ReplayReport()
+        report = ReplayReport()
+        job.details, job.options, job.report = options.details, options.pairs, report
 
         def work(job: Job) -> None:
-            with self._source.open(queue) as dead:
-                dead.replay(
-                    choice.filter,
-                    to=options.to,
-                    as_published=options.as_published,
-                    limit=options.limit,
-                    rate=options.rate,
-                    dry_run=options.dry_run,
-                    idempotency=self._store,
-                    idempotency_namespace=self._namespace,
-                    body=options.body,
-                    progress=job.progress,
-                    stop=job.stop,
-                    report=job.report,
-                )
+            try:
+                with self._source.open(queue) as dead:
+                    dead.replay(
+                        choice.filter,
+                        to=options.to,
+                        as_published=options.as_published,
+                        limit=options.limit,
+                        rate=options.rate,
+                        dry_run=options.dry_run,
+                        idempotency=self._store,
+                        idempotency_namespace=self._namespace,
+                        body=options.body,
+                        progress=job.progress,
+                        stop=job.stop,
+                        report=report,
+                    )
+            finally:
+                del report.failures[FAILURES_KEPT:]
 
         return self.jobs.begin(job, work if options.dry_run else self._audited(work))
 

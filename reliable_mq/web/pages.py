@@ -33,7 +33,7 @@ from reliable_mq.web.content import (
     visible,
 )
 from reliable_mq.web.jobs import Job, JobState
-from reliable_mq.web.operations import Operations, ReplayOptions
+from reliable_mq.web.operations import FAILURES_KEPT, Operations, ReplayOptions
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage
@@ -86,7 +86,9 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.globals.update(htmx=_HTMX, integrity=_HTMX_INTEGRITY, ago=ago, exactly=exactly)
+        self._templates.globals.update(
+            htmx=_HTMX, integrity=_HTMX_INTEGRITY, shown_failures=FAILURES_KEPT, ago=ago, exactly=exactly
+        )
         self.exception_handlers: Mapping[Any, Callable[..., Any]] = {
             HTTPException: self._http_error,
             ReliableMQError: self._error,

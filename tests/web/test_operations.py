@@ -132,6 +132,18 @@ def test_letters_that_cannot_be_replayed_are_named(page: Page, broker: MemoryBro
     assert broker.bodies(QUEUE) == [b"foreign"]
 
 
+def test_few_of_many_failures_are_kept(page: Page, broker: MemoryBroker) -> None:
+    """Each holds its letter, and operations are kept for hours."""
+    broker.add(QUEUE, *(Message(b"foreign", message_id=f"no-origin-{number}") for number in range(70)))
+    browser = page()
+    answer = browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "dry-run"})
+    told = ended(browser, answer)
+    assert "Cannot be replayed 70" in told
+    assert "no-origin-49 " in told
+    assert "no-origin-50 " not in told
+    assert "and 20 more" in told
+
+
 @pytest.mark.usefixtures("letters")
 @pytest.mark.parametrize(
     ("field", "text"),
