@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import seconds, whole_number
+from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -59,13 +59,20 @@ class Endpoint:
 class Credentials:
     """A user name and a password or token, which ``repr`` hides.
 
+    Args:
+        username: RabbitMQ takes the user from the token if there is one; any text does then.
+        password: or token.
+        expires_in: seconds, or a timedelta, from now on, for which a token of a callback is valid. An open connection
+            gets another one from the callback before that. None for a password that does not expire.
+
     Raises:
-        ConfigurationError: not text, an empty password (RabbitMQ refuses it), or a NUL character, which SASL PLAIN
-            uses as its separator.
+        ConfigurationError: not text, an empty password (RabbitMQ refuses it), a NUL character, which SASL PLAIN
+            uses as its separator, or no duration.
     """
 
     username: str
     password: str = field(repr=False)
+    expires_in: Duration | None = None
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {"username": self.username, "password": self.password}
@@ -76,6 +83,13 @@ class Credentials:
                 raise ConfigurationError(f"{name} holds a NUL character, which SASL PLAIN cannot carry")
         if not self.password:
             raise ConfigurationError(f"the password of user {self.username!r} is empty, which RabbitMQ refuses")
+        if self.expires_in is not None:
+            object.__setattr__(self, "expires_in", seconds("expires_in", self.expires_in, positive=True))
+
+    @property
+    def lifetime(self) -> float | None:
+        """`expires_in` in seconds; None if it does not expire."""
+        return None if self.expires_in is None else seconds("expires_in", self.expires_in)
 
 
 CredentialsCallback = Callable[[], "Credentials | tuple[str, str]"]
@@ -179,6 +193,8 @@ class ConnectionSettings:
             raise ConfigurationError(f"mechanism must be PLAIN or EXTERNAL, not {self.mechanism!r}")
         elif inspect.iscoroutinefunction(self.credentials):
             raise ConfigurationError("credentials must be a plain callable: a coroutine function is not awaited")
+        elif isinstance(self.credentials, Credentials) and self.credentials.expires_in is not None:
+            raise ConfigurationError("expires_in needs a callback, which returns the next token: give credentials=fn")
         elif not isinstance(self.credentials, Credentials) and not callable(self.credentials):
             raise ConfigurationError(
                 f"credentials must be Credentials or a callable, not {type(self.credentials).__name__}"

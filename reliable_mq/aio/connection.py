@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import ConnectionListener
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
+    from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["AsyncConnection"]
@@ -74,6 +75,11 @@ class AsyncConnection:
     def patience(self) -> float:
         """Seconds left for the broker's next answer in a set-up under way."""
         return self._connector.patience
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
+        return self._connector.tokens
 
     @property
     def over(self) -> bool:

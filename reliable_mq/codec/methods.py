@@ -28,6 +28,7 @@ __all__ = [
     "CHANNEL_OPEN_OK",
     "CONNECTION_BLOCKED",
     "CONNECTION_CLOSED",
+    "CONNECTION_SECRET_UPDATED",
     "CONNECTION_TUNE",
     "CONNECTION_UNBLOCKED",
     "Arguments",
@@ -53,6 +54,7 @@ __all__ = [
     "encode_channel_open",
     "encode_step",
     "encode_steps",
+    "encode_update_secret",
     "method_of",
     "negotiated",
 ]
@@ -175,6 +177,7 @@ CONNECTION_TUNE: Final = (10, 30)
 CONNECTION_CLOSED: Final = (10, 50)
 CONNECTION_BLOCKED: Final = (10, 60)
 CONNECTION_UNBLOCKED: Final = (10, 61)
+CONNECTION_SECRET_UPDATED: Final = (10, 71)
 CHANNEL_OPEN_OK: Final = (20, 11)
 CHANNEL_CLOSED: Final = (20, 40)
 CHANNEL_CLOSE_OK: Final = (20, 41)
@@ -188,6 +191,7 @@ _INDEX: Final = Struct(">HH")
 _COUNTS: Final = Struct(">II")
 _TUNE: Final = Struct(">HIH")
 _UINT16: Final = Struct(">H")
+_UINT32: Final = Struct(">I")
 _ARGUMENTS: Final = 11  # offset of the arguments in the frame of a method
 _NOTHING: Final = b"\0\0"  # the ticket at the beginning of most methods, which has no meaning any more
 
@@ -291,6 +295,12 @@ def encode_channel_close(channel: int) -> bytes:
 def encode_channel_close_ok(channel: int) -> bytes:
     """Encode ``channel.close-ok``."""
     return _frame(channel, *CHANNEL_CLOSE_OK, b"")
+
+
+def encode_update_secret(secret: str, reason: str) -> bytes:
+    """Return the frame of ``connection.update-secret``, with another token."""
+    token = secret.encode()
+    return _frame(0, 10, 70, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
 
 
 def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:

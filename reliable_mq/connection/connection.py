@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner
 from reliable_mq.connection.interfaces import ConnectCredentials
+from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -99,6 +100,7 @@ class Connector:
     Attributes:
         write: sends whole frames for the channel in one piece; does nothing while no channel is ready.
         callback_errors: exceptions that callbacks raised.
+        tokens: counts of renewed tokens.
     """
 
     def __init__(
@@ -127,6 +129,10 @@ class Connector:
         self._timer: TimerHandle | None = None  # of the state
         # For calls of the credentials callback. Its patience ends a little before that of the attempt.
         self._credentials_calls = CredentialsCalls(_CALL_AGAIN_AFTER * settings.connect_timeout)
+        self._renewer = TokenRenewer(
+            name, loop, settings, self._credentials_calls, self.discard, lambda: self._blocked is not None
+        )
+        self.tokens = self._renewer.statistics
         self._link: Link | None = None
         self._dying: set[Link] = set()  # aborted; their sockets are not closed yet
         self._channel: Channel | None = None
@@ -266,12 +272,18 @@ class Connector:
             self._attempt_failed(_as_ours(result, f"no credentials: the callback raised {type(result).__name__}"))
             return
         self._enter(ConnectionState.CONNECTING)
+        self._renewer.credentials_read(result.credentials)
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
         self._link = self._open_link(self._endpoint, self._settings, result, self._name, self)
 
     def link_opened(self, link: Link) -> None:
         if link is self._link and self._state is ConnectionState.CONNECTING:
+            self._renewer.connected(link)
             self._open_channel(link)
+
+    def link_secret_updated(self, link: Link) -> None:
+        if link is self._link:
+            self._renewer.accepted()
 
     @property
     def patience(self) -> float:
@@ -378,6 +390,7 @@ class Connector:
         self._dying.discard(link)
         if link is self._link:
             self._link = self._channel = None
+            self._renewer.lost(loss)
             if self._state in _ESTABLISHED:
                 self._plan_reconnect(loss)
             elif self._step_outstanding is not None and _is_refusal(loss):
@@ -437,6 +450,7 @@ class Connector:
         """Abort the link; its only event from now on is that its socket is closed."""
         link, self._link, self._channel = self._link, None, None
         if link is not None:
+            self._renewer.lost()
             self._dying.add(link)
             link.abort(reason)
 

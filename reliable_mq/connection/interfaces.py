@@ -113,6 +113,9 @@ class LinkEvents(Protocol):
     def link_unblocked(self, link: Link) -> None:
         """Process ``connection.unblocked``."""
 
+    def link_secret_updated(self, link: Link) -> None:
+        """Process ``connection.update-secret-ok``."""
+
     def link_read(self, link: Link) -> None:
         """Process the end of a read: all its frames have been passed on."""
 

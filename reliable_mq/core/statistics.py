@@ -28,6 +28,7 @@ __all__ = [
     "PublisherStatus",
     "QueueDepthStatistics",
     "QueueStatus",
+    "TokenStatistics",
 ]
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -146,7 +147,17 @@ def _count(documentation: str, name: str = "", label: tuple[str, str] | tuple[()
 
 _SETTLED = "Messages settled, by outcome."
 _RECONNECTS = "Connections lost and made again."
+_TOKENS = "Renewals of the token of an open connection, by outcome; failed: the credentials callback gave none."
 _STALLED = "Time for which the event loop stood still, half a heartbeat or more at a time (asyncio only)."
+
+
+@dataclass(slots=True)
+class TokenStatistics:
+    """Counts of the renewals of one connection's token, by outcome."""
+
+    accepted: int = 0
+    refused: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True)
@@ -184,6 +195,9 @@ class PublisherStatus:
     blocked_seconds: float = field(metadata=_counter("Time for which the broker has blocked publishing."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     stale_confirms: int = field(metadata=_counter("Confirms that were unknown, repeated or of an older channel."))
+    tokens_accepted: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "accepted")))
+    tokens_refused: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "refused")))
+    tokens_failed: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "failed")))
     event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
 
@@ -226,6 +240,9 @@ class ConsumerStatus:
     paused: bool = field(metadata=_gauge("1 while the kill switch pauses the consumer."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))
+    tokens_accepted: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "accepted")))
+    tokens_refused: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "refused")))
+    tokens_failed: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "failed")))
     event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.core.consumer.session import ConsumerSession
+    from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.errors import ReliableMQError
 
 __all__ = ["ConsumerVitals", "WatchedLoop"]
@@ -26,6 +27,10 @@ class WatchedLoop(Protocol):
     @property
     def over(self) -> bool:
         """Whether it has ended."""
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
 
     def call_soon(self, fn: Callable[[], None], /) -> object:
         """Run `fn` on it. Any thread."""

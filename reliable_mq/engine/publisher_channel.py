@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.publisher.session import PublisherSession
     from reliable_mq.core.reconnect import ConnectionLoss
+    from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.tracing.publishing import SendTrace
@@ -71,6 +72,10 @@ class PublisherConnection(Protocol):
     @property
     def write_buffer_size(self) -> Callable[[], int]:
         """Bytes written that the kernel has not taken yet."""
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
 
     @property
     def over(self) -> bool:
@@ -263,13 +268,18 @@ class BasePublisherChannel(Generic[P]):
         oldest = self._oldest
         return 0.0 if oldest is None else max(time.monotonic() - oldest, 0.0)
 
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
+        return self._io.tokens
+
     def signs(self, now: float, stuck_after: float, outbox: OutboxSigns | None) -> PublisherSigns:
         """Return the signs of health. Any thread; does not wait."""
         return PublisherSigns(
             changed_at=self._changed_at,
             stuck_after=stuck_after,
             connected=self.connected,
-            disconnected_reason=self.session.disconnected_reason if self.tried else None,
+            disconnected_reason=self.session.disconnected_reason,
             given_up="" if self.fatal is None else str(self.fatal),
             loop_over=self._io.over,
             unanswered_since=self._watch.look(now, self._io.call_soon),

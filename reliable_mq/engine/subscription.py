@@ -32,7 +32,7 @@ from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState, Resubscribe
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.idempotency import namespace_of
-from reliable_mq.engine.health import ConsumerVitals
+from reliable_mq.engine.health import ConsumerVitals, WatchedLoop
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, TopologyMismatch
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.health import ConsumerSigns
     from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
     from reliable_mq.core.retry.dead_letters import RepublishRequest
+    from reliable_mq.core.statistics import TokenStatistics
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.engine.republisher import BaseRepublisher
     from reliable_mq.settings import ConnectionSettings
@@ -78,18 +79,11 @@ _LEVELS = {
 }
 
 
-class ConsumerConnection(Protocol):
+class ConsumerConnection(WatchedLoop, Protocol):
     """The connection of an API. From other threads: `start`, `call_soon` and `stop`."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the loop has ended."""
 
     def start(self) -> None:
         """Begin to connect. Does not wait."""
-
-    def call_soon(self, fn: Callable[[], None], /) -> object:
-        """Run `fn` on the loop."""
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
@@ -227,6 +221,11 @@ class BaseSubscription:
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
+        return self._io.tokens
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
         """Return the signs of health. Any thread; does not wait."""

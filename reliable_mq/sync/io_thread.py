@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from reliable_mq.connection.connection import Connector
 from reliable_mq.connection.interfaces import ConnectionListener, TimerHandle
 from reliable_mq.connection.pika_driver import EventLoop, Link
+from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class IOThread:
     def callback_errors(self) -> int:
         """Exceptions that callbacks raised; each cost a connection."""
         return self._connector.callback_errors if self._thread is not None else 0
+
+    @property
+    def tokens(self) -> TokenStatistics:
+        """Counts of renewed tokens."""
+        return self._connector.tokens if self._thread is not None else TokenStatistics()
 
     @property
     def over(self) -> bool:

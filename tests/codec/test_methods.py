@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pamqp import commands
+from pamqp import frame as pamqp_frame
 from pika import frame as pika_frame
 from pika import spec
 
@@ -136,6 +138,17 @@ def test_opening_and_closing() -> None:
     close = decoded(methods.encode_channel_close(CHANNEL))
     assert (type(close), close.reply_code) == (spec.Channel.Close, 200)
     assert isinstance(decoded(methods.encode_channel_close_ok(CHANNEL)), spec.Channel.CloseOk)
+
+
+def test_another_token_is_sent_on_channel_0() -> None:
+    """pika has no such method; pamqp reads it. A token may be longer than a short string."""
+    token = "häder." + "x" * 5000
+    _, channel, method = pamqp_frame.unmarshal(methods.encode_update_secret(token, "the token expires"))
+    assert channel == 0
+    assert isinstance(method, commands.Connection.UpdateSecret)
+    assert (method.new_secret, method.reason) == (token, "the token expires")
+    answer = pamqp_frame.marshal(commands.Connection.UpdateSecretOk(), 0)
+    assert methods.method_of(answer) == methods.CONNECTION_SECRET_UPDATED
 
 
 def test_a_frame_without_a_method_has_none() -> None:

@@ -317,6 +317,8 @@ class Link:
             self._events.link_blocked(self, methods.decode_text(frame))
         elif method == methods.CONNECTION_UNBLOCKED:
             self._events.link_unblocked(self)
+        elif method == methods.CONNECTION_SECRET_UPDATED:
+            self._events.link_secret_updated(self)
         else:
             if method == methods.CONNECTION_TUNE:
                 frame, self._tune = methods.negotiated(

@@ -13,7 +13,7 @@ from pika.adapters.select_connection import SelectConnection
 from pika.credentials import ExternalCredentials, PlainCredentials
 
 from reliable_mq._util.version import client_properties
-from reliable_mq.codec import CodecError, InboundReader
+from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.connection.pika_driver.errors import Aborted
 from reliable_mq.core.consumer.delivery import Delivery
@@ -46,6 +46,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         on_closed: Callable[[Connection, BaseException | None], None],
         on_read: Callable[[], None],
         on_drained: Callable[[], None],
+        on_secret_updated: Callable[[], None],
     ) -> None:
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
         self.channels = ChannelTable(self.send, self.reader)
@@ -60,6 +61,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self._on_open = on_open
         self._on_read = on_read
         self._on_drained = on_drained
+        self._on_secret_updated = on_secret_updated
         super().__init__(
             parameters,
             on_open_callback=self._opened_now,
@@ -148,6 +150,9 @@ class Connection(SelectConnection):  # type: ignore[misc]
             return
         if data[1:3] != _NO_CHANNEL:
             self.channels.receive(data)
+            return
+        if methods.method_of(data) == methods.CONNECTION_SECRET_UPDATED:
+            self._on_secret_updated()
             return
         try:
             _, value = frame.decode_frame(data)

@@ -54,6 +54,7 @@ class Link:
             on_closed=self._on_closed,
             on_read=partial(events.link_read, self),
             on_drained=partial(events.link_drained, self),
+            on_secret_updated=partial(events.link_secret_updated, self),
         )
         self.write: Callable[[bytes], None] = self._connection.send
         self._connection.add_on_connection_blocked_callback(self._on_blocked)

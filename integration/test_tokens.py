@@ -1,0 +1,142 @@
+"""Tokens that expire, on a real broker with the OAuth 2 plugin: renewed on the open connection, on both APIs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from integration.support.blocking import BlockingPublisher
+from integration.support.blocking_consumer import BlockingConsumer
+from integration.support.tokens import CONF, Issuer
+from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq.testing import RabbitMQ
+from reliable_mq.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIFETIME = 5.0  # seconds of a token; RabbitMQ's clock of tokens is in whole seconds
+ROTATIONS = 10
+ORDERS = Queue("orders", type="classic", dead_letter=None)
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Issuer:
+    return Issuer(LIFETIME)
+
+
+@pytest.fixture(scope="module")
+def url(issuer: Issuer) -> Iterator[str]:
+    with RabbitMQ(conf=CONF, files=issuer.files) as broker:
+        yield broker.url.replace("guest:guest@", "")
+
+
+@pytest.fixture(autouse=True)
+def honest(issuer: Issuer) -> None:
+    issuer.forged = issuer.fails = False
+
+
+@pytest.fixture(params=["sync", "aio"])
+def kinds(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    return (Publisher, Consumer) if request.param == "sync" else (BlockingPublisher, BlockingConsumer)
+
+
+def renewals(registry: CollectorRegistry, outcome: str) -> float:
+    labels = {"publisher": "shop", "outcome": outcome}
+    return registry.get_sample_value("reliable_mq_publisher_token_renewals_total", labels) or 0.0
+
+
+@pytest.mark.timeout(300)
+def test_connections_are_kept_over_ten_rotations_and_no_token_is_logged(
+    url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Publisher and consumer go on on the connections that they began with, each token longer dead than they."""
+    caplog.set_level(logging.DEBUG)
+    new_publisher, new_consumer = kinds
+    registry = CollectorRegistry()
+    handled: list[bytes] = []
+    lock = threading.Lock()
+
+    def handle(delivery: Any) -> None:
+        with lock:
+            handled.append(delivery.body)
+
+    published = 0
+    with (
+        new_publisher(
+            url, topology=[ORDERS], credentials=issuer.credentials, name="shop", registry=registry
+        ) as publisher,
+        new_consumer(
+            url, ORDERS, handle, credentials=issuer.credentials, name="billing", registry=registry
+        ) as consumer,
+    ):
+        for rotation in range(ROTATIONS + 1):
+            wait_until(
+                lambda least=rotation: renewals(registry, "accepted") >= least, timeout=60, what=f"renewal {rotation}"
+            )
+            publisher.publish(Message(b"%d" % published), routing_key="orders")
+            published += 1
+        assert renewals(registry, "refused") == renewals(registry, "failed") == 0
+        wait_until(lambda: len(handled) == published, timeout=60, what=lambda: f"{len(handled)} of {published}")
+        labels = {"publisher": "shop"}
+        assert registry.get_sample_value("reliable_mq_publisher_reconnects_total", labels) == 0
+        assert consumer.reconnects == 0
+        texts = [repr(publisher), repr(consumer), repr(getattr(publisher, "publisher", publisher).health())]
+    texts += [record.getMessage() + str(record.__dict__) for record in caplog.records]
+    assert len(issuer.issued) > ROTATIONS
+    secrets = [token.rpartition(".")[2][:40] for token in issuer.issued]
+    assert [text[:200] for text in texts if any(secret in text for secret in secrets)] == []
+
+
+def test_a_refused_token_is_reported_and_the_next_connection_takes_another_one(
+    url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker closes the connection; until a good token comes, nothing is connected, and then everything is."""
+    registry = CollectorRegistry()
+    with kinds[0](
+        url,
+        topology=[ORDERS],
+        credentials=issuer.credentials,
+        name="shop",
+        registry=registry,
+        reconnect_wait=lambda _: 0.2,
+    ) as publisher:
+        publisher.publish(Message(b"before"), routing_key="orders")
+        issuer.forged = True
+        wait_until(lambda: renewals(registry, "refused") == 1, timeout=60, what="the refusal")
+        wait_until(lambda: not publisher.connected, timeout=60, what="the loss")
+        health = getattr(publisher, "publisher", publisher).health()
+        assert (health.live, health.ready) == (True, False)
+        waiting = publisher.submit(Message(b"meanwhile"), routing_key="orders")
+        issuer.forged = False
+        assert waiting.exception(60) is None
+    [line] = [record for record in caplog.records if "refused the renewed token" in record.getMessage()]
+    assert line.levelno == logging.ERROR
+    assert "530" in line.getMessage()
+
+
+def test_a_callback_without_a_token_is_tried_again_in_time(
+    url: str, issuer: Issuer, kinds: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure of the identity provider costs no connection as long as the token lives."""
+    registry = CollectorRegistry()
+    issuer.lifetime = 20.0
+    try:
+        with kinds[0](
+            url, topology=[ORDERS], credentials=issuer.credentials, name="shop", registry=registry
+        ) as publisher:
+            publisher.connect()
+            issuer.fails = True
+            wait_until(lambda: renewals(registry, "failed") >= 1, timeout=60, what="a failure")
+            issuer.fails = False
+            wait_until(lambda: renewals(registry, "accepted") >= 1, timeout=60, what="a renewal")
+            publisher.publish(Message(b"x"), routing_key="orders")
+            labels = {"publisher": "shop"}
+            assert registry.get_sample_value("reliable_mq_publisher_reconnects_total", labels) == 0
+    finally:
+        issuer.lifetime = LIFETIME
+    assert any("no token to renew the one that expires in" in record.getMessage() for record in caplog.records)

@@ -1,0 +1,172 @@
+"""Renew the token of an open connection before it expires.
+
+`core.token_renewal` decides when. The callback of the user is called on a thread, as for a connect.
+
+Invariants: a token is in no log line, and is not kept here; an answer of the callback that comes after its connection
+was lost is dropped; an update that the broker does not answer in time costs the connection, unless the broker has
+blocked it and so reads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq._util.threads import call_in_background
+from reliable_mq.codec import methods
+from reliable_mq.core.consumer.attempts import printable
+from reliable_mq.core.statistics import TokenStatistics
+from reliable_mq.core.token_renewal import RenewalState, TokenRenewal
+from reliable_mq.settings import Credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.connection.interfaces import EventLoop, Link, TimerHandle
+    from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
+    from reliable_mq.settings import ConnectionSettings
+
+__all__ = ["TokenRenewer"]
+
+logger = logging.getLogger(__name__)
+
+_REASON: Final = "the token expires"
+_LOOK_AGAIN: Final = 1.0  # seconds, while an earlier call of the callback has not returned
+
+
+class TokenRenewer:
+    """Renews the tokens of one connection after the other. On its loop only.
+
+    Args:
+        name: of the connection, for the log.
+        loop: to run on.
+        settings: of the connection.
+        calls: of the callback, which hung ones share with those of connects.
+        discard: aborts the connection.
+        is_blocked: whether the broker has blocked it.
+
+    Attributes:
+        statistics: counts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loop: EventLoop,
+        settings: ConnectionSettings,
+        calls: CredentialsCalls,
+        discard: Callable[[str], None],
+        is_blocked: Callable[[], bool],
+    ) -> None:
+        self.statistics = TokenStatistics()
+        self._name = name
+        self._loop = loop
+        self._settings = settings
+        self._calls = calls
+        self._discard = discard
+        self._is_blocked = is_blocked
+        self._renewal = TokenRenewal()
+        self._link: Link | None = None
+        self._timer: TimerHandle | None = None
+        self._read: tuple[float, float | None] = 0.0, None  # of the token for the next connect: when, and its lifetime
+
+    def credentials_read(self, credentials: Credentials | None) -> None:
+        """Note the credentials of the attempt that begins."""
+        self._read = time.monotonic(), None if credentials is None else credentials.lifetime
+
+    def connected(self, link: Link) -> None:
+        """Plan the first renewal: the handshake is over."""
+        self._link = link
+        self._renewal.connected(*self._read)
+        self._plan()
+
+    def accepted(self) -> None:
+        """Note ``connection.update-secret-ok``."""
+        if self._renewal.state is not RenewalState.SENT:
+            return
+        self._renewal.accepted()
+        self.statistics.accepted += 1
+        logger.info("%s: the token was renewed", self._name)
+        self._plan()
+
+    def lost(self, loss: ConnectionLoss | None = None) -> None:
+        """Forget the connection; with the loss, if the broker or the network ended it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._link = None
+        unanswered = self._renewal.lost()
+        if unanswered and loss is not None and loss.by_broker:
+            self.statistics.refused += 1
+            logger.error(
+                "%s: the broker refused the renewed token, and closed the connection: %s %s; the next attempt reads "
+                "another one",
+                self._name,
+                loss.code,
+                printable(loss.text),
+            )
+
+    def _plan(self) -> None:
+        if self._renewal.due_at is not None:
+            self._set_timer(self._renewal.due_at - time.monotonic(), self._renew)
+
+    def _set_timer(self, delay: float, fn: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(delay, 0.0), fn)
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        if not self._calls.begin(now):
+            self._set_timer(_LOOK_AGAIN, self._renew)
+        elif self._renewal.begin(now):
+            link = self._link
+            call_in_background(
+                f"{self._name} credentials",
+                self._settings.resolve_credentials,
+                lambda result: self._loop.call_soon(partial(self._on_read, link, result)),
+            )
+            self._set_timer(self._settings.connect_timeout, self._on_slow)
+        else:
+            self._calls.answered()
+            self._plan()
+
+    def _on_read(self, link: Link | None, result: Credentials | Exception | None) -> None:
+        self._calls.answered()
+        if link is None or link is not self._link or self._renewal.state is not RenewalState.READING:
+            return
+        if not isinstance(result, Credentials):
+            self._failed("the callback returned none" if result is None else str(result))
+            return
+        frame = methods.encode_update_secret(result.password, _REASON)
+        if len(frame) > link.frame_max:
+            self._failed(f"it has {len(frame)} bytes, and one frame of this connection holds {link.frame_max}")
+            return
+        self._renewal.read(time.monotonic(), result.lifetime)
+        link.write(frame)
+        self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+
+    def _on_slow(self) -> None:
+        if self._renewal.state is RenewalState.READING:
+            self._failed("the callback has not returned in time")
+
+    def _failed(self, reason: str) -> None:
+        now = time.monotonic()
+        left = self._renewal.seconds_left(now)
+        self._renewal.failed(now)
+        self.statistics.failed += 1
+        logger.warning(
+            "%s: no token to renew the one that %s: %s",
+            self._name,
+            f"expires in {left:.1f} s" if left > 0 else f"expired {-left:.1f} s ago",
+            reason,
+        )
+        self._plan()
+
+    def _on_unanswered(self) -> None:
+        if self._is_blocked():
+            self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+        elif self._renewal.state is RenewalState.SENT:
+            self._discard(f"connection.update-secret was not answered within {self._settings.connect_timeout:g} s")

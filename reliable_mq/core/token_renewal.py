@@ -1,0 +1,105 @@
+"""When the token of an open connection is renewed: ``connection.update-secret``.
+
+RabbitMQ closes a connection whose token has expired, or refuses what is done on it. So the next one is read from the
+callback after a part of the lifetime, and sent on the open connection. After a failure it is read again, until the
+token has expired and beyond: the broker decides when that costs the connection. A connection that is lost takes a new
+token at the next connect.
+
+Invariants: at most one call of the callback, or one update, is under way; nothing is due without a connection, or for a
+token that does not expire; a failure is followed by another try, sooner as the end comes nearer.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["TRANSITIONS", "RenewalState", "TokenRenewal"]
+
+RENEW_AFTER: Final = 0.6  # of the lifetime
+RETRY_AT_LEAST: Final = 1.0  # seconds from one failure to the next try
+_RETRY_PART: Final = 1 / 3  # of the time that is left
+
+
+class RenewalState(enum.Enum):
+    """The renewal of one connection's token."""
+
+    NONE = "there is no connection, or its token does not expire"
+    PLANNED = "the next token is due at a time"
+    READING = "the callback is called for the next token"
+    SENT = "the next token is sent; the broker has not answered"
+
+
+_S = RenewalState
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[RenewalState, set[RenewalState]]]] = {
+    "connected": {_S.NONE: {_S.PLANNED}},
+    "due": {_S.PLANNED: {_S.READING}},
+    "read": {_S.READING: {_S.SENT}},
+    "the callback failed": {_S.READING: {_S.PLANNED}},
+    "accepted": {_S.SENT: {_S.PLANNED, _S.NONE}},
+    "lost": {state: {_S.NONE} for state in (_S.PLANNED, _S.READING, _S.SENT)},
+}
+del _S
+
+
+class TokenRenewal:
+    """The plan for one connection. Not thread-safe; ``now`` is a monotonic clock.
+
+    Attributes:
+        state: of the renewal.
+        due_at: when the next token is to be read; None if it is not planned.
+    """
+
+    __slots__ = ("_expires_at", "_next", "due_at", "state")
+
+    def __init__(self) -> None:
+        self.state = RenewalState.NONE
+        self.due_at: float | None = None
+        self._expires_at = 0.0
+        self._next: tuple[float, float] | None = None  # when the token that was sent was read, and its lifetime
+
+    def connected(self, read_at: float, lifetime: float | None) -> None:
+        """Plan for a connection whose token was read at a time; None does not expire."""
+        if lifetime is not None:
+            self._plan(read_at, lifetime)
+
+    def begin(self, now: float) -> bool:
+        """Return whether to call the callback now; then `read` or `failed` follows."""
+        if self.due_at is None or now < self.due_at:
+            return False
+        self.state, self.due_at = RenewalState.READING, None
+        return True
+
+    def read(self, now: float, lifetime: float | None) -> None:
+        """Note that the next token was read, and is sent."""
+        self.state = RenewalState.SENT
+        self._next = None if lifetime is None else (now, lifetime)
+
+    def failed(self, now: float) -> None:
+        """Note that there is no next token yet."""
+        self.state = RenewalState.PLANNED
+        self.due_at = now + max(RETRY_AT_LEAST, (self._expires_at - now) * _RETRY_PART)
+
+    def accepted(self) -> None:
+        """Note that the broker took the token that was sent."""
+        self.state = RenewalState.NONE
+        if self._next is not None:
+            self._plan(*self._next)
+
+    def lost(self) -> bool:
+        """Forget the connection; return whether the broker had a token to answer to."""
+        unanswered = self.state is RenewalState.SENT
+        self.state, self.due_at, self._next = RenewalState.NONE, None, None
+        return unanswered
+
+    def seconds_left(self, now: float) -> float:
+        """Return the seconds until the token expires; negative once it has."""
+        return self._expires_at - now
+
+    def _plan(self, read_at: float, lifetime: float) -> None:
+        self.state, self._expires_at = RenewalState.PLANNED, read_at + lifetime
+        self.due_at = read_at + lifetime * RENEW_AFTER

@@ -1,0 +1,126 @@
+"""When a token is renewed, whatever the callback and the broker do."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from reliable_mq.core.token_renewal import RENEW_AFTER, RETRY_AT_LEAST, TRANSITIONS, RenewalState, TokenRenewal
+from tests.properties import machine
+
+LIFETIMES = st.none() | st.sampled_from([0.5, 5.0, 3600.0])
+
+
+class CheckedRenewal(TokenRenewal):
+    """Each change of its state is in the table."""
+
+    __slots__ = ("_state",)
+
+    @property
+    def state(self) -> RenewalState:  # type: ignore[override]
+        return self._state
+
+    @state.setter
+    def state(self, after: RenewalState) -> None:
+        before = getattr(self, "_state", after)
+        if before is not after:
+            assert any(after in changes.get(before, ()) for changes in TRANSITIONS.values()), (before, after)
+        self._state = after
+
+
+def test_the_next_token_is_due_before_the_end_of_the_one_before() -> None:
+    renewal = CheckedRenewal()
+    assert not renewal.begin(1e9)
+    renewal.connected(100.0, 50.0)
+    assert renewal.due_at == 100.0 + 50.0 * RENEW_AFTER < 150.0
+    assert not renewal.begin(renewal.due_at - 0.1)
+    assert renewal.begin(renewal.due_at)
+    assert renewal.due_at is None
+    renewal.read(131.0, 50.0)
+    assert renewal.state is RenewalState.SENT
+    renewal.accepted()
+    assert renewal.due_at == 131.0 + 50.0 * RENEW_AFTER
+    assert renewal.seconds_left(140.0) == 41.0
+
+
+def test_a_password_that_does_not_expire_is_never_renewed() -> None:
+    renewal = CheckedRenewal()
+    renewal.connected(100.0, None)
+    assert renewal.due_at is None
+    renewal.connected(100.0, 5.0)
+    assert renewal.begin(103.0)
+    renewal.read(103.0, None)
+    renewal.accepted()
+    assert (renewal.state, renewal.due_at) == (RenewalState.NONE, None)
+
+
+def test_a_failure_is_followed_by_another_try_also_after_the_end() -> None:
+    renewal = CheckedRenewal()
+    renewal.connected(0.0, 3600.0)
+    assert renewal.begin(2160.0)
+    renewal.failed(2160.0)
+    assert renewal.due_at == 2160.0 + 480.0
+    assert renewal.begin(5000.0)
+    renewal.failed(5000.0)
+    assert renewal.due_at == 5000.0 + RETRY_AT_LEAST
+
+
+def test_a_lost_connection_is_forgotten() -> None:
+    renewal = CheckedRenewal()
+    renewal.connected(0.0, 10.0)
+    assert not renewal.lost()
+    assert renewal.due_at is None
+    renewal.connected(0.0, 10.0)
+    assert renewal.begin(6.0)
+    renewal.read(6.0, 10.0)
+    assert renewal.lost()
+    assert renewal.state is RenewalState.NONE
+
+
+class RenewingMachine(RuleBasedStateMachine):
+    """A connection, a callback and a broker that do as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewal = CheckedRenewal()
+        self.now = 100.0
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 4000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.renewal.state is RenewalState.NONE)
+    @rule(lifetime=LIFETIMES)
+    def connected(self, lifetime: float | None) -> None:
+        self.renewal.connected(self.now, lifetime)
+
+    @rule()
+    def due(self) -> None:
+        at = self.renewal.due_at
+        assert self.renewal.begin(self.now) is (at is not None and self.now >= at)
+
+    @precondition(lambda self: self.renewal.state is RenewalState.READING)
+    @rule(lifetime=LIFETIMES, fails=st.booleans())
+    def answered(self, lifetime: float | None, fails: bool) -> None:
+        if fails:
+            self.renewal.failed(self.now)
+        else:
+            self.renewal.read(self.now, lifetime)
+
+    @precondition(lambda self: self.renewal.state is RenewalState.SENT)
+    @rule()
+    def accepted(self) -> None:
+        self.renewal.accepted()
+
+    @rule()
+    def lost(self) -> None:
+        sent = self.renewal.state is RenewalState.SENT
+        assert self.renewal.lost() is sent
+
+    @invariant()
+    def a_time_is_planned_if_and_only_if_it_is_planned(self) -> None:
+        assert (self.renewal.due_at is not None) is (self.renewal.state is RenewalState.PLANNED)
+
+
+TestRenewing = RenewingMachine.TestCase
+TestRenewing.settings = machine(50, steps=30)
