@@ -47,8 +47,8 @@ class Fault(NamedTuple):
 
     Attributes:
         series: what it changes, of `HEALTHY`.
-        quiet, fires, over: seconds after its begin at which the alert is still quiet, fires, is quiet again although
-            the fault lasts (0 if it goes on firing).
+        quiet, fires, over: seconds after its begin at which the alert is still quiet, fires, is quiet again because
+            the event has left the window (0 if it goes on firing); two minutes before that it still fires.
         labels: of the alert.
     """
 
@@ -147,7 +147,11 @@ def test_an_alert_fires_under_its_fault_and_not_before(name: str, rules: Path) -
     fault = FAULTS[name]
     alert = next(alert for alert in ALERTS if alert.name == name)
     fired = f'ALERTS{{alertname="{name}",alertstate="firing",severity="{alert.severity}",{fault.labels}}}'
-    at = [(fault.quiet, False), (fault.fires, True), *([(fault.over, False)] if fault.over else [])]
+    at = [
+        (fault.quiet, False),
+        (fault.fires, True),
+        *([(fault.over - 2 * MINUTES, True), (fault.over, False)] if fault.over else []),
+    ]
     check(
         rules,
         {
