@@ -94,6 +94,7 @@ bench: venv image databases  ## throughput and CPU per message, ours beside othe
 	$(BIN)/python -m integration.bench.stores
 	$(BIN)/python -m integration.bench.outboxes
 	$(BIN)/python -m integration.bench.poison
+	$(BIN)/python -m integration.bench.tracing
 
 # Both broker lines and many seeds (RELIABLE_MQ_SOAK_SEEDS, 20 if not set), drawn from one that is printed; RELIABLE_MQ_SEED
 # repeats a run. Property tests take so many times the examples. A part of it:

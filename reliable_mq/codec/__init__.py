@@ -22,6 +22,8 @@ from reliable_mq.codec.properties import (
     encode_values,
     join_properties,
     plain_message_id,
+    plain_properties,
+    plain_properties_head,
     rewrite_properties,
     split_properties,
 )
@@ -50,6 +52,8 @@ __all__ = [
     "header_frame_size",
     "join_properties",
     "plain_message_id",
+    "plain_properties",
+    "plain_properties_head",
     "publish_head",
     "rewrite_properties",
     "split_properties",

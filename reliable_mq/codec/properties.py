@@ -119,6 +119,24 @@ def encode_properties(message: HasProperties, extra_headers: Mapping[str, FieldV
     return raw
 
 
+def plain_properties_head(headers: Mapping[str, FieldValue]) -> bytes:
+    """Return the encoded properties of a message with headers, up to its id.
+
+    It is persistent, and has an id and nothing else.
+
+    Raises:
+        ConfigurationError: a header cannot be encoded.
+    """
+    segments = {"headers": encode_table(headers)} if headers else {}
+    return join_properties({**segments, "delivery_mode": _PERSISTENT, "message_id": b"\0"})[:-1]
+
+
+def plain_properties(head: bytes, message_id: str) -> bytes:
+    """Return the encoded properties that begin with a `plain_properties_head`."""
+    encoded = message_id.encode("utf-8", "surrogateescape")
+    return b"%b%c%b" % (head, len(encoded), encoded)
+
+
 def plain_message_id(raw: bytes) -> str | None:
     """Return the id of a persistent message with an id and nothing else; else None.
 

@@ -216,7 +216,7 @@ class BasePublisherChannel(Generic[P]):
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Record a publish that is not accepted yet."""
-        if trace.headers and not self._fits_frame(confirmation.message, trace.header_bytes, self.frame_max):
+        if not self._fits_frame(confirmation.message, trace.header_bytes, self.session.frame_max):
             trace = trace.without_headers()
         confirmation.trace = trace
         if trace.recording:

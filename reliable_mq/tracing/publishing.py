@@ -29,7 +29,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from reliable_mq.codec import encode_properties
+from reliable_mq.codec import encode_properties, plain_properties_head
 from reliable_mq.core.publisher.publication import Outcome
 from reliable_mq.core.publisher.trace import PublicationEvent
 from reliable_mq.errors import PublishBlocked, PublishRefused, PublishUnconfirmed
@@ -96,8 +96,15 @@ class PublisherTracer:
             operation: ``"create"`` for a message that another span will send; one with a context of its own has none.
             ambient: the context to be in; None for that of the caller.
         """
+        context = get_current() if ambient is None else ambient
+        if isinstance(message, Message) and message.encoded_properties is None:  # decided with few steps: most are so
+            known = self._unsampled
+            if known is not None and known[0] is context:
+                return known[1]
+            if not context and self._tracing.root_ratio == 0:
+                return None
         try:
-            return self._begin(message, exchange, routing_key, operation, get_current() if ambient is None else ambient)
+            return self._begin(message, exchange, routing_key, operation, context)
         except Exception:
             logger.exception("a span could not be begun; the message is published without one")
             return None
@@ -105,10 +112,7 @@ class PublisherTracer:
     def _begin(
         self, message: Message, exchange: str, routing_key: str, operation: str, context: Context
     ) -> SendTrace | None:
-        known = self._unsampled
         properties = message.encoded_properties if isinstance(message, Message) else None
-        if known is not None and known[0] is context and properties is None:
-            return known[1]
         propagation = self._propagation
         if propagation is None:
             propagation = self._propagation = Propagation(self._tracing.propagator)
@@ -132,10 +136,13 @@ class PublisherTracer:
                 headers = propagation.added(headers, properties)
         if not span.is_recording():
             return SendTrace(headers) if headers else None
-        span.set_attribute(conventions.MESSAGE_ID, message.message_id)
-        span.set_attribute(conventions.BODY_SIZE, len(message.body))
+        attributes: dict[str, str | int] = {
+            conventions.MESSAGE_ID: message.message_id,
+            conventions.BODY_SIZE: len(message.body),
+        }
         if properties is not None and (correlation_id := message.correlation_id) is not None:
-            span.set_attribute(conventions.CONVERSATION_ID, correlation_id)
+            attributes[conventions.CONVERSATION_ID] = correlation_id
+        span.set_attributes(attributes)
         return SendTrace(headers, span)
 
     def _start(
@@ -199,12 +206,18 @@ class SendTrace:
     Args:
         headers: to set on the message.
         span: None if it is not sampled; the same object then serves many publishes.
+
+    Attributes:
+        header_bytes: bytes that the headers take, encoded, at most.
+        plain_head: the encoded properties of a message with these headers and an id, up to that.
     """
 
-    __slots__ = ("_span", "headers", "ids")
+    __slots__ = ("_span", "header_bytes", "headers", "ids", "plain_head")
 
     def __init__(self, headers: Mapping[str, str], span: Span | None = None) -> None:
         self.headers = headers
+        self.plain_head = plain_properties_head(headers)
+        self.header_bytes = len(self.plain_head)
         self.ids = _NOTHING if span is None else ids_of(span.get_span_context())
         self._span = span
 
@@ -212,11 +225,6 @@ class SendTrace:
     def recording(self) -> bool:
         """Whether there is a span to end."""
         return self._span is not None
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes that the headers take, encoded."""
-        return sum(len(name.encode()) + len(value.encode()) + 6 for name, value in self.headers.items())
 
     def without_headers(self) -> SendTrace:
         """Return the trace of a message whose headers leave no room for the context."""
@@ -254,9 +262,10 @@ class SendTrace:
         span, self._span = self._span, None
         if span is None or publication.outcome is None:
             return
-        span.set_attribute(conventions.OUTCOME, publication.outcome.value)
+        attributes: dict[str, str | int] = {conventions.OUTCOME: publication.outcome.value}
         if publication.sends:
-            span.set_attribute(conventions.ATTEMPTS, publication.sends)
+            attributes[conventions.ATTEMPTS] = publication.sends
+        span.set_attributes(attributes)
         if publication.in_doubt:
             span.set_attribute(conventions.POSSIBLE_DUPLICATE, True)
         if publication.reply is not None and publication.reply.code:

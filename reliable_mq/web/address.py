@@ -150,7 +150,7 @@ def encoded(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def exception_pattern(name: str) -> str:
-    """Return the pattern that matches this class alone, also without the spaces around it."""
+    """Return the pattern for this class alone, also without the spaces around it."""
     return "".join(f"[{char}]" if char in "[*?" or char.isspace() else char for char in name)
 
 

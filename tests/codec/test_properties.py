@@ -24,11 +24,14 @@ from reliable_mq.codec import (
     encode_values,
     join_properties,
     plain_message_id,
+    plain_properties,
+    plain_properties_head,
     rewrite_properties,
     split_properties,
 )
 from reliable_mq.codec.properties import PROPERTY_NAMES
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.message import Message
 
 
 def naive(year: int) -> datetime:
@@ -393,3 +396,10 @@ def test_some_headers_are_read_though_others_cannot_be() -> None:
     assert Properties(join_properties({})).headers_beginning("our-") == {}
     with pytest.raises(CodecError):
         Properties(join_properties({"headers": b"\x00\x00\x00\x03\x05ab"})).headers_beginning("our-")
+
+
+@pytest.mark.parametrize("headers", [{}, {"traceparent": "00-1-2-01"}, {"a": "1", "b": "2"}])
+@pytest.mark.parametrize("message_id", ["m", "x" * 255, "\udcff"])
+def test_a_plain_message_with_headers_is_encoded_in_two_parts(headers: dict[str, str], message_id: str) -> None:
+    message = Message(b"", message_id=message_id) if message_id.isascii() else Message._from_wire(b"", None, message_id)
+    assert plain_properties(plain_properties_head(headers), message_id) == encode_properties(message, headers)

@@ -6,6 +6,7 @@ import pytest
 from pamqp import frame
 from pamqp.header import ContentHeader
 
+from reliable_mq.codec import plain_properties_head
 from reliable_mq.core.headers import POSSIBLE_DUPLICATE
 from reliable_mq.core.publisher.publication import Publication
 from reliable_mq.core.publisher.trace import PublicationEvent
@@ -17,7 +18,12 @@ class Trace:
 
     def __init__(self) -> None:
         self.headers = {"traceparent": "00-1-2-01"}
+        self.plain_head = plain_properties_head(self.headers)
+        self.ids: dict[str, str] = {}
         self.events: list[tuple[str, int]] = []
+
+    def failed(self, error: BaseException) -> None:
+        raise AssertionError(error)
 
     def event(self, event: PublicationEvent, publication: Publication) -> None:
         self.events.append((event.value, publication.sends))
@@ -104,3 +110,9 @@ def test_it_is_told_of_a_provisional_confirm_and_its_loss() -> None:
     shell.ack(2, multiple=True, now=0.5)
     shell.lose()
     assert trace.events == [("sent", 1), ("provisional", 1), ("in_doubt", 1)]
+
+
+def test_its_headers_stand_beside_those_of_the_message(shell: Shell) -> None:
+    publication = shell.accept("body", headers={"mine": 1})[0]
+    trace = publication.trace = Trace()
+    assert headers_of(shell.session.data_to_send(0.0, 1000)) == [{"mine": 1, **trace.headers}]

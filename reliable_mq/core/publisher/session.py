@@ -45,7 +45,7 @@ from reliable_mq.core.publisher.bisect import BLAMES_A_PUBLISH, ChannelErrorBise
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.publisher.deadlines import PublishDeadlines
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState
-from reliable_mq.core.publisher.trace import PublicationEvent, extra_headers, record
+from reliable_mq.core.publisher.trace import PublicationEvent, encode_traced, record
 from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
@@ -441,8 +441,8 @@ class PublisherSession(Generic[P]):
                         heads.clear()
                     head = heads[key] = publish_head(channel, *key)
                 message = publication.message
-                extra = extra_headers(publication) if publication.in_doubt or publication.trace is not None else None
-                properties = encode_properties(message, extra)
+                plain = publication.trace is None and not publication.in_doubt
+                properties = encode_properties(message) if plain else encode_traced(publication)
                 size += append_publish(out, head, channel, properties, message.body, frame_max)
             except MemoryError:
                 raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final, Protocol
 
+from reliable_mq.codec import encode_properties, plain_properties
 from reliable_mq.core import headers
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from reliable_mq.codec import FieldValue
     from reliable_mq.core.publisher.publication import Publication
 
-__all__ = ["PublicationEvent", "PublicationTrace", "extra_headers", "record"]
+__all__ = ["PublicationEvent", "PublicationTrace", "encode_traced", "record"]
 
 
 class PublicationEvent(enum.Enum):
@@ -53,6 +54,10 @@ class PublicationTrace(Protocol):
         """Headers to set on the message, beside its own."""
 
     @property
+    def plain_head(self) -> bytes:
+        """`plain_properties_head` of the headers."""
+
+    @property
     def ids(self) -> Mapping[str, str]:
         """The ids of its span, for logs and exemplars; empty if it is not sampled."""
 
@@ -66,10 +71,16 @@ class PublicationTrace(Protocol):
 _IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
 
 
-def extra_headers(publication: Publication) -> Mapping[str, FieldValue] | None:
-    """Return headers to set on the message beside its own, at the next attempt."""
-    doubt = _IN_DOUBT if publication.in_doubt else {}
-    return doubt if publication.trace is None else {**publication.trace.headers, **doubt}
+def encode_traced(publication: Publication) -> bytes:
+    """Return the encoded properties of an attempt that is traced or in doubt."""
+    message, trace = publication.message, publication.trace
+    if trace is None:
+        return encode_properties(message, _IN_DOUBT)
+    if publication.in_doubt:
+        return encode_properties(message, {**trace.headers, **_IN_DOUBT})
+    if message.encoded_properties is None:
+        return plain_properties(trace.plain_head, message.message_id)
+    return encode_properties(message, trace.headers)
 
 
 def record(publications: Iterable[Publication], event: PublicationEvent) -> None:
