@@ -43,10 +43,12 @@ def run(site: Path, *command: str) -> str:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """No tests, no harness; every module of the tree, the marker for types and the license."""
+    """No tests, no harness; every module of the tree, the files of the web page, the marker for types, the license."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tree = {str(path.relative_to(ROOT)) for path in (ROOT / "reliable_mq").rglob("*.py")}
+    page = (path for part in ("static", "templates") for path in (ROOT / "reliable_mq" / "web" / part).rglob("*.*"))
+    tree |= {str(path.relative_to(ROOT)) for path in page}
     tree.remove("reliable_mq/spark/autoregister.py")
     tree.add("pyspark_reliable_mq.py")  # where Spark looks for it
     own = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
