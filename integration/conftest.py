@@ -16,7 +16,7 @@ fixture              scope      what it is
 `cluster_vhost`      test       in `cluster/`: a fresh virtual host on it
 `traffic`            test       in `cluster/`: messages that flow there, and their history
 `database`           test       a function `(kind) -> Database`: the shared server of that kind, healed for each test
-`checker`            test       the account of the fault matrix; its counts are printed at the end of the run
+`checker`, `audit`   test       the account of the fault matrix; its counts are printed at the end of the run
 `report`             test       a function `(line)`: have it printed at the end of the run
 `seed`, `rng`        test       a number that is part of the test's name; `random.Random(seed)`
 `fault_proxy`        test       a function `(url, *, seed=0) -> FaultProxy`
@@ -39,7 +39,6 @@ from __future__ import annotations
 import gc
 import random
 import signal
-import uuid
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
@@ -51,22 +50,34 @@ from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.checker import Checker
 from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.processes import start_server
 from integration.support.recorder import Recorded
 from integration.support.seeds import SEED, seeds, soaking
 from integration.support.set_up import LINES, broker_image, set_up
-from reliable_mq.testing import RabbitMQ, VirtualHost, remove_leftovers
-from reliable_mq.testing.fixtures import fault_proxy
+from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, remove_leftovers
+from reliable_mq.testing.fixtures import (
+    ACCOUNT,
+    audit,
+    fault_proxy,
+    new_vhost,
+    pytest_terminal_summary,
+)
 from tests import properties
 from tests.new_queues import treat_new_queues_as_old
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["_uvloop", "fault_proxy", "run_async"]  # fixtures from elsewhere, for every test here
+__all__ = [  # fixtures and hooks from elsewhere, for every test here
+    "_uvloop",
+    "audit",
+    "fault_proxy",
+    "new_vhost",
+    "pytest_terminal_summary",
+    "run_async",
+]
 
 treat_new_queues_as_old()
 
@@ -122,7 +133,6 @@ _LONGEST = (
 _CLUSTER = "cluster"  # the directory of tests that share one, and take longer than any file
 _TESTS_BETWEEN_FREEZES = 20
 _tests_begun = count()
-_ACCOUNT = "account of the fault matrix"  # a property of a test's report: those of other processes arrive, too
 
 
 # -- collecting and reporting ------------------------------------------------------------------------------------------
@@ -211,21 +221,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    accounts = [
-        f"{report.nodeid.partition('::')[2]}: {value}"
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if isinstance(report, pytest.TestReport) and report.when == "teardown"
-        for name, value in report.user_properties
-        if name == _ACCOUNT
-    ]
-    if accounts:
-        terminalreporter.section("accounts of the fault matrix")
-        for account in sorted(accounts):
-            terminalreporter.write_line(account)
-
-
 def _chosen(metafunc: pytest.Metafunc, name: str) -> bool:
     for mark in metafunc.definition.iter_markers("parametrize"):
         names = mark.args[0]
@@ -296,23 +291,6 @@ def private_broker(request: pytest.FixtureRequest, _private_brokers: Callable[[s
 
 
 @pytest.fixture
-def new_vhost() -> Iterator[Callable[[RabbitMQ], VirtualHost]]:
-    """A function that makes a fresh virtual host on a broker; all are deleted after the test."""
-    made: list[VirtualHost] = []
-
-    def make(on: RabbitMQ) -> VirtualHost:
-        vhost = VirtualHost(on, f"test-{uuid.uuid4().hex[:12]}")
-        vhost.create()
-        made.append(vhost)
-        return vhost
-
-    yield make
-    for vhost in made:
-        vhost.broker.heal()
-        vhost.delete()
-
-
-@pytest.fixture
 def vhost(broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> VirtualHost:
     """A fresh virtual host on the shared broker."""
     return new_vhost(broker)
@@ -370,13 +348,13 @@ def database(_databases: dict[str, Database]) -> Iterator[Callable[[str], Databa
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """A function that has a line printed at the end of the run."""
-    return lambda counts: request.node.user_properties.append((_ACCOUNT, counts))
+    return lambda line: request.node.user_properties.append((ACCOUNT, line))
 
 
 @pytest.fixture
-def checker(report: Callable[[str], None]) -> Checker:
+def checker(audit: Audit) -> Audit:
     """The account of one test; every line of counts is printed at the end of the run."""
-    return Checker(report)
+    return audit
 
 
 @pytest.fixture

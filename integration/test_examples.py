@@ -34,7 +34,7 @@ README = ROOT / "README.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 GUIDES = ROOT / "docs" / "guides"
 # Those with a test of their own below.
-SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio"}
+SPECIAL = {"service", "asyncio_service", "tls", "test_with_faults", "test_asyncio", "test_kombu"}
 SPARK = {path.stem for path in EXAMPLES.glob("spark_*.py")}  # integration/spark has their tests
 DEADLINE = 60.0
 
@@ -53,9 +53,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **more}
 
 
-def run(*command: str, **variables: str) -> str:
+def run(*command: str, deadline: float = DEADLINE, **variables: str) -> str:
     """Run Python in ``examples/`` to its end, which must be a good one; return what it printed."""
-    return output_of([sys.executable, *command], cwd=EXAMPLES, env=environment(**variables), timeout=DEADLINE)
+    return output_of([sys.executable, *command], cwd=EXAMPLES, env=environment(**variables), timeout=deadline)
 
 
 def assert_prints(example: str, printed: str) -> None:
@@ -106,6 +106,16 @@ def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
         str(EXAMPLES), "test_with_faults.py", RELIABLE_MQ_URL=vhost.url,
     )  # fmt: skip
     assert_prints("test_with_faults", printed)
+
+
+@pytest.mark.timeout(300)
+def test_the_tests_of_a_service_with_another_library_pass() -> None:
+    """The example of a service that uses kombu passes in the lab, which starts a broker of its own."""
+    printed = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-c", os.devnull, "--rootdir",
+        str(EXAMPLES), "test_kombu.py", deadline=4 * DEADLINE,
+    )  # fmt: skip
+    assert_prints("test_kombu", printed)
 
 
 def test_the_tests_of_asyncio_code_pass(vhost: VirtualHost) -> None:

@@ -1,7 +1,13 @@
 """Check that no message was lost: compare those published with those drained.
 
-In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Nothing here talks to a broker: publishers and
-handlers record each event by its message id, from any thread.
+In the manner of the `total-queue` checker of RabbitMQ's Jepsen test. Publishers and handlers record each event by its
+message id, from any thread; at the end the audit drains the queues, by plain pika and not by what is tested::
+
+    audit.attempted("1")
+    publish_with_any_library(message_id="1")
+    audit.confirmed("1")
+    audit.drain(virtual_host, ["orders"], dead_letters=["orders.dead"])
+    audit.close()
 
 - *lost*: confirmed, yet never drained. Must be none.
 - *unexpected*: drained, yet never attempted. Must be none.
@@ -13,13 +19,16 @@ handlers record each event by its message id, from any thread.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reliable_mq.testing.virtual_host import VirtualHost
 
 __all__ = ["Audit", "AuditResult"]
 
@@ -27,9 +36,14 @@ _SHOWN = 5
 
 
 class Audit:
-    """Collect message ids. Thread-safe; no method waits for more than a few updates."""
+    """Collect message ids. Thread-safe; only `drain` blocks for long.
 
-    def __init__(self) -> None:
+    Args:
+        report: is called with the line of counts by `close`, whether or not they are correct.
+    """
+
+    def __init__(self, report: Callable[[str], object] | None = None) -> None:
+        self._report = report
         self._lock = Lock()
         self._attempted: set[str] = set()
         self._confirmed: set[str] = set()
@@ -76,6 +90,57 @@ class Audit:
         """Record that a handler had its effect for it."""
         with self._lock:
             self._effects[message_id] += 1
+
+    def drain(
+        self,
+        virtual_host: VirtualHost,
+        queues: Sequence[str],
+        *,
+        dead_letters: Sequence[str] = (),
+        timeout: float = 60.0,
+    ) -> None:
+        """Take all messages out of queues and record them; block until all are empty.
+
+        By the broker's word: nothing ready, nothing unacked, and nothing on its way to a dead-letter queue. A consumer
+        that still runs keeps it from ending. A queue that does not exist is empty. A message without an id is recorded
+        as ``"<no message id>"``.
+
+        Args:
+            virtual_host: where the queues are.
+            queues: work queues, whose messages are *left*.
+            dead_letters: dead-letter queues, whose messages are *dead-lettered*.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: a queue was not empty after `timeout`; the text has the counts.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            for queue in queues:
+                self.left(virtual_host.take_all(queue, timeout=deadline - time.monotonic()))
+            for queue in dead_letters:
+                self.dead_lettered(virtual_host.take_all(queue, timeout=deadline - time.monotonic()))
+            live = virtual_host.live_counts()
+            remaining = {queue: live[queue] for queue in (*queues, *dead_letters) if live.get(queue)}
+            if not remaining:
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"not drained within {timeout:g} s: {remaining}")
+
+    def close(self, *, effects_once: bool = False) -> AuditResult:
+        """Report the counts, and raise unless they are correct; return the result.
+
+        Args:
+            effects_once: as for `AuditResult.check`.
+
+        Raises:
+            AssertionError: see `AuditResult.check`.
+        """
+        result = self.balance()
+        if self._report is not None:
+            self._report(str(result))
+        result.check(effects_once=effects_once)
+        return result
 
     def balance(self) -> AuditResult:
         """Return the result so far."""

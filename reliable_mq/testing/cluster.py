@@ -81,11 +81,8 @@ case amqqueue:get_type(Q) of
 end
 """
 _MEMBERS_HERE: Final = "lists:sort(rabbit_nodes:list_running())"
-# Quorum queues and streams that lose their majority if this node stops.
-_CRITICAL: Final = """
-[Name || #{<<"type">> := Type, <<"readable_name">> := Name}
-         <- rabbit_upgrade_preparation:list_with_minimum_quorum_for_cli(), Type =/= process]
-"""
+# Quorum queues that lose their majority if this node stops.
+_CRITICAL: Final = "[amqqueue:get_name(Q) || Q <- rabbit_quorum_queue:list_with_minimum_quorum()]"
 _ADD_REPLICAS: Final = """
 rabbit_quorum_queue:grow('{node}', <<".*">>, <<".*">>, all),
 [rabbit_stream_queue:add_replica(VHost, Queue, '{node}')
@@ -296,7 +293,8 @@ class RabbitMQCluster:
         """Start nodes that are dead, side by side; block until each answers.
 
         A node that was the last of a majority to die may wait for another one: start those together. A node whose disk
-        was lost joins the cluster again, and gets a replica of every quorum queue and stream.
+        was lost joins the cluster again, and gets a replica of every quorum queue and stream; the broker makes it a
+        member of the coordinator of streams within about a minute.
 
         Args:
             nodes: all that are dead by default.
@@ -429,8 +427,8 @@ class RabbitMQCluster:
     def wait_ready(self, timeout: float = _TIMEOUT) -> None:
         """Block until the cluster is whole.
 
-        Then every node answers and sees all others, and any one may stop without a queue losing its majority: call it
-        between two steps of a rolling restart.
+        Then every node answers and sees all others, and any one may stop without a quorum queue losing its majority:
+        call it between two steps of a rolling restart.
 
         Args:
             timeout: seconds.
@@ -444,7 +442,7 @@ class RabbitMQCluster:
             wait_until(
                 lambda node=node: _evaluated(node, _CRITICAL) == "[]",  # type: ignore[misc]
                 timeout=timeout,
-                what=f"every queue has replicas beside those on {node.name}",
+                what=f"every quorum queue has a majority without {node.name}",
                 interval=0.2,
             )
 

@@ -386,10 +386,16 @@ class ProxiedSocket(asyncio.Protocol):
         """Whether it is, or was, connected."""
         return self._transport is not None
 
+    @property
+    def _half_closes(self) -> bool:
+        """Whether one direction can end before the other: TLS knows no such connection."""
+        return self._transport is not None and self._transport.can_write_eof()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         # The transport buffers nothing beyond one write: the stream's queue is the only one, and is bounded.
-        self._transport.set_write_buffer_limits(high=0)
+        # One byte may wait: with 0, a TLS transport of asyncio pauses when it is empty, and never resumes.
+        self._transport.set_write_buffer_limits(high=1, low=0)
         self._transport.pause_reading()
         self.writable = True
         if self._connection.closing:
@@ -402,7 +408,7 @@ class ProxiedSocket(asyncio.Protocol):
     def eof_received(self) -> bool:
         already_closing = self.mute or self._connection.closing
         self._end(reset=False)
-        return not already_closing
+        return not already_closing and self._half_closes
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
@@ -424,8 +430,11 @@ class ProxiedSocket(asyncio.Protocol):
             self._transport.write(data)
 
     def end_writing(self) -> None:
-        """Send a FIN; read on, to notice that the peer has reset the connection."""
+        """Send a FIN; read on, to notice a reset by the peer. With TLS, close."""
         if self._transport is not None and not self._transport.is_closing():
+            if not self._half_closes:
+                self._transport.close()
+                return
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
 
@@ -446,7 +455,7 @@ class ProxiedSocket(asyncio.Protocol):
         """Send a FIN and close after the peer: a close with unread bytes would be a reset."""
         if self._transport is None or self._transport.is_closing():
             return
-        if self.ended:
+        if self.ended or not self._half_closes:
             self._transport.close()
         else:
             self.end_writing()

@@ -33,6 +33,7 @@ __all__ = [
     "Rewrite",
     "RewriteFunction",
     "Step",
+    "check_at_least_one",
     "checked_direction",
     "directions_of",
 ]
@@ -245,3 +246,14 @@ class ConfirmGate:
     def _forget(self, matches: Callable[[_HeldFrame], bool]) -> None:
         self._held = deque(entry for entry in self._held if not matches(entry))
         self._open = {place: entry for place, entry in self._open.items() if not matches(entry)}
+
+
+def check_at_least_one(**values: int | None) -> None:
+    """Raise unless each number, where there is one, is at least 1.
+
+    Raises:
+        ConfigurationError: names the one that is not.
+    """
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is at least 1, not {value!r}")

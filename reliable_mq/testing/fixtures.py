@@ -6,8 +6,8 @@ Put this into the top-level ``conftest.py``::
 
 and then, in a test::
 
-    def test_reconnects(rabbitmq: reliable_mq.testing.RabbitMQ, fault_proxy: reliable_mq.testing.FaultProxyFactory):
-        proxy = fault_proxy(rabbitmq.url)
+    def test_reconnects(virtual_host: VirtualHost, fault_proxy: FaultProxyFactory):
+        proxy = fault_proxy(virtual_host.url)
         with connect_my_service(proxy.url) as service:
             proxy.wait_for(lambda: proxy.live_connections == 1)
             proxy.cut()
@@ -19,25 +19,41 @@ fixture             scope    value
 `rabbitmq_image`    session  the image of the brokers; define one of this name to choose another
 `rabbitmq`          test     the `RabbitMQ` that all tests of the session share, healed after each
 `rabbitmq_cluster`  test     the `RabbitMQCluster` of three nodes that they share, healed after each
+`virtual_host`      test     a fresh `VirtualHost` on `rabbitmq`, deleted after the test
+`new_vhost`         test     a function that makes fresh virtual hosts on a broker or a cluster
 `fault_proxy`       test     a function that starts a `FaultProxy` before a URL
+`audit`             test     an `Audit`; its counts are printed at the end of the run
 ==================  =======  ===========================================================================================
 """
 
 from __future__ import annotations
 
+import uuid
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reliable_mq import testing  # whose brokers need docker, which a test with the proxy alone does not
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory, RabbitMQ, RabbitMQCluster
+    from reliable_mq.testing import Audit, FaultProxy, FaultProxyFactory, RabbitMQ, RabbitMQCluster, VirtualHost
 
-__all__ = ["fault_proxy", "rabbitmq", "rabbitmq_cluster", "rabbitmq_image"]
+__all__ = [
+    "ACCOUNT",
+    "audit",
+    "fault_proxy",
+    "new_vhost",
+    "pytest_terminal_summary",
+    "rabbitmq",
+    "rabbitmq_cluster",
+    "rabbitmq_image",
+    "virtual_host",
+]
+
+ACCOUNT = "account"  # a property of a test's report, which reaches pytest also from processes of pytest-xdist
 
 # So that pytest explains their failed assertions.
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
@@ -92,18 +108,63 @@ def rabbitmq_cluster(_session_rabbitmq_cluster: RabbitMQCluster) -> Iterator[Rab
 
 
 @pytest.fixture
+def new_vhost() -> Iterator[Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]]:
+    """Make fresh virtual hosts on a broker or a cluster, deleted after the test."""
+    made: list[VirtualHost] = []
+
+    def make(broker: RabbitMQ | RabbitMQCluster) -> VirtualHost:
+        virtual_host = testing.VirtualHost(broker, f"test-{uuid.uuid4().hex[:12]}")
+        virtual_host.create()
+        made.append(virtual_host)
+        return virtual_host
+
+    yield make
+    for virtual_host in made:
+        virtual_host.broker.heal()
+        virtual_host.delete()
+
+
+@pytest.fixture
+def virtual_host(rabbitmq: RabbitMQ, new_vhost: Callable[[RabbitMQ | RabbitMQCluster], VirtualHost]) -> VirtualHost:
+    """Return a fresh virtual host on `rabbitmq`, deleted after the test."""
+    return new_vhost(rabbitmq)
+
+
+@pytest.fixture
+def audit(request: pytest.FixtureRequest) -> Audit:
+    """Return an account for one test; its counts are printed at the end of the run."""
+    return testing.Audit(lambda counts: request.node.user_properties.append((ACCOUNT, counts)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the counts of every audit."""
+    accounts = [
+        f"{report.nodeid.partition('::')[2]}: {value}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+        for name, value in report.user_properties
+        if name == ACCOUNT
+    ]
+    if accounts:
+        terminalreporter.section("accounts")
+        for account in sorted(accounts):
+            terminalreporter.write_line(account)
+
+
+@pytest.fixture
 def fault_proxy() -> Iterator[FaultProxyFactory]:
     """Make started fault proxies, and close them all when the test has ended.
 
     Yields:
-        A factory with the arguments of `FaultProxy`: the broker's URL, and a seed.
+        A factory with the arguments of `FaultProxy`: the broker's URL, and options.
 
     Raises:
         UsageError: at the end of the test, where a function given to `FaultProxy.rewrite` had raised.
     """
     with ExitStack() as proxies:
 
-        def make(url: str, *, seed: int = 0) -> FaultProxy:
-            return proxies.enter_context(testing.FaultProxy(url, seed=seed))
+        def make(url: str, **options: Any) -> FaultProxy:
+            return proxies.enter_context(testing.FaultProxy(url, **options))
 
         yield make

@@ -25,28 +25,29 @@ import random
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.faults import (
-    DIRECTIONS,
     ConfirmMode,
     CutAt,
     Direction,
     LinkConditions,
     Rewrite,
     RewriteFunction,
+    check_at_least_one,
     checked_direction,
     directions_of,
 )
 from reliable_mq.testing.frames import BODY, Frame, key_of
-from reliable_mq.testing.server import Server, host_and_port
+from reliable_mq.testing.server import Server, Upstream, count_of, server_context
+from reliable_mq.tls import TLSOptions
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable
+    from os import PathLike
     from types import TracebackType
     from typing import Self
 
@@ -54,7 +55,6 @@ __all__ = ["FaultProxy", "FaultProxyFactory"]
 
 T = TypeVar("T")
 _CONTROL_TIMEOUT: Final = 10.0
-
 Directions = Literal["to_broker", "to_client", "both"]
 
 
@@ -64,20 +64,35 @@ class FaultProxy:
     It listens on 127.0.0.1, on a port of its own choice that stays the same until `close`, and opens one connection to
     the broker for each that it accepts. Directions are ``"to_broker"`` (sent by the client) and ``"to_client"``.
 
-    A broker that cannot be reached shows as a connection that is reset right after it was accepted. TLS is not
-    supported, on either side: the proxy has to read the frames.
+    A broker that cannot be reached shows as a connection that is reset right after it was accepted.
+
+    The proxy has to read the frames, so it ends TLS: with `cert_file` its clients speak ``amqps`` to it, and it speaks
+    TLS to the broker of an ``amqps`` URL. A TLS connection cannot be half-closed: it ends whole.
 
     Args:
-        url: of the broker, ``amqp://user:password@host:port/vhost``; user, password, virtual host and query are those
-            of the attribute `url`, too.
+        url: of the broker, ``amqp[s]://user:password@host:port/vhost``; all but scheme, host and port are those of the
+            attribute `url`, too.
         seed: of the jitter of `delay`.
+        cert_file: PEM file with the certificate for clients, valid for 127.0.0.1; None for clients without TLS.
+        key_file: PEM file with its key, if `cert_file` has none.
+        tls: of connections to an ``amqps`` broker; by default the system's authorities are trusted.
 
     Raises:
-        ConfigurationError: `url` is not an ``amqp://`` URL of one host.
+        ConfigurationError: `url` is not an AMQP URL of one host, or a file cannot be used.
     """
 
-    def __init__(self, url: str, *, seed: int = 0) -> None:
-        self._upstream = host_and_port(url)
+    def __init__(
+        self,
+        url: str,
+        *,
+        seed: int = 0,
+        cert_file: str | PathLike[str] | None = None,
+        key_file: str | PathLike[str] | None = None,
+        tls: TLSOptions | None = None,
+    ) -> None:
+        self._upstream = Upstream.of(url)
+        self._tls = tls or TLSOptions()
+        self._server_context = server_context(cert_file, key_file)
         self._upstream_url = url
         self._random = random.Random(seed)
         self._changed = threading.Condition()
@@ -90,9 +105,8 @@ class FaultProxy:
         self._closed = False
 
     def __repr__(self) -> str:
-        host, port = self._upstream
         state = "closed" if self._closed else "new" if self._server is None else f"127.0.0.1:{self._server.port}"
-        return f"<{type(self).__name__} {state} -> {host}:{port}>"
+        return f"<{type(self).__name__} {state} -> {self._upstream}>"
 
     def __enter__(self) -> Self:
         self.start()
@@ -120,7 +134,7 @@ class FaultProxy:
             raise UsageError("the proxy was closed; make a new one")
         if self._thread is not None:
             return
-        self._server = Server(self._upstream, self._random, self._notify)
+        self._server = Server(self._upstream, self._random, self._notify, self._server_context, self._tls)
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = start_daemon("reliable-mq-fault-proxy", self._run, self._server, started)
         try:
@@ -156,7 +170,8 @@ class FaultProxy:
         """
         parts = urlsplit(self._upstream_url)
         user_info, at, _ = parts.netloc.rpartition("@")
-        return parts._replace(netloc=f"{user_info}{at}127.0.0.1:{self.port}").geturl()
+        scheme = "amqp" if self._server_context is None else "amqps"
+        return parts._replace(scheme=scheme, netloc=f"{user_info}{at}127.0.0.1:{self.port}").geturl()
 
     @property
     def port(self) -> int:
@@ -179,14 +194,14 @@ class FaultProxy:
         Raises:
             ConfigurationError: there is no frame of that name.
         """
-        return _count(self._observed().seen, name, direction)
+        return count_of(self._observed().seen, name, direction)
 
     def forwarded(self, name: str | None = None, direction: Direction | None = None) -> int:
         """Count the frames that the proxy has written; arguments as for `seen`.
 
         Those of `inject` are included.
         """
-        return _count(self._observed().forwarded, name, direction)
+        return count_of(self._observed().forwarded, name, direction)
 
     def forwarded_bytes(self, direction: Direction) -> int:
         """Count the bytes that the proxy has written in a direction."""
@@ -279,7 +294,7 @@ class FaultProxy:
         Raises:
             ConfigurationError: a value is out of range, or there is no frame of that name.
         """
-        _check_at_least_one(frames=frames, times=times)
+        check_at_least_one(frames=frames, times=times)
         key = None if of is None else key_of(of)
         self._add_cut(direction, CutAt(lambda frame: key in (None, frame.key), frames, reset, times))
 
@@ -306,7 +321,7 @@ class FaultProxy:
         """
         if not 0 <= share < 1:
             raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
-        _check_at_least_one(nth=nth, times=times)
+        check_at_least_one(nth=nth, times=times)
         self._add_cut(direction, CutAt(lambda frame: frame.kind == BODY, nth, reset, times, share))
 
     # confirms
@@ -437,12 +452,12 @@ class FaultProxy:
         """Connect new connections to another broker. The attribute `url` does not change.
 
         Args:
-            url: only its host and port are used.
+            url: only its scheme, host and port are used.
 
         Raises:
-            ConfigurationError: it is not an ``amqp://`` URL of one host.
+            ConfigurationError: it is not an AMQP URL of one host.
         """
-        upstream = host_and_port(url)
+        upstream = Upstream.of(url)
 
         def redirect(server: Server) -> None:
             self._upstream = server.upstream = upstream
@@ -580,20 +595,6 @@ class FaultProxy:
 class FaultProxyFactory(Protocol):
     """The type of the fixture ``fault_proxy``, which returns a started `FaultProxy`."""
 
-    def __call__(self, url: str, *, seed: int = 0) -> FaultProxy:
-        """Make a proxy in front of the broker at `url`."""
+    def __call__(self, url: str, **options: Any) -> FaultProxy:
+        """Make a proxy in front of the broker at `url`, with the options of `FaultProxy`."""
         ...
-
-
-def _check_at_least_one(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name} is at least 1, not {value!r}")
-
-
-def _count(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
-    wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
-    if name is None:
-        return sum(sum(counters[each].values()) for each in wanted)
-    key = key_of(name)
-    return sum(counters[each][key] for each in wanted)

@@ -11,25 +11,72 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.connection import ProxiedConnection
-from reliable_mq.testing.faults import DIRECTIONS, ConfirmGate, ConfirmMode, Direction, FrameFault, LinkConditions
-from reliable_mq.testing.frames import name_of
+from reliable_mq.testing.faults import (
+    DIRECTIONS,
+    ConfirmGate,
+    ConfirmMode,
+    Direction,
+    FrameFault,
+    LinkConditions,
+    checked_direction,
+)
+from reliable_mq.testing.frames import key_of, name_of
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
+    from os import PathLike
 
-__all__ = ["Server", "host_and_port"]
+    from reliable_mq.tls import TLSOptions
+
+__all__ = ["Server", "Upstream", "count_of", "server_context"]
 
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
-_DEFAULT_PORT: Final = 5672
+_DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Where the broker is.
+
+    Attributes:
+        secure: whether it speaks TLS.
+    """
+
+    host: str
+    port: int
+    secure: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def of(cls, url: str) -> Upstream:
+        """Return the place that a URL names.
+
+        Raises:
+            ConfigurationError: it is not an AMQP URL of one host.
+        """
+        parts = urlsplit(url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigurationError(
+                "the URL's port is not a number from 1 to 65535, or there are several hosts"
+            ) from error
+        if parts.scheme not in _DEFAULT_PORTS or not host or "," in host:
+            raise ConfigurationError("the fault proxy takes amqp[s]://user:password@host:port/vhost, with one host")
+        return cls(host, port or _DEFAULT_PORTS[parts.scheme], parts.scheme == "amqps")
 
 
 class Server:
@@ -39,9 +86,20 @@ class Server:
         upstream: the broker's host and port.
         random: draws the jitter.
         changed: called on this thread whenever an observable value has changed; must be quick.
+        context: ends the clients' TLS; None for clients without.
+        tls: of the connections to a broker that speaks TLS.
     """
 
-    def __init__(self, upstream: tuple[str, int], random: random.Random, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        random: random.Random,
+        changed: Callable[[], None],
+        context: ssl.SSLContext | None,
+        tls: TLSOptions,
+    ) -> None:
+        self._context = context
+        self._tls = tls
         self.upstream = upstream
         self.random = random
         self.changed = changed
@@ -235,18 +293,29 @@ class Server:
         self.changed()
 
     async def _open(self, connection: ProxiedConnection, client: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        host, port = self.upstream
-        await loop.connect_accepted_socket(lambda: connection.client, client)
+        loop, upstream = asyncio.get_running_loop(), self.upstream
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT):
+                await loop.connect_accepted_socket(lambda: connection.client, client, ssl=self._context)
+        except OSError as error:  # a TLS handshake that fails, or takes too long
+            logger.info("the client of connection %d is refused: %s", connection.number, error)
+            return
         await self._admitting.wait()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
-                await loop.create_connection(lambda: connection.broker, host, port)
-        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host name may not be one
-            logger.info("the broker at %s:%d cannot be reached: %s", host, port, error)
+                await loop.create_connection(lambda: connection.broker, upstream.host, upstream.port, **self._secured())
+        # TimeoutError is an OSError; a host name may not be one; the files of the TLS options may not be there
+        except (OSError, UnicodeError, ConfigurationError) as error:
+            logger.info("the broker at %s cannot be reached: %s", upstream, error)
             connection.cut(reset=True)
         else:
             connection.start()
+
+    def _secured(self) -> dict[str, Any]:
+        """Return the options of asyncio for a connection to the broker."""
+        if not self.upstream.secure:
+            return {}
+        return {"ssl": self._tls.build_context(), "server_hostname": self._tls.server_name or self.upstream.host}
 
     def _opened(self, connection: ProxiedConnection, client: socket.socket) -> None:
         del self._opening[connection.number]
@@ -255,21 +324,34 @@ class Server:
             del self._connections[connection.number]
 
 
-def host_and_port(url: str) -> tuple[str, int]:
-    """Return the host and port of a broker's URL.
+def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
+    """Return the number of frames of a name, or of all, in a direction, or both.
 
     Raises:
-        ConfigurationError: it is not an ``amqp://`` URL of one host.
+        ConfigurationError: there is no frame of that name, or no such direction.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "amqps":
-        raise ConfigurationError("the fault proxy has to read frames, so it cannot stand in front of TLS (amqps://)")
+    wanted = DIRECTIONS if direction is None else (checked_direction(direction),)
+    if name is None:
+        return sum(sum(counters[each].values()) for each in wanted)
+    key = key_of(name)
+    return sum(counters[each][key] for each in wanted)
+
+
+def server_context(
+    cert_file: str | PathLike[str] | None, key_file: str | PathLike[str] | None
+) -> ssl.SSLContext | None:
+    """Return the context that ends the clients' TLS; None without a certificate.
+
+    Raises:
+        ConfigurationError: a file cannot be used, or the key is given alone.
+    """
+    if cert_file is None:
+        if key_file is not None:
+            raise ConfigurationError("key_file is given without cert_file: a key is of no use alone")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigurationError(
-            "the URL's port is not a number from 1 to 65535, or there are several hosts"
-        ) from error
-    if parts.scheme != "amqp" or not host or "," in host:
-        raise ConfigurationError("the fault proxy takes amqp://user:password@host:port/vhost, with one host")
-    return host, port or _DEFAULT_PORT
+        context.load_cert_chain(cert_file, key_file)
+    except OSError as error:
+        raise ConfigurationError(f"cert_file and key_file are no certificate with its key: {error}") from error
+    return context

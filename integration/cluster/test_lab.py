@@ -1,0 +1,92 @@
+"""The lab's cluster: that its faults happen, that clients on the host see them as they should, and that they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pika
+import pytest
+
+from reliable_mq.testing import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def orders(rabbitmq_cluster: RabbitMQCluster, new_vhost: Callable[[RabbitMQCluster], VirtualHost]) -> VirtualHost:
+    """A virtual host with a quorum queue of three replicas."""
+    vhost = new_vhost(rabbitmq_cluster)
+    declare(vhost, "orders")
+    return vhost
+
+
+def declare(vhost: VirtualHost, queue: str, kind: str = "quorum") -> None:
+    with vhost.connect() as connection:
+        connection.channel().queue_declare(queue, durable=True, arguments={"x-queue-type": kind})
+
+
+def connect(node: ClusterNode, vhost: VirtualHost) -> pika.BlockingConnection:
+    return pika.BlockingConnection(pika.URLParameters(node.url_of(vhost.name) + "?heartbeat=0"))
+
+
+def is_confirmed(node: ClusterNode, vhost: VirtualHost, within: float) -> bool:
+    """Whether a publish by way of a node is confirmed within some seconds."""
+    confirmed: list[int] = []
+    with connect(node, vhost) as connection:
+        channel = connection.channel()
+        channel.confirm_delivery()
+        channel._impl.callbacks.add(
+            channel.channel_number, pika.spec.Basic.Ack, lambda *_: confirmed.append(1), one_shot=False
+        )
+        channel._impl.basic_publish("", "orders", b"", pika.BasicProperties(delivery_mode=2))
+        try:
+            wait_until(lambda: connection.process_data_events(0.1) or confirmed, timeout=within, what="a confirm")
+        except TimeoutError:
+            return False
+    return True
+
+
+def test_every_node_and_the_cluster_have_a_url(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:
+    assert [node.name for node in rabbitmq_cluster.nodes] == ["rabbit@rabbit-1", "rabbit@rabbit-2", "rabbit@rabbit-3"]
+    for node in rabbitmq_cluster.nodes:
+        assert f"{node.host}:{node.port}" in orders.url
+        assert is_confirmed(node, orders, within=30)
+    orders.wait_for_messages("orders", 3)
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_a_leader_that_is_cut_off_keeps_its_clients_and_confirms_nothing(
+    rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost, one_way: bool
+) -> None:
+    alone = rabbitmq_cluster.leader_of("orders", orders.name)
+
+    rabbitmq_cluster.partition(alone, one_way=one_way)
+
+    leader = rabbitmq_cluster.leader_of("orders", orders.name)
+    assert leader is not alone
+    assert is_confirmed(leader, orders, within=30)
+    assert alone.answers()
+    if not one_way:  # where the others hear it, a leader of before may hand over what it was given
+        assert not is_confirmed(alone, orders, within=3)
+    rabbitmq_cluster.heal()
+    assert is_confirmed(alone, orders, within=30)
+
+
+def test_leaders_move_and_drained_nodes_accept_nobody(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:
+    declare(orders, "events", "stream")
+    node = rabbitmq_cluster.nodes[2]
+    for queue in ("orders", "events"):
+        rabbitmq_cluster.transfer_leader(queue, node, orders.name)
+        assert rabbitmq_cluster.leader_of(queue, orders.name) is node
+
+    rabbitmq_cluster.drain(node)
+
+    assert rabbitmq_cluster.leader_of("orders", orders.name) is not node
+    assert not node.answers()
+    rabbitmq_cluster.revive(node)
+    assert node.answers()
