@@ -14,6 +14,7 @@ import typer
 from reliable_mq.cli import consume, demo, doctor, health, monitoring, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
+from reliable_mq.cli.stage import stage
 from reliable_mq.cli.terminal import INTERRUPTED, escaped, say, show_logs, without_passwords
 from reliable_mq.cli.web import web
 from reliable_mq.errors import ReliableMQError
@@ -43,6 +44,7 @@ for command in (
     health.health,
     demo.demo,
     web,
+    stage,
     monitoring.alerts,
     monitoring.grafana,
 ):

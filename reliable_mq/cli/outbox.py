@@ -19,11 +19,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from reliable_mq.cli.terminal import INTERRUPTED, URL, escaped, hide_logs, json_text, output, say
+from reliable_mq.cli.terminal import INTERRUPTED, URL, escaped, hide_logs, json_text, metrics_served, output, say
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from sqlalchemy import Engine
 
     from reliable_mq import Publisher
@@ -135,7 +134,7 @@ def relay(
         with (
             _outbox(where, table, schema, create=create, lease=lease) as box,
             _left_reported(box),
-            _metrics(metrics_address, metrics_port) as registry,
+            metrics_served(metrics_address, metrics_port) as registry,
             Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry) as publisher,
         ):
             try:
@@ -268,28 +267,6 @@ def _flush(publisher: Publisher, timeout: float | None) -> None:
     except TimeoutError:
         publisher.close(0)  # leaving it would go on for a while
         raise
-
-
-@contextmanager
-def _metrics(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
-    """Serve a registry over HTTP, if there is a port."""
-    if port is None:
-        yield None
-        return
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    registry = CollectorRegistry()
-    try:
-        server, thread = start_http_server(port, addr=address, registry=registry)
-    except OSError as error:
-        raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
-    say(f"metrics: http://{address}:{server.server_port}/metrics")
-    try:
-        yield registry
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager

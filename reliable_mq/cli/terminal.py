@@ -1,4 +1,4 @@
-"""Consoles, logs, foreign text, the argument URL: shared by all commands.
+"""Consoles, logs, foreign text, metrics, the argument URL: for all commands.
 
 Invariants:
 
@@ -15,11 +15,19 @@ import logging
 import os
 import re
 import sys
-from typing import Annotated, BinaryIO, Final, TypeAlias, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TypeAlias, cast
 
 import typer
 from rich.console import Console
 from rich.text import Text
+
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import CollectorRegistry
 
 __all__ = [
     "INTERRUPTED",
@@ -28,6 +36,7 @@ __all__ = [
     "escaped",
     "hide_logs",
     "json_text",
+    "metrics_served",
     "output",
     "product",
     "say",
@@ -172,3 +181,28 @@ def hide_logs(logger: logging.Logger | None = None, *, below: int = logging.CRIT
     ours = logging.getLogger("reliable_mq")
     if ours.level == logging.WARNING:
         (logger or ours).setLevel(below)
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def metrics_served(address: str, port: int | None) -> Iterator[CollectorRegistry | None]:
+    """Serve a registry over HTTP, if there is a port."""
+    if port is None:
+        yield None
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    try:
+        server, thread = start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
+    say(f"metrics: http://{address}:{server.server_port}/metrics")
+    try:
+        yield registry
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

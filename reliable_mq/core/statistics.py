@@ -28,6 +28,8 @@ __all__ = [
     "PublisherStatus",
     "QueueDepthStatistics",
     "QueueStatus",
+    "StageStatistics",
+    "StageStatus",
     "TokenStatistics",
 ]
 
@@ -312,3 +314,25 @@ class QueueStatus:
 
     messages: int = field(metadata=_gauge("Messages that are ready for delivery.", merged="highest"))
     consumers: int = field(metadata=_gauge("Consumers that are subscribed to the queue.", merged="highest"))
+
+
+@dataclass(slots=True)
+class StageStatistics:
+    """Counts of a relay into a stage."""
+
+    moved: int = _count("Messages moved: confirmed in the stage, then acked.", "moved")
+    moved_before: int = _count("Redelivered messages acked only, since they were in the stage.", "moved_before")
+    epochs: int = _count("Times that the relay became the active one, or got a new channel.", "epochs")
+    failures: int = _count("Times that the stage did not take a message: nacked, returned, not in time.", "failures")
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """The state of a relay into a stage."""
+
+    active: int = field(metadata=_gauge("1 while this relay moves messages, 0 while it waits.", "active"))
+    outstanding: int = field(metadata=_gauge("Deliveries that are not acked.", "outstanding"))
+    held_bytes: int = field(metadata=_gauge("Bytes of messages that the stage has not confirmed.", "held_bytes"))
+    ready: int | None = field(
+        default=None, metadata=_gauge("Messages that waited in the queue when last asked for.", "ready", "highest")
+    )

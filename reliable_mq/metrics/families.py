@@ -1,4 +1,4 @@
-"""The metrics of publishers, consumers, outboxes and queues.
+"""The metrics of publishers, consumers, outboxes, queues and stages.
 
 Derived from the fields of `reliable_mq.core.statistics`.
 """
@@ -18,17 +18,27 @@ from reliable_mq.core.statistics import (
     PublisherStatus,
     QueueDepthStatistics,
     QueueStatus,
+    StageStatistics,
+    StageStatus,
 )
 from reliable_mq.metrics.registry import Family, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["FAMILIES", "consumer_readings", "outbox_readings", "publisher_readings", "queue_readings"]
+__all__ = [
+    "FAMILIES",
+    "consumer_readings",
+    "outbox_readings",
+    "publisher_readings",
+    "queue_readings",
+    "stage_readings",
+]
 
 _PUBLISHER: Final = ("publisher",)
 _CONSUMER: Final = ("consumer", "queue")
 _QUEUE: Final = ("queue", "role")
+_STAGE: Final = ("queue", "stage")
 
 
 class _Shown(NamedTuple):
@@ -64,6 +74,8 @@ _SHOWN: Final[Mapping[type, tuple[_Shown, ...]]] = {
         (OutboxStatistics, "outbox", _PUBLISHER),
         (QueueStatus, "queue", _QUEUE),
         (QueueDepthStatistics, "queue", _QUEUE),
+        (StageStatus, "stage", _STAGE),
+        (StageStatistics, "stage", _STAGE),
     )
 }
 
@@ -99,6 +111,11 @@ def queue_readings(
     `status` is None while its depth is not known: a gauge that is made up would hide that.
     """
     return _readings((name, role), status, statistics)
+
+
+def stage_readings(queue: str, stage: str, status: StageStatus, statistics: StageStatistics) -> Iterator[Reading]:
+    """Yield one scrape of the relay from ``queue`` into ``stage``."""
+    return _readings((queue, stage), status, statistics)
 
 
 def _readings(labels: tuple[str, ...], *readable: object) -> Iterator[Reading]:

@@ -562,6 +562,32 @@ CONSUMERS: Final = Dashboard(
                 ),
             ),
         ),
+        Row(
+            "Stages",
+            (
+                Panel(
+                    "Moved into stages per second",
+                    "Messages that a relay moved from a queue into a stream; redelivered ones that were there already; "
+                    "new channels of the relay, and times that the stage did not take a message.",
+                    tuple(
+                        PanelQuery(
+                            f"sum by (queue) (rate(reliable_mq_stage_{metric}_total[$__rate_interval]))",
+                            f"{{{{queue}}}} {metric}",
+                        )
+                        for metric in ("moved", "moved_before", "epochs", "failures")
+                    ),
+                    "ops",
+                ),
+                Panel(
+                    "State of the relays",
+                    "Relays that move messages; messages that wait; deliveries not acked; bytes not confirmed.",
+                    tuple(
+                        PanelQuery(f"sum by (queue) (reliable_mq_stage_{metric})", f"{{{{queue}}}} {metric}")
+                        for metric in ("active", "ready", "outstanding", "held_bytes")
+                    ),
+                ),
+            ),
+        ),
     ),
 )
 

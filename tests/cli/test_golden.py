@@ -45,7 +45,7 @@ GOLDEN = Path(__file__).parent / "golden"
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 COMMANDS = [
     "",
-    *("publish", "consume", "doctor", "health", "demo", "web", "alerts", "grafana"),
+    *("publish", "consume", "doctor", "health", "demo", "web", "alerts", "grafana", "stage"),
     *("dlq", "dlq list", "dlq show", "dlq stats", "dlq replay", "dlq purge", "dlq export", "dlq import"),
     *("outbox", "outbox status", "outbox relay", "outbox retry", "outbox purge", "outbox ddl"),
 ]

@@ -1,0 +1,16 @@
+"""A relay into a stage, in a process that a test kills: URL, queue and stage; it prints a line once it is active."""
+
+from __future__ import annotations
+
+import sys
+
+from reliable_mq.stage import StageOptions, StageRelay
+
+if __name__ == "__main__":
+    url, queue, stage = sys.argv[1:4]
+    relay = StageRelay(StageOptions(url=url, queue=queue, stage=stage, new_stage_grace=0))
+    relay.start()
+    while not relay.wait_active(1.0):
+        pass
+    print("active", flush=True)
+    relay.wait_ended()

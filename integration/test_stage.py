@@ -1,0 +1,365 @@
+"""The relay into a stage against real brokers: fault rows 68, 69 and 70, and messages byte for byte."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from contextlib import contextmanager
+from decimal import Decimal
+from threading import Event
+from typing import TYPE_CHECKING
+
+import pika
+import pytest
+
+from integration.support.command_line import start_cli
+from integration.support.processes import Process
+from integration.support.seeds import soaking
+from reliable_mq import Message, Publisher, Queue
+from reliable_mq.codec import RawDelivery
+from reliable_mq.codec.methods import Consume, SetPrefetch
+from reliable_mq.core.stage.envelope import Original, unstaged
+from reliable_mq.errors import ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.stage import MissingId, StageOptions, StageRelay
+from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.url import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from integration.support.checker import Checker
+    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+
+DEADLINE = 60.0
+
+
+class StageReader(AdminChannel):
+    """Reads a stream from its beginning, raw."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(parse_url(url), name="stage-reader", patience=30.0)
+        self.arrived: list[RawDelivery] = []
+
+    def delivered(self, deliveries: list[RawDelivery]) -> None:
+        self.arrived += deliveries
+
+    def wait_quiet(self) -> None:
+        """Wait until no more comes for a while."""
+        quiet = Event()
+        seen = -1
+        while seen != len(self.arrived):
+            seen = len(self.arrived)
+            quiet.wait(0.3)
+
+
+def originals(url: str, *streams: str, count: int) -> list[Original]:
+    """All messages of a stage, once there are so many; markers are left out."""
+    found: list[Original] = []
+    for stream in streams:
+        with StageReader(url) as reader:
+            reader.perform(SetPrefetch(65_535))
+            reader.perform(Consume(stream, "all", arguments={"x-stream-offset": "first"}))
+
+            def staged(reader: StageReader = reader) -> list[Original]:
+                each = [unstaged(delivery.properties, delivery.body) for delivery in list(reader.arrived)]
+                return [item[1] for item in each if item is not None and item[1] is not None]
+
+            if len(streams) == 1:
+                wait_until(lambda staged=staged: len(staged()) >= count, timeout=DEADLINE, what=f"{count} staged")  # type: ignore[misc]
+            reader.wait_quiet()  # what came twice may come last
+            found += staged()
+    return found
+
+
+def ids(messages: Iterable[Original]) -> Counter[str]:
+    return Counter(Message.from_wire(each.body, each.properties).message_id for each in messages)
+
+
+def publish(url: str, queue: str, count: int, first: int = 0, **declared: object) -> None:
+    topology = [Queue(queue, dead_letter=None, **declared)] if declared else []  # type: ignore[arg-type]
+    with Publisher(url, topology=topology, new_queue_grace=0) as publisher:
+        messages = (Message(b"body", message_id=f"m{number}") for number in range(first, first + count))
+        assert publisher.publish_many(messages, routing_key=queue).ok
+
+
+@contextmanager
+def relaying(url: str, queue: str = "orders", stage: str = "stage", **options: object) -> Iterator[StageRelay]:
+    options = {"new_stage_grace": 0.0, **options}
+    relay = StageRelay(StageOptions(url=url, queue=queue, stage=stage, **options))  # type: ignore[arg-type]
+    relay.start()
+    try:
+        yield relay
+    finally:
+        relay.close(10)
+
+
+def ready(vhost: VirtualHost, queue: str) -> int:
+    with vhost.connect() as connection:
+        count: int = connection.channel().queue_declare(queue, passive=True).method.message_count
+    return count
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) -> None:
+    """Each message once, in order; the queue is empty afterwards."""
+    publish(any_vhost.url, "orders", 2000, type=kind)
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        assert relay.statistics.moved == 2000
+    assert ready(any_vhost, "orders") == 0
+    found = originals(any_vhost.url, "stage", count=2000)
+    assert list(ids(found)) == [f"m{number}" for number in range(2000)]
+    assert set(ids(found).values()) == {1}
+    assert {(each.queue, each.exchange, each.routing_key) for each in found} == {("orders", "", "orders")}
+
+
+def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:
+    """Tables, lists, decimals, broken properties and large headers included: a stream carries none of them."""
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("orders", durable=True)
+        channel.queue_declare("copied", durable=True)
+        channel.exchange_declare("fan", "fanout")
+        for queue in ("orders", "copied"):
+            channel.queue_bind(queue, "fan")
+        headers = {
+            "table": {"list": [1, {"deep": b"\xff"}]},
+            "decimal": Decimal("1.25"),
+            "CC": ["elsewhere"],
+            "x-long": "x" * 60_000,
+            "second": "y" * 60_000,
+        }
+        everything = pika.BasicProperties(
+            content_type="text/plain",
+            content_encoding="gzip",
+            headers=headers,
+            delivery_mode=1,
+            priority=9,
+            correlation_id="c\udcff".encode("utf-8", "surrogateescape"),
+            reply_to="reply",
+            expiration="600000",
+            message_id="m1",
+            timestamp=2**62,
+            type="type",
+            user_id="guest",
+            app_id="app",
+        )
+        for number, given in enumerate([everything, pika.BasicProperties(), pika.BasicProperties(headers=headers)]):
+            channel.basic_publish("fan", f"key {number}", bytes(range(256)), given)
+        channel.basic_publish("fan", "k" * 255, b"", pika.BasicProperties(message_id="empty"))
+    any_vhost.wait_for_messages("copied", 4)
+    with relaying(any_vhost.url, missing_id=MissingId.REPEAT) as relay:
+        assert relay.wait_moved(DEADLINE)
+    staged = originals(any_vhost.url, "stage", count=4)
+    with StageReader(any_vhost.url) as reader:
+        reader.perform(SetPrefetch(10))
+        reader.perform(Consume("copied", "all"))
+        wait_until(lambda: len(reader.arrived) == 4, timeout=DEADLINE, what="four messages")
+        copied = [(each.exchange, each.routing_key, each.properties, each.body) for each in reader.arrived]
+    assert [(each.exchange, each.routing_key, each.properties, each.body) for each in staged] == copied
+
+
+def test_a_super_stream_has_each_message_in_the_partition_of_its_key(vhost: VirtualHost) -> None:
+    """A header's value decides; the partitions are found by their exchange."""
+    with Publisher(vhost.url, topology=[Queue("orders")], new_queue_grace=0) as publisher:
+        messages = [Message(b"x", message_id=f"m{n}", headers={"customer": f"c{n % 7}"}) for n in range(210)]
+        assert publisher.publish_many(messages, routing_key="orders").ok
+    with relaying(vhost.url, partitions=3, key="header:customer", max_bytes=10_000_000) as relay:
+        assert relay.wait_moved(DEADLINE)
+    found = {f"stage-{n}": originals(vhost.url, f"stage-{n}", count=1) for n in range(3)}
+    assert sum(map(len, found.values())) == 210
+    customers = [
+        {Message.from_wire(b"", each.properties).headers["customer"] for each in part} for part in found.values()
+    ]
+    assert sum(map(len, customers)) == 7
+    bindings = vhost.broker.management.call("GET", "exchanges", vhost.name, "stage", "bindings", "source")
+    assert sorted(each["destination"] for each in bindings) == ["stage-0", "stage-1", "stage-2"]
+
+
+@pytest.mark.one_line
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_f68_a_killed_relay_moves_each_message_once(
+    any_vhost: VirtualHost, kind: str, checker: Checker, rng: random.Random
+) -> None:
+    """SIGKILL at random moments, under load: 0 lost, 0 twice in the stage."""
+    kills = 12 if soaking() else 4
+    total = 0
+    publish(any_vhost.url, "orders", 1, first=1_000_000, type=kind)
+    for _ in range(kills):
+        publish(any_vhost.url, "orders", 1500, first=total)
+        total += 1500
+        process = Process("integration.programs.staging", any_vhost.url, "orders", "stage")
+        try:
+            assert process.stdout is not None
+            if rng.random() < 0.8:
+                assert process.stdout.readline() == b"active\n"
+            Event().wait(rng.uniform(0.0, 0.4))
+        finally:
+            process.kill()
+            process.communicate()
+    with relaying(any_vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        wait_until(lambda: ready(any_vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
+    counts = ids(originals(any_vhost.url, "stage", count=total + 1))
+    assert sum(counts.values()) == len(counts) == total + 1
+
+
+def test_f68_two_hundred_kills_spend_no_message(vhost: VirtualHost, rng: random.Random) -> None:
+    """On a queue with the delivery limit of 20: each life moves some, so none comes back that often."""
+    kills = 200 if soaking() else 12
+    arguments = {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": 20 if soaking() else 3,
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": "dead",
+    }
+    with vhost.connect() as connection:
+        channel = connection.channel()
+        channel.queue_declare("dead", durable=True)
+        channel.queue_declare("orders", durable=True, arguments=arguments)
+    total = kills * 50
+    publish(vhost.url, "orders", total)
+    for _ in range(kills):
+        process = Process("integration.programs.staging", vhost.url, "orders", "stage")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"active\n"
+        Event().wait(rng.uniform(0.0, 0.05))
+        process.kill()
+        process.communicate()
+    with relaying(vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        wait_until(lambda: ready(vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
+    assert ready(vhost, "dead") == 0
+    counts = ids(originals(vhost.url, "stage", count=total))
+    assert sum(counts.values()) == len(counts) == total
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+def test_f68_a_killed_broker_costs_and_repeats_nothing(private_vhost: VirtualHost, kind: str) -> None:
+    """A classic queue forgets its last acks, and delivers those messages again: they are in the tail."""
+    publish(private_vhost.url, "orders", 3000, type=kind)
+    with relaying(private_vhost.url, new_stage_grace=2.0) as relay:
+        wait_until(lambda: relay.statistics.moved > 500, timeout=DEADLINE, what="some messages moved")
+        private_vhost.broker.kill()
+        private_vhost.broker.start()
+        wait_until(lambda: relay.active, timeout=DEADLINE, what="the relay is active again")
+        wait_until(lambda: ready(private_vhost, "orders") == 0, timeout=DEADLINE, what="an empty queue")
+    counts = ids(originals(private_vhost.url, "stage", count=3000))
+    assert sum(counts.values()) == len(counts) == 3000
+
+
+def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """Between publish and confirm, and between confirm and ack."""
+    publish(vhost.url, "orders", 4000, type="quorum")
+    with fault_proxy(vhost.url) as proxy, relaying(proxy.url) as relay:
+        for cut in range(1, 4):
+            wait_until(lambda cut=cut: relay.statistics.moved > cut * 500, timeout=DEADLINE, what="messages moved")  # type: ignore[misc]
+            proxy.cut()
+        wait_until(
+            lambda: ready(vhost, "orders") == 0 and relay.status().outstanding == 0, timeout=DEADLINE, what="empty"
+        )
+    counts = ids(originals(vhost.url, "stage", count=4000))
+    assert sum(counts.values()) == len(counts) == 4000
+
+
+def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: VirtualHost) -> None:
+    """It goes on when the alarm is over."""
+    publish(private_vhost.url, "orders", 100, type="classic")
+    private_vhost.broker.set_disk_alarm(True)
+    with relaying(private_vhost.url) as relay:
+        relay.wait_declared(DEADLINE)
+        assert not relay.wait_active(2.0)
+        assert ready(private_vhost, "orders") == 100
+        private_vhost.broker.set_disk_alarm(False)
+        assert relay.wait_active(DEADLINE)
+        assert relay.wait_moved(DEADLINE)
+    counts = ids(originals(private_vhost.url, "stage", count=100))
+    assert sum(counts.values()) == len(counts) == 100
+
+
+def test_f69_a_deleted_stage_is_not_made_anew_in_silence(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not read is lost; the relay ends with an error, and acks nothing more."""
+    monkeypatch.setattr("reliable_mq.stage.relay._MISSING", 1.0)
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        vhost.delete_queue("stage")
+        publish(vhost.url, "orders", 10, first=10)
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, TopologyMismatch)
+        assert "stage" in str(relay.error)
+    vhost.wait_for_messages("orders", 10)
+
+
+def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while: it may come back."""
+    monkeypatch.setattr("reliable_mq.stage.relay._MISSING", 1.0)
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url) as relay:
+        assert relay.wait_moved(DEADLINE)
+        vhost.delete_queue("orders")
+        assert relay.wait_ended(DEADLINE)
+        assert "orders" in str(relay.error)
+
+
+def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost) -> None:
+    """The second one waits, and moves nothing."""
+    publish(vhost.url, "orders", 500, type="quorum")
+    with relaying(vhost.url) as first:
+        assert first.wait_moved(DEADLINE)
+        with relaying(vhost.url) as second:
+            assert not second.wait_active(2.0)
+            publish(vhost.url, "orders", 500, first=500)
+            wait_until(lambda: first.statistics.moved == 1000, timeout=DEADLINE, what="the first one moves")
+            first.close(10)
+            assert second.wait_active(DEADLINE)
+            publish(vhost.url, "orders", 500, first=1000)
+            wait_until(lambda: second.statistics.moved == 500, timeout=DEADLINE, what="the second one moves")
+    counts = ids(originals(vhost.url, "stage", count=1500))
+    assert sum(counts.values()) == len(counts) == 1500
+
+
+def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
+    """It and those behind it stay in the queue."""
+    publish(vhost.url, "orders", 1, type="quorum")
+    with vhost.connect() as connection:
+        connection.channel().basic_publish("", "orders", b"no id")
+    with relaying(vhost.url) as relay:
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, ConsumeError)
+        assert "message_id" in str(relay.error)
+        with pytest.raises(ReliableMQError):
+            relay.wait_active(1.0)
+    vhost.wait_for_messages("orders", 1)
+
+
+def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
+    """Two of them; it serves metrics, and drains."""
+    publish(vhost.url, "orders", 300, type="quorum")
+    publish(vhost.url, "invoices", 300, type="classic")
+    command = ["stage", vhost.url, "orders", "orders.stage", "invoices", "invoices.stage", "--metrics-port", "0"]
+    process = start_cli(*command)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"metrics: http://127.0.0.1:")
+        wait_until(
+            lambda: ready(vhost, "orders") + ready(vhost, "invoices") == 0, timeout=DEADLINE, what="empty queues"
+        )
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert b"600 messages moved" in said
+    for queue in ("orders", "invoices"):
+        assert len(originals(vhost.url, f"{queue}.stage", count=300)) == 300
+
+
+def test_the_command_ends_with_the_error_of_a_relay(vhost: VirtualHost) -> None:
+    """A queue that does not exist."""
+    process = start_cli("stage", vhost.url, "nowhere", "stage")
+    _, said = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert b"nowhere" in said

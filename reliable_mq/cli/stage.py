@@ -1,0 +1,130 @@
+"""``reliable-mq stage``: move queues into streams, each message once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from reliable_mq.cli.terminal import URL, metrics_served, say
+from reliable_mq.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reliable_mq.stage import StageRelay
+
+__all__ = ["stage"]
+
+_DRAIN: Final = 30.0  # seconds for outstanding confirms at the end
+_LOOK_EVERY: Final = 0.2  # seconds between two looks at the relays
+
+
+def stage(
+    url: URL,
+    pairs: Annotated[
+        list[str],
+        typer.Argument(metavar="QUEUE STREAM ...", help="A queue that exists, and the stream to move it into."),
+    ],
+    *,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, help="Make each stage a super stream of so many partitions.")
+    ] = None,
+    key: Annotated[
+        str, typer.Option(help="Decides on the partition: message_id, routing_key or header:NAME.")
+    ] = "message_id",
+    retention: Annotated[
+        str, typer.Option(help="How long a stage keeps messages, at least: such as 12h or 7D; 0 for any time.")
+    ] = "7D",
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bytes above which a partition drops its oldest messages.")
+    ] = None,
+    missing_id: Annotated[
+        str,
+        typer.Option(
+            metavar="refuse|repeat",
+            help="Messages without message_id: end at the first one, or move them, perhaps twice if the relay dies.",
+        ),
+    ] = "refuse",
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
+    ] = None,
+    metrics_address: Annotated[str, typer.Option(help="The address to serve them on.")] = "127.0.0.1",
+) -> None:
+    """Move queues into streams until SIGTERM or SIGINT, for Spark's staged mode.
+
+    Each message is published into the stream, confirmed there, and acked then. After a crash, messages that are in the
+    stream are not moved again. Of several relays with the same STREAM one is active; the others wait.
+    """
+    from reliable_mq.stage import MissingId, StageOptions, StageRelay
+
+    if len(pairs) % 2:
+        raise typer.BadParameter("each QUEUE needs a STREAM: give them in pairs")
+    try:
+        missing = MissingId(missing_id)
+    except ValueError:
+        raise typer.BadParameter("--missing-id is refuse or repeat") from None
+    staged = list(zip(pairs[::2], pairs[1::2], strict=True))
+    if len({name for _, name in staged}) < len(staged):
+        raise ConfigurationError("two queues have the same STREAM: a stage has one relay, give each queue its own")
+    options = [
+        StageOptions(
+            url=url,
+            queue=queue,
+            stage=name,
+            partitions=partitions,
+            key=key,
+            retention=None if retention == "0" else retention,
+            max_bytes=max_bytes,
+            missing_id=missing,
+        )
+        for queue, name in staged
+    ]
+    with _signals() as received, metrics_served(metrics_address, metrics_port) as registry:
+        relays = [StageRelay(each, registry=registry) for each in options]
+        try:
+            for relay in relays:
+                relay.start()
+            _wait(relays, received)
+        finally:
+            _close(relays)
+    moved = sum(relay.statistics.moved for relay in relays)
+    say(f"{moved:,} messages moved")
+    for relay in relays:
+        if relay.error is not None:
+            raise relay.error
+
+
+def _wait(relays: list[StageRelay], received: list[int]) -> None:
+    """Wait for a signal, or for a relay that has ended with an error."""
+    idle = threading.Event()
+    while not received and all(relay.error is None for relay in relays):
+        idle.wait(_LOOK_EVERY)
+
+
+def _close(relays: list[StageRelay]) -> None:
+    """Close all at the same time: each waits for its confirms."""
+    threads = [threading.Thread(target=relay.close, args=(_DRAIN,), daemon=True) for relay in relays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT."""
+    received: list[int] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

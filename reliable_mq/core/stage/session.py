@@ -1,0 +1,499 @@
+"""What the relay does with each delivery: publish a copy, ack, or stop. No I/O.
+
+A session lives as long as the relay; an epoch as long as one channel, on which the relay both consumes the queue and
+publishes into the stage: when the broker gives the lock of the stage to another channel, this one is gone, and so is
+everything that it could still have published. The steps of an epoch::
+
+    opened        FENCING   publishes a marker into each partition
+    confirmed     READING   reads the tail of each partition (`reliable_mq.core.stage.tail`)
+    tail_read     MOVING    publishes a copy of each delivery; acks the delivery once the copy is confirmed
+    lost          CLOSED    forgets everything: the broker requeues what was not acked
+
+While MOVING, a redelivered message that is in the tail is acked and not published: an earlier epoch has moved it. To be
+the same, a message must have the same id, routing and body. Without an id, two messages cannot be told apart: so the
+relay stops at one, or, with `MissingId.REPEAT`, publishes it again where it is redelivered.
+
+Nothing else may bring a message into the stage twice. So a publish is never repeated within an epoch: whatever is
+nacked, returned, or not confirmed in time ends the epoch, and the next one reads the tail.
+
+Invariants:
+
+- a delivery is acked only after its copy was confirmed, in this epoch or in an earlier one;
+- a copy in the tail accounts for one redelivered message at most;
+- the tail is given up only when nothing of it can come any more: all of it came; or, after a while, the queue was empty
+  with nothing unacked, or so many messages came that were never delivered before (`PASSED`) that those requeued, which
+  a queue delivers first, must have come, too;
+- no more is read ahead than `prefetch` says, which is bounded in bytes, and lower the more often a delivery came back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from reliable_mq.codec import append_publish, encode_ack, publish_head
+from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.publisher.confirms import ConfirmTracker
+from reliable_mq.core.stage.envelope import Mark, identity, marker, names_of, parts_of, staged, unstaged
+from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
+from reliable_mq.core.statistics import StageStatistics
+from reliable_mq.errors import ConsumeError, ReliableMQError
+
+if TYPE_CHECKING:
+    from reliable_mq.codec import RawDelivery
+
+__all__ = ["PASSED", "TRANSITIONS", "EpochState", "MissingId", "StageSession", "StageSettings"]
+
+PASSED: Final = 20_000
+"""Messages never delivered before, after which those that were requeued at the head of the queue have come."""
+
+_FIRST: Final = 8  # deliveries whose size is not known: 128 MiB at the very most
+_MORE: Final = 8  # times the prefetch of before, at most, as sizes become known
+_WEIGHT: Final = 0.2  # of the sizes of one read in the average
+_NAMES_KEPT: Final = 4096  # pairs of exchange and routing key
+_SLACK: Final = 1.1  # times the limit of bytes
+_COUNT: Final = b"\x10x-delivery-count"
+
+
+class MissingId(enum.Enum):
+    """What is done with a message that has no message id."""
+
+    REFUSE = "refuse"
+    REPEAT = "repeat"
+
+
+class EpochState(enum.Enum):
+    """The state of a session."""
+
+    CLOSED = "no channel, or not the active relay"
+    FENCING = "the markers are published, and not all confirmed"
+    READING = "the tails of the partitions are read"
+    MOVING = "deliveries are published and acked"
+    ENDING = "the epoch is over; its channel is to be replaced"
+
+
+_S = EpochState
+_OPEN: Final = (_S.FENCING, _S.READING, _S.MOVING)
+#: Event -> state before -> states after. For tests and documentation, not read at run time.
+TRANSITIONS: Final[Mapping[str, Mapping[EpochState, set[EpochState]]]] = {
+    "opened": {_S.CLOSED: {_S.FENCING}},
+    "acks": {_S.FENCING: {_S.FENCING, _S.READING}, _S.MOVING: {_S.MOVING}},
+    "tail_read": {_S.READING: {_S.READING, _S.MOVING}},
+    "delivered": {_S.MOVING: {_S.MOVING}},
+    "failed": {state: {_S.ENDING} for state in _OPEN},
+    "lost": {state: {_S.CLOSED} for state in _S},
+}
+del _S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """The settings of a relay's decisions.
+
+    Attributes:
+        queue: where messages come from.
+        partitions: the streams that they go to.
+        key: returns the bytes that decide on the partition, of a delivery and its message id.
+        missing_id: what is done with a message without an id.
+        max_outstanding: deliveries that may be unacked.
+        max_bytes: bytes that they may fill, about.
+        confirm_timeout: seconds without any confirm, after which an epoch ends.
+    """
+
+    queue: str
+    partitions: tuple[str, ...]
+    key: Callable[[RawDelivery, bytes | None], bytes]
+    missing_id: MissingId = MissingId.REFUSE
+    max_outstanding: int = 2000
+    max_bytes: int = 64 * 2**20
+    confirm_timeout: float = 30.0
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy that is not confirmed."""
+
+    partition: int
+    number: int  # in `Settled`; 0 for a marker
+    delivery_tag: int
+    size: int
+
+
+@dataclass(slots=True)
+class _PartitionEpoch:
+    """One partition, in one epoch."""
+
+    head: bytes
+    tail: Tail
+    settled: Settled | None = None
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """The state that a lost channel takes with it."""
+
+    number: int
+    channel: int
+    frame_max: int
+    name: bytes
+    partitions: list[_PartitionEpoch]
+    tail: Counter[bytes] = field(default_factory=Counter)
+    passed: int = 0
+    returned: dict[int, int] = field(default_factory=dict)  # how often a delivery came back, by its tag
+    held: int = 0  # bytes of unacked deliveries
+    unmarked: int = 0  # markers that are not confirmed
+    confirmed: list[_Copy] = field(default_factory=list)  # whose originals are not acked
+    moving_since: float = 0.0
+
+
+class StageSession:
+    """Decide for one relay. Not thread-safe.
+
+    Args:
+        settings: of the relay.
+        shard: returns the index of the partition for a key, of a number of partitions.
+
+    Attributes:
+        state: of the epoch.
+        statistics: counts.
+        prefetch_granted: the prefetch of the present subscription; set by the owner.
+        error: why nothing can be moved any more.
+    """
+
+    def __init__(self, settings: StageSettings, shard: Callable[[bytes, int], int]) -> None:
+        self.state = EpochState.CLOSED
+        self.statistics = StageStatistics()
+        self.prefetch_granted = 0
+        self.error: ReliableMQError | None = None
+        self._settings = settings
+        self._shard = shard
+        self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
+        self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
+        self._epoch: _Epoch | None = None
+        self._average: float | None = None
+        self._progress_at = 0.0
+        self._names: dict[tuple[str, str], bytes] = {}
+
+    # -- the epoch
+
+    def opened(self, number: int, channel: int, frame_max: int, name: bytes, now: float) -> bytes:
+        """Begin an epoch on a channel that has the lock; return the markers to write.
+
+        Args:
+            number: of the generation of the channel.
+            channel: its number.
+            frame_max: bytes.
+            name: eight bytes that no other epoch has.
+            now: the time.
+        """
+        heads = [publish_head(channel, "", partition, mandatory=True) for partition in self._settings.partitions]
+        epoch = _Epoch(number, channel, frame_max, name, [_PartitionEpoch(head, Tail(name)) for head in heads])
+        epoch.unmarked = len(heads)
+        self._epoch = epoch
+        self._confirms.channel_opened(number)
+        self._acks.opened(number)
+        self._confirms.published([_Copy(index, 0, 0, 0) for index in range(len(heads))])
+        self._progress_at = now
+        self.state = EpochState.FENCING
+        frames: list[bytes] = []
+        for head in heads:
+            append_publish(frames, head, channel, marker(name), b"", frame_max)
+        self.statistics.epochs += 1
+        return b"".join(frames)
+
+    def lost(self) -> None:
+        """Forget the channel: the broker requeues what was not acked."""
+        self.state = EpochState.CLOSED
+        self._confirms.channel_lost()
+        self._acks.lost()
+        self._epoch = None
+        self.prefetch_granted = 0
+
+    def failed(self) -> None:
+        """End the epoch: something was nacked, returned or cancelled."""
+        if self.state in _OPEN:
+            self.state = EpochState.ENDING
+
+    # -- the tail
+
+    @property
+    def next_read(self) -> tuple[str, int | str] | None:
+        """The partition to read next, and from where; None while there is none to read."""
+        if self.state is not EpochState.READING:
+            return None
+        epoch = self._opened
+        return next(
+            (
+                (name, each.tail.start)
+                for name, each in zip(self._settings.partitions, epoch.partitions, strict=True)
+                if each.tail.start is not None
+            ),
+            None,
+        )
+
+    def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
+        """Take in messages of a tail.
+
+        Args:
+            partition: its name.
+            messages: each with its offset, in order.
+            now: the time.
+
+        Returns:
+            Whether the read is over, so that its subscription can be cancelled; and the acks to write.
+        """
+        epoch = self._opened
+        each = epoch.partitions[self._settings.partitions.index(partition)]
+        self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
+        self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
+        over = each.tail.start is None
+        for offset, delivery in messages:
+            if not over:
+                over = each.tail.read(offset, *_recognised(delivery))
+        if over and each.tail.start is None and each.settled is None:
+            each.settled = Settled(each.tail.low, each.tail.marker)
+            epoch.tail.update(filter(None, each.tail.identities))
+            each.tail.identities.clear()
+        self._progress_at = now
+        if all(every.settled is not None for every in epoch.partitions):
+            self.state = EpochState.MOVING
+            epoch.moving_since = now
+        return over, self._ack_frames()
+
+    def passed_over(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
+        """Take in messages that came after the end of a read; return acks to write."""
+        self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        self._acks.finished([delivery.delivery_tag for delivery in deliveries], now)
+        return self._ack_frames()
+
+    # -- moving
+
+    def delivered(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
+        """Take in deliveries of the queue; return the copies, and acks, to write.
+
+        Where a message cannot be moved, `error` is set, and nothing behind it is moved.
+        """
+        epoch = self._opened
+        self._acks.delivered(deliveries[0].delivery_tag, deliveries[-1].delivery_tag)
+        if self.state is not EpochState.MOVING or self.error is not None:
+            return b""
+        if not len(self._confirms):
+            self._progress_at = now
+        settings = self._settings
+        frames: list[bytes] = []
+        copies: list[_Copy] = []
+        done: list[int] = []
+        size = 0
+        count = len(settings.partitions)
+        lows = [_settled(each).low(now, resolved=not epoch.tail) for each in epoch.partitions]
+        for delivery in deliveries:
+            parts = parts_of(delivery.properties)
+            message_id = parts.message_id
+            if not message_id and settings.missing_id is MissingId.REFUSE:
+                self.error = _without_id(settings.queue, delivery)
+                break
+            if delivery.redelivered:
+                self._came_back(epoch, delivery)
+                if epoch.tail and message_id:
+                    moved = identity(message_id, delivery.exchange, delivery.routing_key, delivery.body)
+                    if epoch.tail[moved]:
+                        epoch.tail[moved] -= 1
+                        if not epoch.tail[moved]:
+                            del epoch.tail[moved]
+                        done.append(delivery.delivery_tag)
+                        continue
+            elif epoch.tail:
+                epoch.passed += 1
+            index = self._shard(settings.key(delivery, message_id), count) if count > 1 else 0
+            each = epoch.partitions[index]
+            names = self._names_of(delivery.exchange, delivery.routing_key)
+            properties, body = staged(names, delivery, parts, lows[index], epoch.name, epoch.frame_max)
+            append_publish(frames, each.head, epoch.channel, properties, body, epoch.frame_max)
+            held = len(body) + len(properties)
+            size += held
+            copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held))
+        if epoch.passed >= PASSED and now - epoch.moving_since >= SETTLED_AFTER:
+            epoch.tail.clear()
+        self._confirms.published(copies)
+        epoch.held += size
+        self._learn(len(copies), size)
+        self.statistics.moved_before += len(done)
+        if done:
+            self._acked(done, now)
+            frames.append(self._ack_frames())
+        return b"".join(frames)
+
+    def confirmed(self, number: int, tag: int, multiple: bool) -> None:
+        """Take in a confirm of the broker; `acks` follows, once for all of one read."""
+        settled = self._confirms.settle(number, tag, multiple)
+        if self.state in _OPEN:
+            self._opened.confirmed += settled
+
+    def acks(self, now: float) -> bytes:
+        """Return the acks of the originals of confirmed copies, to write."""
+        if self._epoch is None or not self._epoch.confirmed:
+            return b""
+        epoch = self._epoch
+        confirmed, epoch.confirmed = epoch.confirmed, []
+        self._progress_at = now
+        tags = []
+        for copy in confirmed:
+            if not copy.number:
+                epoch.unmarked -= 1
+                continue
+            _settled(epoch.partitions[copy.partition]).acked(copy.number, now)
+            epoch.held -= copy.size
+            tags.append(copy.delivery_tag)
+        if not epoch.unmarked and self.state is EpochState.FENCING:
+            self.state = EpochState.READING
+        self.statistics.moved += len(tags)
+        self._acked(tags, now)
+        return self._ack_frames()
+
+    def drained(self, now: float) -> None:
+        """Note that the queue had no message, ready or unacked."""
+        if self.state is EpochState.MOVING and now - self._opened.moving_since >= SETTLED_AFTER:
+            self._opened.tail.clear()
+
+    def overdue(self, now: float) -> bool:
+        """Whether nothing was confirmed, or came of a tail, for too long."""
+        waits = self.state is EpochState.READING or bool(len(self._confirms))
+        return waits and now - self._progress_at >= self._settings.confirm_timeout
+
+    def waited(self, now: float) -> None:
+        """Begin the time for confirms anew: the broker did not read until now."""
+        self._progress_at = now
+
+    # -- reading ahead
+
+    @property
+    def outstanding(self) -> int:
+        """The number of deliveries that are not acked."""
+        return self._acks.outstanding
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a partition had no message before this epoch."""
+        return any(not each.tail.marker for each in self._opened.partitions)
+
+    @property
+    def unconfirmed(self) -> int:
+        """The number of copies whose originals wait for their confirm, or their ack."""
+        return len(self._confirms) + (0 if self._epoch is None else len(self._epoch.confirmed))
+
+    @property
+    def held(self) -> int:
+        """The bytes of the deliveries whose copies are not confirmed."""
+        return 0 if self._epoch is None else self._epoch.held
+
+    @property
+    def tail(self) -> int:
+        """The number of copies of earlier epochs that are not accounted for."""
+        return 0 if self._epoch is None else self._epoch.tail.total()
+
+    @property
+    def prefetch(self) -> int:
+        """The prefetch that a subscription should have now."""
+        most = self._settings.max_outstanding
+        if self._epoch is not None and self._epoch.returned:
+            most >>= 2 * max(self._epoch.returned.values())  # 2000, 500, 125, 31, 7, 1
+        if self._average is None:
+            return max(min(most, _FIRST), 1)
+        fits = int(self._settings.max_bytes / max(self._average, 1.0))
+        grown = _MORE * self.prefetch_granted if self.prefetch_granted else _FIRST
+        return max(min(most, fits, grown), 1)
+
+    @property
+    def wants_subscription(self) -> bool:
+        """Whether the subscription should be made anew, with the present `prefetch`."""
+        if self.state is not EpochState.MOVING:
+            return False
+        wanted, granted = self.prefetch, self.prefetch_granted
+        return 2 * granted <= wanted or 2 * wanted <= granted
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether too many bytes are held to read on."""
+        return self.held > _SLACK * self._settings.max_bytes
+
+    def _names_of(self, exchange: str, routing_key: str) -> bytes:
+        names = self._names.get((exchange, routing_key))
+        if names is None:
+            if len(self._names) >= _NAMES_KEPT:
+                self._names.clear()
+            names = self._names[exchange, routing_key] = names_of(self._settings.queue, exchange, routing_key)
+        return names
+
+    def _learn(self, count: int, size: int) -> None:
+        if not count:
+            return
+        average = size / count
+        if self._average is None or average > self._average:
+            self._average = average
+        else:
+            self._average += _WEIGHT * (average - self._average)
+
+    def _came_back(self, epoch: _Epoch, delivery: RawDelivery) -> None:
+        count = _times_returned(delivery.properties)
+        if count:
+            epoch.returned[delivery.delivery_tag] = count
+
+    def _acked(self, tags: Sequence[int], now: float) -> None:
+        self._acks.finished(tags, now)
+        returned = self._opened.returned
+        if returned:
+            for tag in tags:
+                returned.pop(tag, None)
+
+    def _ack_frames(self) -> bytes:
+        channel = self._opened.channel
+        return b"".join(encode_ack(channel, *frame) for frame in self._acks.flush())
+
+    @property
+    def _opened(self) -> _Epoch:
+        assert self._epoch is not None, "there is no epoch"  # noqa: S101
+        return self._epoch
+
+
+def _settled(partition: _PartitionEpoch) -> Settled:
+    assert partition.settled is not None, "the tail is not read"  # noqa: S101
+    return partition.settled
+
+
+def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
+    """Return mark and identity of a message in a stage."""
+    found = unstaged(delivery.properties, delivery.body)
+    if found is None:
+        return None, None
+    mark, original = found
+    if original is None:
+        return mark, None
+    message_id = parts_of(original.properties).message_id
+    if not message_id:
+        return mark, None
+    return mark, identity(message_id, original.exchange, original.routing_key, original.body)
+
+
+def _times_returned(properties: bytes) -> int:
+    """Return ``x-delivery-count``, where it is a number of the usual type; else 0."""
+    at = properties.find(_COUNT)
+    if at < 0:
+        return 0
+    start = at + len(_COUNT) + 1
+    size = _SIZES.get(properties[start - 1 : start], 0)
+    return max(int.from_bytes(properties[start : start + size], signed=True), 0)
+
+
+_SIZES: Final = {b"b": 1, b"B": 1, b"s": 2, b"I": 4, b"l": 8, b"L": 8}
+
+
+def _without_id(queue: str, delivery: RawDelivery) -> ConsumeError:
+    return ConsumeError(
+        f"a message of queue {queue!r}, published to exchange {delivery.exchange!r} with routing key "
+        f"{delivery.routing_key!r}, has no message_id: once a relay has died, nobody can tell whether it was moved. "
+        "Have the publisher set message_id (reliable_mq does), or allow such messages to come twice: "
+        "stageMissingId=repeat, --missing-id repeat"
+    )

@@ -1,0 +1,14 @@
+"""Stage a queue: move its messages into a stream, each once.
+
+A stream can be read by offset, by many readers and again; a queue cannot. `StageRelay` moves a queue into a stream, or
+into the partitions of a super stream: it publishes a copy of each message, waits for its confirm, and acks the
+original then. It is the relay of ``format("rabbitmq")`` with the option ``stage``, and of ``reliable-mq stage``.
+"""
+
+from __future__ import annotations
+
+from reliable_mq.core.stage.session import MissingId
+from reliable_mq.stage.options import StageOptions
+from reliable_mq.stage.relay import StageRelay
+
+__all__ = ["MissingId", "StageOptions", "StageRelay"]

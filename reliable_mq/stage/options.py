@@ -1,0 +1,183 @@
+"""The options of a relay into a stage, and the stage's topology.
+
+A stage is a stream of its name; with `partitions`, a super stream: streams called ``STAGE-0`` and so on, bound to a
+direct exchange of the stage's name, which clients of the stream protocol look for. The lock of a stage is a classic
+queue, ``STAGE.relay``, which never has a message: the active relay is its exclusive consumer. (RabbitMQ does not
+enforce an exclusive consumer of a quorum queue.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+from reliable_mq._util.validation import is_text, is_whole_number, seconds
+from reliable_mq.codec import CodecError, Properties
+from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
+from reliable_mq.core.stage.session import MissingId, StageSettings
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Binding, Exchange, Queue
+
+if TYPE_CHECKING:
+    from reliable_mq.codec import RawDelivery
+    from reliable_mq.topology import Declaration
+
+__all__ = ["DEFAULT_RETENTION", "LOCK_SUFFIX", "StageOptions", "shard"]
+
+LOCK_SUFFIX: Final = ".relay"
+"""Of the name of the queue that is a stage's lock."""
+DEFAULT_RETENTION: Final = "7D"
+"""How long a stage keeps messages, unless it is told."""
+
+_AGE: Final = re.compile(r"([1-9][0-9]{0,8})([YMDhms])")
+_SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
+_LONGEST: Final = 240  # bytes of a name, so that those made of it fit
+_MOST_PARTITIONS: Final = 1000
+_SEGMENTS: Final = 8  # of a stage with a limit of bytes: whole segments are dropped
+_LARGEST_SEGMENT: Final = 500_000_000  # RabbitMQ's default
+_SMALLEST_SEGMENT: Final = 1_000_000
+_HEADER_KEY: Final = "header:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """What to move where.
+
+    Args:
+        url: of the broker, as for a `Publisher`.
+        queue: to move messages from, classic or quorum; it exists.
+        stage: the stream to move them into; declared.
+        partitions: of a super stream; None for a plain stream.
+        key: decides on the partition of a message: ``"message_id"``, ``"routing_key"``, or ``"header:NAME"``. A message
+            without it goes by its body.
+        retention: how long the stage keeps a message, at least: a number with a unit of Y, M, D, h, m or s. None for
+            any time.
+        max_bytes: above which each partition drops its oldest messages; None for no limit.
+        missing_id: what to do with a message without ``message_id``: refuse it, which ends the relay with an error, or
+            move it, perhaps twice if a relay dies.
+        max_outstanding: messages that may be unacked.
+        max_outstanding_bytes: bytes that they may fill, about.
+        confirm_timeout: seconds without a confirm after which the connection is replaced.
+        new_stage_grace: seconds for which a stage that was just made is left alone: a broker that is killed in its
+            first second has forgotten the stream, with everything that it had confirmed.
+
+    Raises:
+        ConfigurationError: an option is wrong; the text names it.
+    """
+
+    url: str = field(repr=False)
+    queue: str
+    stage: str
+    partitions: int | None = None
+    key: str = "message_id"
+    retention: str | None = DEFAULT_RETENTION
+    max_bytes: int | None = None
+    missing_id: MissingId = MissingId.REFUSE
+    max_outstanding: int = 2000
+    max_outstanding_bytes: int = 64 * 2**20
+    confirm_timeout: float = 30.0
+    new_stage_grace: float = NEW_QUEUE_GRACE
+
+    def __post_init__(self) -> None:
+        for name, value in (("queue", self.queue), ("stage", self.stage)):
+            if not is_text(value) or not value or len(value.encode()) > _LONGEST:
+                raise ConfigurationError(f"{name} must be a name of 1 to {_LONGEST} bytes, not {value!r}")
+        if self.queue == self.stage:
+            raise ConfigurationError(f"queue and stage are both {self.stage!r}: name a stream of its own for the stage")
+        for name, number, most in (
+            ("partitions", self.partitions, _MOST_PARTITIONS),
+            ("max_bytes", self.max_bytes, None),
+            ("max_outstanding", self.max_outstanding, 65_535),
+            ("max_outstanding_bytes", self.max_outstanding_bytes, None),
+        ):
+            if number is not None and (not is_whole_number(number, 1) or (most is not None and number > most)):
+                limits = f"from 1 to {most}" if most is not None else "of at least 1"
+                raise ConfigurationError(f"{name} must be a whole number {limits}, not {number!r}")
+        if self.retention is not None and not (is_text(self.retention) and _AGE.fullmatch(self.retention)):
+            raise ConfigurationError(
+                f"retention must be a number with a unit of Y, M, D, h, m or s, such as 7D, not {self.retention!r}"
+            )
+        if self.key not in {"message_id", "routing_key"} and not (
+            is_text(self.key) and self.key.startswith(_HEADER_KEY) and len(self.key) > len(_HEADER_KEY)
+        ):
+            raise ConfigurationError(f"key must be message_id, routing_key or header:NAME, not {self.key!r}")
+        if not isinstance(self.missing_id, MissingId):
+            raise ConfigurationError(f"missing_id must be a MissingId, not {self.missing_id!r}")
+        seconds("confirm_timeout", self.confirm_timeout, positive=True)
+        seconds("new_stage_grace", self.new_stage_grace)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams that messages go to."""
+        if self.partitions is None:
+            return (self.stage,)
+        return tuple(f"{self.stage}-{number}" for number in range(self.partitions))
+
+    @property
+    def lock(self) -> str:
+        """The queue whose exclusive consumer is the active relay."""
+        return self.stage + LOCK_SUFFIX
+
+    def topology(self) -> list[Declaration]:
+        """Return the declarations of the stage and its lock."""
+        age = None if self.retention is None else _seconds_of(self.retention)
+        segment: dict[str, object] = {}
+        if self.max_bytes is not None:
+            size = min(max(self.max_bytes // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
+            segment = {"x-stream-max-segment-size-bytes": size}
+        streams = [
+            Queue(name, type="stream", max_age=age, max_length_bytes=self.max_bytes, arguments=segment)
+            for name in self.streams
+        ]
+        lock = Queue(self.lock, type="classic", dead_letter=None)
+        if self.partitions is None:
+            return [*streams, lock]
+        exchange = Exchange(self.stage, arguments={"x-super-stream": True})
+        bindings = [
+            Binding(exchange, stream, routing_key=str(number), arguments={"x-stream-partition-order": number})
+            for number, stream in enumerate(streams)
+        ]
+        return [exchange, *streams, *bindings, lock]
+
+    def settings(self) -> StageSettings:
+        """Return what the session needs."""
+        return StageSettings(
+            queue=self.queue,
+            partitions=self.streams,
+            key=_key(self.key),
+            missing_id=self.missing_id,
+            max_outstanding=self.max_outstanding,
+            max_bytes=self.max_outstanding_bytes,
+            confirm_timeout=self.confirm_timeout,
+        )
+
+
+def shard(key: bytes, partitions: int) -> int:
+    """Return the index of the partition for a key: its CRC-32, modulo their number."""
+    return crc32(key) % partitions
+
+
+def _seconds_of(age: str) -> int:
+    matched = _AGE.fullmatch(age)
+    assert matched is not None, age  # noqa: S101
+    return int(matched[1]) * _SECONDS[matched[2]]
+
+
+def _key(name: str) -> Callable[[RawDelivery, bytes | None], bytes]:
+    if name == "message_id":
+        return lambda delivery, message_id: message_id or delivery.body
+    if name == "routing_key":
+        return lambda delivery, _: delivery.routing_key.encode("utf-8", "surrogateescape")
+    header = name.removeprefix(_HEADER_KEY)
+
+    def value_of(delivery: RawDelivery, _: bytes | None) -> bytes:
+        try:
+            value = Properties(delivery.properties).headers.get(header)
+        except CodecError:
+            value = None
+        return delivery.body if value is None else str(value).encode("utf-8", "surrogateescape")
+
+    return value_of

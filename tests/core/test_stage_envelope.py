@@ -1,0 +1,193 @@
+"""Staged messages: the original comes back byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reliable_mq.codec import Properties, RawDelivery, encode_table, join_properties, split_properties
+from reliable_mq.core.stage.envelope import (
+    HEADER,
+    UNKNOWN,
+    Mark,
+    Original,
+    identity,
+    marker,
+    names_of,
+    parts_of,
+    staged,
+    unstaged,
+)
+from reliable_mq.errors import ConfigurationError
+from tests.core.deliveries import BROKEN_TABLE, properties, short
+
+EPOCH = b"12345678"
+ALL = properties(
+    headers={"a": [1, {"b": 2.5}], "CC": ["other"]},
+    message_id="m-1",
+    content_type=short("a/b"),
+    content_encoding=short("gzip"),
+    delivery_mode=b"\1",
+    priority=b"\3",
+    correlation_id=short("c"),
+    reply_to=short("r"),
+    expiration=short("60000"),
+    timestamp=(1_600_000_000).to_bytes(8),
+    type=short("t"),
+    user_id=short("guest"),
+    app_id=short("app"),
+)
+
+
+def delivery(raw: bytes, body: bytes = b"body", *, redelivered: bool = False, key: str = "key") -> RawDelivery:
+    return RawDelivery("work-1", 1, redelivered, "exchange", key, raw, body)
+
+
+def copy_of(each: RawDelivery, frame_max: int = 131_072) -> tuple[bytes, bytes]:
+    names = names_of("orders", each.exchange, each.routing_key)
+    return staged(names, each, parts_of(each.properties), 42, EPOCH, frame_max)
+
+
+def from_a_stream(raw: bytes, offset: int = 7) -> bytes:
+    """The properties of a copy as RabbitMQ delivers them, with one header more."""
+    segments = split_properties(raw)
+    table = segments["headers"]
+    entry = encode_table({"x-stream-offset": offset})[4:]
+    segments["headers"] = (len(table) - 4 + len(entry)).to_bytes(4) + entry + table[4:]
+    return join_properties(segments)
+
+
+def test_the_copy_has_the_properties_but_three() -> None:
+    """Who reads the stream otherwise sees them; ours is the only header; it is persistent."""
+    raw, body = copy_of(delivery(ALL))
+    copy = Properties(raw)
+    assert body == b"body"
+    assert list(copy.headers) == [HEADER]
+    assert (copy.message_id, copy.content_type, copy.content_encoding) == ("m-1", "a/b", "gzip")
+    assert (copy.correlation_id, copy.reply_to, copy.type, copy.app_id) == ("c", "r", "t", "app")
+    assert (copy.user_id, copy.expiration, copy.delivery_mode, copy.priority) == (None, None, 2, 3)
+    assert copy.timestamp == Properties(ALL).timestamp
+
+
+@pytest.mark.parametrize("redelivered", [False, True])
+@pytest.mark.parametrize("raw", [ALL, properties(), properties(message_id="m")])
+def test_the_original_comes_back_whole(raw: bytes, redelivered: bool) -> None:
+    """Its properties, body, exchange, routing key and queue, whatever the broker adds."""
+    for key in ("key", "\udcff no text", "k" * 255):
+        copy, body = copy_of(delivery(raw, redelivered=redelivered, key=key))
+        expected = Original("orders", "exchange", key, redelivered, raw, b"body")
+        assert unstaged(from_a_stream(copy), body) == (Mark(42, EPOCH, False), expected)
+
+
+@given(st.binary(max_size=300), st.binary(max_size=50))
+def test_any_properties_come_back_whole(raw: bytes, body: bytes) -> None:
+    """Broken ones, too: they are never decoded on the way."""
+    copy, copied = copy_of(delivery(raw, body))
+    found = unstaged(copy, copied)
+    assert found is not None
+    assert found[1] == Original("orders", "exchange", "key", False, raw, body)
+    split_properties(copy)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x80",
+        b"\x80\x00\x09short",
+        ALL + b"more",
+        b"\0\1\0\0",
+        properties(headers=BROKEN_TABLE)[:-2],
+    ],
+)
+def test_broken_properties_are_not_on_the_copy(raw: bytes) -> None:
+    """They travel in our header alone; there is no message id."""
+    assert parts_of(raw) == (0, b"", b"", None)
+    copy, body = copy_of(delivery(raw))
+    assert Properties(copy).message_id is None
+    found = unstaged(copy, body)
+    assert found is not None
+    assert found[1] is not None
+    assert found[1].properties == raw
+
+
+def test_text_that_is_not_ascii_is_not_on_the_copy() -> None:
+    """RabbitMQ may not be able to convert it; the id is known all the same."""
+    for raw in (
+        properties(message_id="m", correlation_id=b"\2\xff\xfe"),
+        properties(message_id="m", content_type=b"\2\xff\xfe"),
+        properties(message_id="m", app_id=b"\2\xff\xfe"),
+    ):
+        parts = parts_of(raw)
+        assert parts == (0, b"", b"", b"m")
+
+
+def test_a_time_that_cannot_be_converted_is_not_on_the_copy() -> None:
+    """A time in microseconds, say."""
+    raw = properties(message_id="m", timestamp=b"\xff" * 8)
+    copy = Properties(copy_of(delivery(raw))[0])
+    assert (copy.message_id, copy.timestamp) == ("m", None)
+
+
+def test_a_header_that_does_not_fit_travels_before_the_body() -> None:
+    """A copy is never larger than the frames that the original came in."""
+    raw = properties(message_id="m", headers={"long": "x" * 5000})
+    copy, body = copy_of(delivery(raw), frame_max=4096)
+    assert body.startswith(raw)
+    found = unstaged(copy, body)
+    assert found is not None
+    assert found[1] == Original("orders", "exchange", "key", False, raw, b"body")
+    assert copy_of(delivery(raw), frame_max=0)[1] == b"body"
+
+
+def test_a_marker_has_no_original() -> None:
+    """Its low is not known when it is made."""
+    assert unstaged(from_a_stream(marker(EPOCH)), b"") == (Mark(UNKNOWN, EPOCH, True), None)
+
+
+def test_a_copy_of_a_copy_comes_back_whole() -> None:
+    """The name of our header occurs twice then."""
+    inner, body = copy_of(delivery(ALL))
+    outer, body = copy_of(delivery(inner, body))
+    found = unstaged(from_a_stream(outer), body)
+    assert found is not None
+    assert found[1] is not None
+    assert found[1].properties == inner
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        properties(),
+        properties(headers={"other": 1}),
+        properties(headers={HEADER: "text"}),
+        properties(headers={HEADER: b"short"}),
+        properties(headers={"a": HEADER + " is no header here", "b": HEADER}),
+        properties(message_id=HEADER, headers=BROKEN_TABLE),
+        b"\x20\x00\x00\x00\x00\x30" + bytes((len(HEADER),)) + HEADER.encode() + b"x\x7f\xff\xff\xff",
+    ],
+)
+def test_other_messages_are_not_staged_ones(raw: bytes) -> None:
+    """A message that someone else has put into the stage."""
+    assert unstaged(raw, b"body") is None
+
+
+def test_a_newer_version_is_refused() -> None:
+    """It is no message of this one."""
+    raw = properties(headers={HEADER: b"\x09" + bytes(17)})
+    with pytest.raises(ConfigurationError, match="version 9"):
+        unstaged(raw, b"")
+
+
+def test_an_identity_is_id_routing_and_body() -> None:
+    """Any of them makes another one, also where the bytes in a row are the same."""
+    given = (b"id", "exchange", "key", b"body")
+    others = [
+        (b"i", "dexchange", "key", b"body"),
+        (b"id", "exchang", "ekey", b"body"),
+        (b"id", "exchange", "ke", b"ybody"),
+        (b"id", "exchange", "key", b"bodY"),
+    ]
+    assert identity(*given) == identity(*given)
+    assert len({identity(*each) for each in [given, *others]}) == 5

@@ -1,0 +1,390 @@
+"""The relay's session: what is published, acked, and when an epoch ends."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from reliable_mq.codec import RawDelivery
+from reliable_mq.core.stage import session as module
+from reliable_mq.core.stage.envelope import unstaged
+from reliable_mq.core.stage.session import EpochState, MissingId
+from reliable_mq.core.stage.tail import SETTLED_AFTER
+from tests.core.deliveries import properties
+from tests.core.staging import (
+    FRAME_MAX,
+    Channel,
+    CheckedSession,
+    Queued,
+    Stage,
+    confirm,
+    moving,
+    parsed,
+    settings,
+    shard,
+)
+
+
+class Bench:
+    """A session with a queue and a stage."""
+
+    def __init__(self, messages: int = 0, partitions: int = 1, **changed: object) -> None:
+        self.settings = settings(partitions, **changed)
+        self.session = CheckedSession(self.settings, shard)
+        self.stage = Stage(self.settings.partitions)
+        self.queue = deque(Queued(f"m{number}") for number in range(messages))
+        self.channel = Channel(self.stage, self.queue)
+        self.epoch = 0
+
+    def begin(self, now: float = 0.0) -> None:
+        self.epoch += 1
+        self.channel = Channel(self.stage, self.queue)
+        moving(self.session, self.channel, self.epoch, now)
+
+    def end(self) -> None:
+        self.channel.die()
+        self.session.lost()
+
+    def move(self, most: int, now: float = 0.0) -> None:
+        self.channel.write(self.session.delivered(self.channel.deliver(most), now))
+        self.channel.carry_out(now)
+
+    def confirm(self, now: float = 0.0) -> None:
+        confirm(self.session, self.channel, self.epoch, now)
+        self.channel.carry_out(now)
+
+
+def test_a_delivery_is_acked_once_its_copy_is_confirmed() -> None:
+    """Not before."""
+    bench = Bench(3)
+    bench.begin()
+    bench.move(3)
+    assert (bench.session.outstanding, bench.session.unconfirmed) == (3, 3)
+    assert bench.session.held > 0
+    assert len(bench.channel.unacked) == 3
+    bench.confirm()
+    assert (bench.session.outstanding, bench.session.unconfirmed, bench.session.held) == (0, 0, 0)
+    assert not bench.channel.unacked
+    assert bench.session.statistics.moved == 3
+
+
+def test_a_redelivered_message_of_the_tail_is_acked_only() -> None:
+    """An earlier epoch has moved it."""
+    bench = Bench(4)
+    bench.begin()
+    assert bench.session.is_new
+    bench.move(2)
+    bench.end()
+    bench.begin()
+    assert not bench.session.is_new
+    assert bench.session.tail == 2
+    bench.move(4)
+    bench.confirm()
+    assert bench.session.statistics.moved_before == 2
+    assert bench.session.tail == 0
+    assert not bench.queue
+    assert len(bench.stage.originals()) == 4
+
+
+def test_a_copy_accounts_for_one_message() -> None:
+    """A publisher may have published one twice: both are in the queue, and both come to the stage."""
+    bench = Bench()
+    bench.queue.extend([Queued("m"), Queued("m")])
+    bench.begin()
+    bench.move(2)
+    bench.end()
+    bench.queue.extend([Queued("m", redelivered=True)])
+    bench.begin()
+    bench.move(1)
+    assert bench.session.tail == 1
+    bench.move(2)
+    bench.confirm()
+    assert len(bench.stage.originals()) == 3
+
+
+def test_a_message_that_was_not_delivered_before_is_new() -> None:
+    """It has the id of one in the tail: the publisher has used that twice."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.confirm()
+    bench.end()
+    bench.queue.append(Queued("m0"))
+    bench.begin()
+    bench.move(1)
+    assert bench.session.tail == 1
+    assert len(bench.stage.originals()) == 2
+
+
+def test_the_same_id_with_another_body_is_another_message() -> None:
+    """It would be lost otherwise."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.queue[0].body = b"changed"
+    bench.begin()
+    bench.move(1)
+    assert len(bench.stage.originals()) == 2
+
+
+def test_a_message_without_id_ends_the_relay() -> None:
+    """Those before it are moved; nothing behind it is."""
+    bench = Bench(1)
+    bench.queue.extend([Queued(""), Queued("behind")])
+    bench.begin()
+    bench.move(2)
+    assert "has no message_id" in str(bench.session.error)
+    bench.move(1)
+    bench.confirm()
+    assert len(bench.stage.originals()) == 1
+    assert [each.message_id for each in bench.channel.unacked.values()] == ["", "behind"]
+
+
+def test_without_ids_messages_may_come_twice_if_allowed() -> None:
+    """They are never lost: whether they were moved is not known. Nor are they in the tail."""
+    bench = Bench(missing_id=MissingId.REPEAT)
+    bench.queue.extend([Queued(""), Queued("")])
+    bench.begin()
+    bench.move(2)
+    bench.end()
+    bench.begin()
+    assert bench.session.tail == 0
+    bench.queue.append(Queued("with"))
+    bench.move(3)
+    bench.confirm()
+    assert len(bench.stage.originals()) == 5
+
+
+def test_without_an_id_a_tail_is_not_looked_at() -> None:
+    """Another message of the tail has one."""
+    bench = Bench(1, missing_id=MissingId.REPEAT)
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.queue.appendleft(Queued("", redelivered=True))
+    bench.begin()
+    bench.move(2)
+    assert len(bench.stage.originals()) == 2
+    assert bench.session.statistics.moved_before == 1
+
+
+def test_messages_of_others_in_the_stage_are_no_copies() -> None:
+    """They do not disturb a tail."""
+    bench = Bench(1, partitions=2)
+    bench.stage.logs["stage-0"].append((properties(message_id="m0"), b"body"))
+    bench.begin()
+    assert bench.session.tail == 0
+
+
+def test_the_key_decides_on_the_partition() -> None:
+    """Always the same one."""
+    bench = Bench(20, partitions=3)
+    bench.begin()
+    bench.move(20)
+    sizes = [len(log) for log in bench.stage.logs.values()]
+    assert sum(sizes) == 23
+    assert min(sizes) > 1
+    for number, log in enumerate(bench.stage.logs.values()):
+        for raw, body in log[1:]:
+            found = unstaged(raw, body)
+            assert found is not None
+            assert found[1] is not None
+            assert shard(found[1].properties[3:], 3) == number
+
+
+def test_low_stays_until_the_tail_is_accounted_for() -> None:
+    """A third relay needs what the second one had not seen again."""
+    bench = Bench(3)
+    bench.begin()
+    bench.move(3)
+    bench.end()
+    bench.begin()
+    bench.move(1)
+    bench.queue.append(Queued("new"))
+    rest = [bench.queue.popleft() for _ in range(2)]
+    bench.move(1)
+    bench.end()
+    bench.queue.extendleft(reversed(rest))
+    bench.begin()
+    bench.move(10)
+    bench.confirm()
+    assert len(bench.stage.originals()) == 4
+
+
+def test_an_empty_queue_resolves_the_tail_after_a_while() -> None:
+    """The broker may need a moment to requeue what a dead channel had."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.confirm()
+    bench.end()
+    bench.begin()
+    bench.session.drained(1.0)
+    assert bench.session.tail == 1
+    bench.session.drained(SETTLED_AFTER)
+    assert bench.session.tail == 0
+    bench.session.lost()
+    bench.session.drained(100.0)
+
+
+def test_many_new_messages_resolve_the_tail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue delivers first what was requeued."""
+    monkeypatch.setattr(module, "PASSED", 3)
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.confirm()
+    bench.end()
+    bench.begin()
+    bench.queue.extend(Queued(f"n{number}") for number in range(4))
+    bench.move(3, now=1.0)
+    assert bench.session.tail == 1
+    bench.move(1, now=SETTLED_AFTER)
+    assert bench.session.tail == 0
+
+
+def test_what_fails_ends_the_epoch() -> None:
+    """Its confirms count no more: the next epoch reads the tail."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.session.failed()
+    assert bench.session.state is EpochState.ENDING
+    bench.session.failed()
+    bench.confirm()
+    assert bench.channel.unacked
+    assert bench.session.delivered([delivery(3)], 0.0) == b""
+    assert bench.session.next_read is None
+    assert not bench.session.wants_subscription
+
+
+def test_a_stage_that_does_not_confirm_is_overdue() -> None:
+    """Not while it confirms, and not while the broker does not read."""
+    bench = Bench(2, confirm_timeout=30.0)
+    assert not bench.session.overdue(100.0)
+    bench.begin()
+    assert not bench.session.overdue(100.0)
+    bench.move(1, now=100.0)
+    assert not bench.session.overdue(129.0)
+    assert bench.session.overdue(130.0)
+    bench.session.waited(125.0)
+    bench.move(1, now=150.0)
+    assert not bench.session.overdue(154.0)
+    assert bench.session.overdue(155.0)
+    bench.confirm(now=155.0)
+    assert not bench.session.overdue(500.0)
+
+
+def test_a_tail_that_does_not_come_is_overdue() -> None:
+    """The broker delivers nothing from the stage."""
+    bench = Bench(confirm_timeout=30.0)
+    bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
+    bench.channel.carry_out(0.0)
+    confirm(bench.session, bench.channel, 1)
+    assert bench.session.state is EpochState.READING
+    assert bench.session.overdue(30.0)
+
+
+def test_messages_behind_the_end_of_a_read_are_acked() -> None:
+    """Someone else publishes into the stage, too."""
+    bench = Bench()
+    bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
+    bench.channel.carry_out(0.0)
+    confirm(bench.session, bench.channel, 1)
+    bench.stage.logs["stage-0"].append((properties(message_id="other"), b""))
+    over, frames = bench.session.tail_read("stage-0", bench.channel.read("stage-0", "last"), 0.0)
+    assert over
+    assert parsed(frames) == [("ack", (2, True))]
+    assert parsed(bench.session.passed_over([delivery(3)], 0.0)) == [("ack", (3, False))]
+
+
+def test_the_prefetch_grows_as_sizes_become_known() -> None:
+    """And is bounded in bytes."""
+    bench = Bench(100, max_outstanding=2000, max_bytes=100_000)
+    session = bench.session
+    assert session.prefetch == 8
+    bench.begin()
+    assert session.wants_subscription
+    session.prefetch_granted = 8
+    assert not session.wants_subscription
+    bench.queue[0].body = b"x" * 1000
+    bench.move(1)
+    assert session.prefetch == 64
+    assert session.wants_subscription
+    session.prefetch_granted = 64
+    assert session.prefetch in range(70, 100)
+    assert not session.wants_subscription
+    for _ in range(5):
+        bench.move(8)
+    assert session.prefetch > 100
+    bench.queue[0].body = b"x" * 60_000
+    bench.move(1)
+    assert session.prefetch == 1
+    assert session.wants_subscription
+    assert not session.wants_pause
+    bench.queue[0].body = b"x" * 60_000
+    bench.move(1)
+    assert session.wants_pause
+
+
+def test_the_prefetch_shrinks_the_more_often_a_delivery_came_back() -> None:
+    """A queue may drop it after so many."""
+    bench = Bench(max_outstanding=2000)
+    bench.begin()
+    bench.session.prefetch_granted = 2000
+    for tag, (count, expected) in enumerate([(0, 2000), (1, 500), (2, 125), (5, 1), (300, 1), (70_000, 1)], 2):
+        raw = properties(message_id=f"m{tag}", headers={"x-delivery-count": count})
+        bench.session.delivered([delivery(tag, raw)], 0.0)
+        assert bench.session.prefetch == expected
+    bench.channel.confirms.extend(range(2, 8))
+    bench.confirm()
+    assert bench.session.prefetch == 2000
+
+
+@pytest.mark.parametrize("count", ["5", -3])
+def test_a_count_that_is_none_is_ignored(count: object) -> None:
+    """A publisher can set it."""
+    bench = Bench(max_outstanding=2000)
+    bench.begin()
+    bench.session.prefetch_granted = 2000
+    bench.session.delivered([delivery(2, properties(message_id="m", headers={"x-delivery-count": count}))], 0.0)
+    assert bench.session.prefetch == 2000
+
+
+def test_names_are_encoded_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded."""
+    monkeypatch.setattr(module, "_NAMES_KEPT", 2)
+    bench = Bench()
+    bench.begin()
+    for tag in range(2, 7):
+        bench.channel.write(bench.session.delivered([delivery(tag, key=f"key-{tag}")], 0.0))
+    bench.channel.carry_out(0.0)
+    found = [unstaged(*each) for each in bench.stage.logs["stage-0"][1:]]
+    assert [each[1].routing_key for each in found if each is not None and each[1] is not None] == [
+        f"key-{tag}" for tag in range(2, 7)
+    ]
+
+
+def test_late_confirms_and_acks_without_a_channel_do_nothing() -> None:
+    """They are of an epoch that is over."""
+    bench = Bench(1)
+    bench.begin()
+    bench.move(1)
+    bench.end()
+    bench.session.confirmed(1, 2, False)
+    assert bench.session.acks(0.0) == b""
+    assert (bench.session.outstanding, bench.session.held, bench.session.tail, bench.session.unconfirmed) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    bench.session.failed()
+    assert bench.session.state is EpochState.CLOSED
+
+
+def delivery(tag: int, raw: bytes | None = None, key: str = "orders") -> RawDelivery:
+    raw = properties(message_id=f"m{tag}") if raw is None else raw
+    return RawDelivery("work-1", tag, True, "", key, raw, b"body")

@@ -1,0 +1,137 @@
+"""The tail of a stage: where a read begins, and below which offset all is settled."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.core.stage.envelope import UNKNOWN, Mark
+from reliable_mq.core.stage.tail import SETTLED_AFTER, Settled, Tail
+
+US, OTHER = b"ourepoch", b"formerly"
+OUR_MARKER = Mark(UNKNOWN, US, True)
+OLD_MARKER = Mark(UNKNOWN, OTHER, True)
+
+
+def copy(low: int) -> Mark:
+    return Mark(low, OTHER, False)
+
+
+def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2) -> list[int | str]:
+    """Read a log, whose first offset is ``first``, to the end; return where each read began."""
+    begun: list[int | str] = []
+    while tail.start is not None:
+        begun.append(tail.start)
+        start = first + len(log) - chunk if tail.start == "last" else tail.start
+        for offset in range(max(start, first), first + len(log)):
+            mark = log[offset - first]
+            if tail.read(offset, mark, None if mark is None else str(offset).encode()):
+                break
+        else:
+            raise AssertionError("the marker was not seen")
+    return begun
+
+
+def test_an_empty_stage_has_no_tail() -> None:
+    """The marker is its first message."""
+    tail = Tail(US)
+    assert read(tail, [OUR_MARKER]) == ["last"]
+    assert (tail.low, tail.marker, tail.identities) == (0, 0, [])
+
+
+def test_the_mark_before_the_marker_says_where_to_begin() -> None:
+    """What is below it is settled."""
+    tail = Tail(US)
+    assert read(tail, [copy(0)] * 90 + [copy(88)] * 10 + [OUR_MARKER]) == ["last", 88]
+    assert (tail.low, tail.marker) == (88, 100)
+    assert tail.identities == [str(offset).encode() for offset in range(88, 100)]
+
+
+def test_a_tail_within_the_last_chunk_is_read_once() -> None:
+    """The chunk of the marker has all of it."""
+    tail = Tail(US)
+    assert read(tail, [copy(0), copy(0), copy(2), OUR_MARKER], chunk=2) == ["last"]
+    assert tail.identities == [b"2"]
+
+
+def test_behind_markers_it_looks_further_back() -> None:
+    """Relays that died before they had read the tail have left them."""
+    tail = Tail(US)
+    log = [copy(0)] * 100 + [copy(99)] + [OLD_MARKER] * 200 + [OUR_MARKER]
+    assert read(tail, log) == ["last", 301 - 64, 0]
+    assert (tail.low, tail.identities) == (99, [b"99", b"100"])
+
+
+def test_messages_of_others_have_no_mark() -> None:
+    """They are no copies, and say nothing."""
+    tail = Tail(US)
+    assert read(tail, [copy(0), None, None, None, OUR_MARKER]) == ["last", 0]
+    assert tail.identities == [b"0"]
+
+
+def test_a_stage_of_markers_alone_has_no_tail() -> None:
+    """No relay has moved anything yet."""
+    tail = Tail(US)
+    assert read(tail, [OLD_MARKER] * 5 + [OUR_MARKER]) == ["last", 0]
+    assert (tail.low, tail.identities) == (0, [])
+
+
+def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:
+    """The stream begins later than asked for."""
+    tail = Tail(US)
+    assert read(tail, [copy(10)] * 50 + [OUR_MARKER], first=1000) == ["last", 10]
+    assert len(tail.identities) == 50
+    tail = Tail(US)
+    assert read(tail, [OLD_MARKER] * 50 + [OUR_MARKER], first=1000) == ["last", 1050 - 64]
+    assert tail.identities == []
+
+
+def test_markers_of_others_do_not_end_a_read() -> None:
+    """Only ours is behind everything that an earlier epoch has published."""
+    tail = Tail(US)
+    assert not tail.read(0, OLD_MARKER, None)
+    assert not tail.read(1, copy(0), b"1")
+    assert tail.read(2, OUR_MARKER, None)
+    assert tail.identities == [b"1"]
+
+
+def test_low_is_that_of_the_tail_until_it_is_resolved() -> None:
+    """A later relay needs the tail of this one, too."""
+    settled = Settled(5, 100)
+    number = settled.published()
+    settled.acked(number, 0.0)
+    assert settled.low(SETTLED_AFTER, resolved=False) == 5
+    assert settled.low(SETTLED_AFTER, resolved=True) == 102
+
+
+def test_an_ack_counts_after_a_while() -> None:
+    """A queue may lose it until then."""
+    settled = Settled(0, 100)
+    numbers = [settled.published() for _ in range(4)]
+    assert numbers == [1, 2, 3, 4]
+    settled.acked(1, 0.0)
+    settled.acked(2, 1.0)
+    assert settled.low(SETTLED_AFTER - 0.1, resolved=True) == 101
+    assert settled.low(SETTLED_AFTER, resolved=True) == 102
+    assert settled.low(SETTLED_AFTER + 1.0, resolved=True) == 103
+
+
+def test_acks_in_a_steady_stream_count_as_well() -> None:
+    """However close together they come, each counts in its time."""
+    settled = Settled(0, 0)
+    for number in range(1, 1001):
+        assert settled.published() == number
+        settled.acked(number, number * 0.01)
+    assert settled.low(SETTLED_AFTER + 5.0, resolved=True) == pytest.approx(500, abs=30)
+    assert settled.low(SETTLED_AFTER + 5.0, resolved=True) <= 501
+
+
+def test_a_gap_holds_low_back() -> None:
+    """What was published first is not acked."""
+    settled = Settled(0, 0)
+    for _ in range(3):
+        settled.published()
+    settled.acked(2, 0.0)
+    settled.acked(3, 0.0)
+    assert settled.low(SETTLED_AFTER, resolved=True) == 1
+    settled.acked(1, 50.0)
+    assert settled.low(50.0 + SETTLED_AFTER, resolved=True) == 4
