@@ -257,16 +257,17 @@ def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) ->
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_100_000_letters_are_read_in_proportion(vhost: VirtualHost, browser: Browser, size: str) -> None:
     publish(vhost, letters(100_000))
     with served(vhost.url, [DEAD], allow_changes=True) as address, Visitor(browser, address, size=size) as user:
         user.go(LETTERS)
         user.wait_for_text("Reading the queue")
-        user.page.locator("table.letters").wait_for(timeout=120_000)
+        user.page.locator("table.letters").wait_for(timeout=600_000)
         user.go(f"{LETTERS}&exception=*Timeout&page=600")
         assert user.page.locator("#letters").inner_text().startswith("33,334 letters")
         user.go(LETTERS).get_by_role("button", name="Export all 100,000").click()
-        user.page.get_by_role("link", name="Download 100,000 letters").wait_for(timeout=120_000)
+        user.page.get_by_role("link", name="Download 100,000 letters").wait_for(timeout=600_000)
 
 
 def test_a_broker_that_dies_in_mid_replay_loses_nothing(
