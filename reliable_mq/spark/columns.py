@@ -29,11 +29,11 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from reliable_mq.codec import CodecError, Properties
+from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from reliable_mq.codec import RawDelivery
     from reliable_mq.spark.options import WriteOptions
 
 __all__ = [
@@ -109,6 +109,7 @@ _ARROW: Final[Mapping[str, Any]] = {
 }
 _TYPES: Final = {field.name: _ARROW[field.dataType.simpleString()] for field in READ_SCHEMA}
 _STREAM_OFFSET: Final = "x-stream-offset"
+_STAGED: Final = HEADER.encode()
 _OFFSET_ENTRY: Final = bytes((len(_STREAM_OFFSET),)) + _STREAM_OFFSET.encode() + b"l"
 _ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a table that has nothing else
 _WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
@@ -268,14 +269,48 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows of deliveries.
+    """Make rows of deliveries; of a staged message, those of its original.
 
     Args:
         deliveries: of one queue or stream.
         queue: its name.
         names: of the columns wanted, in their order.
     """
+    if any(_STAGED in delivery.properties for delivery in deliveries):
+        return _staged_batch(deliveries, queue, names)
     return decode(raw_batch(deliveries, queue), names)
+
+
+def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequence[str]) -> pa.RecordBatch:
+    """Make rows of deliveries of which some are staged; a marker is no row."""
+    originals: list[RawDelivery] = []
+    queues: list[str] = []
+    offsets: list[int | None] = []
+    for delivery in deliveries:
+        found = unstaged(delivery.properties, delivery.body)
+        if found is None:
+            originals.append(delivery)
+            queues.append(stream)
+        elif (original := found[1]) is not None:
+            originals.append(
+                RawDelivery(
+                    delivery.consumer_tag,
+                    delivery.delivery_tag,
+                    original.redelivered,
+                    original.exchange,
+                    original.routing_key,
+                    original.properties,
+                    original.body,
+                )
+            )
+            queues.append(_clean(original.queue))
+        else:
+            continue
+        offsets.append(_offset(Properties(delivery.properties)))
+    batch = decode(raw_batch(originals, queues), names)
+    if "offset" not in names:
+        return batch
+    return batch.set_column(list(names).index("offset"), "offset", pa.array(offsets, _TYPES["offset"]))
 
 
 def _value(read: Callable[[Properties], Any], properties: Properties) -> Any:

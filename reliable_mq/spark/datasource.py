@@ -16,6 +16,8 @@ from reliable_mq.spark.options import QueueOptions, read_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
 from reliable_mq.spark.queue_source import QueueSource, refuse_batch
 from reliable_mq.spark.sink import BatchSink, StreamSink
+from reliable_mq.spark.stage_options import is_staged, staged_options
+from reliable_mq.spark.stage_source import StagedSource
 from reliable_mq.spark.stream_source import FilteredStreamBatch, StreamBatch, StreamSource
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
+        if is_staged(self.options):
+            staged_options(self.options, streaming=False)  # which refuses it
         options = read_options(self.options, streaming=False)
         names = check_read_schema(schema)
         if isinstance(options, QueueOptions):
@@ -62,6 +66,8 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         """Return the reader of a streaming query."""
+        if is_staged(self.options):
+            return StagedSource(staged_options(self.options, streaming=True), check_read_schema(schema))
         options = read_options(self.options, streaming=True)
         names = check_read_schema(schema)
         return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)

@@ -270,6 +270,15 @@ class _Planner:
         """Return the ends that were found last; None before that."""
         return {name: end.position for name, end in self._ends.items()} or None
 
+    def beginnings(self) -> dict[str, int]:
+        """Return the oldest offsets of all streams; 0 for one that is empty."""
+        try:
+            channel = self._connected()
+            return {name: first_offset(channel, name, _QUICK) or 0 for name in self._names(channel)}
+        except BrokerUnavailable as error:
+            logger.info("the beginnings of the streams are not known for now: %s", error)
+            return {}
+
     def averages(self) -> dict[str, float]:
         """Return the average bytes of a message, by stream, as found last."""
         return {name: end.average for name, end in self._ends.items()}

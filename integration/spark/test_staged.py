@@ -1,0 +1,144 @@
+"""Staged mode with real Spark: rows whole and once, whatever dies; rows 59, 60, 68 of the fault matrix."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.programs.spark_queries import start
+from integration.support.seeds import soaking
+from integration.support.spark_application import Application, committed_rows, descendants, killed_in_each_phase
+from reliable_mq import ConfigurationError, Message, Publisher, Queue
+
+if TYPE_CHECKING:
+    import random
+
+    from pyspark.sql import SparkSession
+
+    from reliable_mq.testing import VirtualHost
+
+ORDERS = Queue("orders", dead_letter=None)
+STAGED = {"queue": "orders", "stage": "orders.stage"}
+
+
+def publish(vhost: VirtualHost, count: int, queue: Queue = ORDERS) -> list[str]:
+    messages = [
+        Message(b"%d" % number, headers={"n": number, "items": [1, {"two": "2"}]}, user_id="guest")
+        for number in range(count)
+    ]
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        assert publisher.publish_many(messages, routing_key=queue.name).ok
+    return [message.message_id for message in messages]
+
+
+def ready(vhost: VirtualHost) -> int:
+    return vhost.live_counts(["orders"])["orders"]
+
+
+def test_what_was_ready_is_moved_and_read_and_the_query_ends(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """Rows are those of queue mode, lists and tables in headers included; a second run reads what came since."""
+    first = publish(vhost, 300)
+    rows = spark.readStream.format("rabbitmq").options(url=vhost.url, stagePartitions="2", **STAGED).load()
+
+    def run() -> None:
+        writer = rows.writeStream.format("parquet").option("path", f"{tmp_path}/output")
+        query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
+        assert query.awaitTermination(240)
+
+    run()
+    second = publish(vhost, 100)
+    run()
+    assert ready(vhost) == 0
+    read = spark.read.parquet(f"{tmp_path}/output").collect()
+    assert sorted(row.message_id for row in read) == sorted(first + second)
+    row = next(row for row in read if row.message_id == first[7])
+    assert (bytes(row.body), row.queue, row.exchange, row.routing_key) == (b"7", "orders", "", "orders")
+    assert row.headers == {"n": "7", "items": '[1, {"two": "2"}]'}
+    assert (row.user_id, row.redelivered, row.persistent) == ("guest", False, True)
+    assert all(row.offset is not None for row in read)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_f60_a_killed_application_costs_and_repeats_nothing(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
+) -> None:
+    """SIGKILL at random moments, of the application or of its reader with the relay: 0 lost, 0 twice in a file sink."""
+    kills = 20 if soaking() else 2
+    sources = {"queue": {"url": vhost.url, "maxMessagesPerTrigger": "200", "minPartitions": "2", **STAGED}}
+    settings = {"sources": sources, "directory": str(tmp_path), "pause": 0.001}
+    orders = publish(vhost, 100)
+    for kill in range(kills):
+        orders += publish(vhost, 500)
+        enough = sum(committed_rows(tmp_path / "queue" / "output").values()) + rng.randrange(1, 400)
+        with Application("spark_queries", settings, tmp_path / "log") as application:
+
+            def read(enough: int = enough) -> bool:
+                return sum(committed_rows(tmp_path / "queue" / "output").values()) >= enough
+
+            application.wait_until(read, timeout=240, what=f"{enough} rows", interval=0.05)
+            Event().wait(rng.uniform(0.0, 0.5))
+            if kill % 3 == 2:
+                kill_python(application)
+            application.kill()
+    for query in start(spark, {**settings, "pause": 0.0, "drain": True}):
+        assert query.awaitTermination(240)
+    rows = committed_rows(tmp_path / "queue" / "output")
+    print(f"{kills} kills: {len(orders)} published, {sum(rows.values())} rows, {len(rows)} different")
+    assert rows == dict.fromkeys(orders, 1)
+    assert ready(vhost) == 0
+
+
+def kill_python(application: Application) -> None:
+    """SIGKILL a Python process of Spark's: the reader with its relay, or workers."""
+    for pid in descendants(application.process.pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"python" in command and b"java" not in command:
+            os.kill(pid, signal.SIGKILL)
+            return
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_f60_a_staged_query_killed_in_every_phase_of_a_batch_loses_nothing(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, rng: random.Random
+) -> None:
+    """A batch that runs again has the same rows."""
+    orders = publish(vhost, 600)
+    options = {"url": vhost.url, "maxMessagesPerTrigger": "40", "minPartitions": "2", **STAGED}
+    settings = {"sources": {"queue": options}, "pause": 0.003}
+    killed_in_each_phase(settings, tmp_path, rng, of="queue", timeout=240)
+    settings = {"sources": {"queue": {"url": vhost.url, **STAGED}}, "directory": str(tmp_path), "drain": True}
+    for query in start(spark, settings):
+        assert query.awaitTermination(240)
+    assert committed_rows(tmp_path / "queue" / "output") == dict.fromkeys(orders, 1)
+
+
+def test_without_a_relay_the_query_reads_what_a_binding_has_put_into_the_stage(
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path
+) -> None:
+    """Those are messages of a stream, as stream mode reads them."""
+    stage = Queue("orders.stage", type="stream")
+    published = publish(vhost, 50, stage)
+    rows = spark.readStream.format("rabbitmq").options(url=vhost.url, stageBy="none", **STAGED).load()
+    writer = rows.writeStream.format("parquet").option("path", f"{tmp_path}/output")
+    query = writer.option("checkpointLocation", f"{tmp_path}/checkpoint").trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    assert sorted(row.message_id for row in spark.read.parquet(f"{tmp_path}/output").collect()) == sorted(published)
+
+
+def test_a_batch_read_of_a_stage_is_refused_with_the_way_out(spark: SparkSession, vhost: VirtualHost) -> None:
+    """It reads the stream."""
+    with pytest.raises(Exception, match=r"option stream='orders\.stage'") as raised:
+        spark.read.format("rabbitmq").options(url=vhost.url, **STAGED).load().collect()
+    assert ConfigurationError.__name__ in str(raised.value)

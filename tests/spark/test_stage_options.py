@@ -1,0 +1,110 @@
+"""Options of staged mode, and the rows of staged messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from reliable_mq.codec import RawDelivery, encode_table, join_properties, split_properties
+from reliable_mq.core.stage.envelope import marker, names_of, parts_of, staged
+from reliable_mq.errors import ConfigurationError
+from reliable_mq.spark.columns import record_batch
+from reliable_mq.spark.stage_options import is_staged, staged_options
+from reliable_mq.stage import MissingId
+from tests.core.deliveries import properties
+
+GIVEN = {"url": "amqp://localhost/", "queue": "orders", "stage": "orders.stage"}
+
+
+def test_a_stage_is_read_from_its_beginning() -> None:
+    """What was moved before the query began is its own."""
+    options = staged_options(GIVEN, streaming=True)
+    assert options.stream.streams == ("orders.stage",)
+    assert options.stream.starting_offsets == "earliest"
+    assert options.relay is not None
+    assert (options.relay.queue, options.relay.stage, options.relay.partitions) == ("orders", "orders.stage", None)
+    assert options.relay.missing_id is MissingId.REFUSE
+    assert "amqp" not in repr(options)
+
+
+def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
+    """In any case."""
+    more = {
+        "STAGEPARTITIONS": "3",
+        "stageKey": "header:customer",
+        "stageRetention": "0",
+        "stageMaxBytes": "1000000",
+        "stageMissingId": "repeat",
+        "startingOffsets": "latest",
+        "maxMessagesPerTrigger": "10",
+    }
+    options = staged_options({**GIVEN, **more}, streaming=True)
+    assert options.relay is not None
+    assert options.relay.streams == ("orders.stage-0", "orders.stage-1", "orders.stage-2")
+    assert (options.relay.key, options.relay.retention, options.relay.max_bytes) == ("header:customer", None, 1_000_000)
+    assert options.relay.missing_id is MissingId.REPEAT
+    assert (options.stream.starting_offsets, options.stream.max_messages) == ("latest", 10)
+
+
+def test_without_a_relay_there_are_no_options_of_one() -> None:
+    """They would do nothing."""
+    assert staged_options({**GIVEN, "stageBy": "none"}, streaming=True).relay is None
+    with pytest.raises(ConfigurationError, match="stageKey is for the relay"):
+        staged_options({**GIVEN, "stageBy": "none", "stageKey": "routing_key"}, streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"stageRetension": "1D"}, "did you mean stageRetention"),
+        ({"stageby": "me"}, "stageBy must be query or none"),
+        ({"queue": "a,b"}, "must name one queue"),
+        ({"queue": ""}, "must name one queue"),
+        ({"stream": "other"}, "stream and stage are both given"),
+        ({"stagePartitions": "-1"}, "stagePartitions must be a whole number"),
+        ({"stagePartitions": "0"}, "partitions must be a whole number from 1 to 1000"),
+        ({"stageRetention": "7 days"}, "retention must be a number with a unit"),
+        ({"stageMissingId": "maybe"}, "stageMissingId must be refuse or repeat"),
+        ({"stageKey": "body"}, "key must be message_id"),
+        ({"stage": "orders"}, "queue and stage are both"),
+        ({"endingOffsets": "latest"}, "endingOffsets"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -> None:
+    """With the fix."""
+    assert is_staged(GIVEN)
+    with pytest.raises(ConfigurationError, match=text):
+        staged_options({**GIVEN, **changed}, streaming=True)
+
+
+def test_a_stage_is_for_streaming_queries() -> None:
+    """A batch reads the stream."""
+    assert not is_staged({"queue": "orders"})
+    with pytest.raises(ConfigurationError, match=r"option stream='orders\.stage'"):
+        staged_options(GIVEN, streaming=False)
+
+
+def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
+    """Markers are no rows; messages of others are as they are; the offset is that of the stage."""
+    raw = properties(message_id="m", headers={"items": [1, 2]}, user_id=b"\5guest")
+    original = RawDelivery("work", 1, True, "exchange", "key", raw, b"body")
+    copy, body = staged(names_of("orders", "exchange", "key"), original, parts_of(raw), 0, bytes(8), 0)
+    deliveries = [
+        RawDelivery("task", 1, False, "", "stage", with_offset(marker(bytes(8)), 4), b""),
+        RawDelivery("task", 2, False, "", "stage", with_offset(copy, 5), body),
+        RawDelivery("task", 3, False, "", "stage", with_offset(properties(message_id="other", headers={}), 6), b"x"),
+    ]
+    names = ("body", "queue", "offset", "exchange", "routing_key", "redelivered", "headers", "message_id", "user_id")
+    rows = record_batch(deliveries, "stage", names).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        (b"body", "orders", 5, "exchange", "key", True, [("items", "[1, 2]")], "m", "guest"),
+        (b"x", "stage", 6, "", "stage", False, [], "other", None),
+    ]
+    assert record_batch(deliveries[:1], "stage", ("body",)).num_rows == 0
+
+
+def with_offset(raw: bytes, offset: int) -> bytes:
+    segments = split_properties(raw)
+    entry = encode_table({"x-stream-offset": 2**40})[4:-8] + offset.to_bytes(8)
+    table = segments["headers"]
+    segments["headers"] = (len(table) - 4 + len(entry)).to_bytes(4) + entry + table[4:]
+    return join_properties(segments)
