@@ -128,7 +128,9 @@ def test_every_metric_is_in_a_panel() -> None:
         for name in re.findall(r"reliable_mq_\w+", query.expression)
     }
     missing = {name for name in FAMILIES if not {name, f"{name}_total", f"{name}_bucket"} & shown}
-    assert missing == {"reliable_mq_queue_consumers", "reliable_mq_queue_depth_failures"}
+    of_queues = {"reliable_mq_queue_consumers", "reliable_mq_queue_depth_failures"}
+    of_tokens = {"reliable_mq_publisher_token_renewals", "reliable_mq_consumer_token_renewals"}
+    assert missing == of_queues | of_tokens
 
 
 def test_the_command_prints_one_or_both() -> None:
