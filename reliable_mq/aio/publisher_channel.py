@@ -56,21 +56,21 @@ class AsyncWindowWaiters:
         self._loop = loop
         self._window = window
         # Ordered, and cheap to leave from anywhere; a dict that is emptied from its front is slow to look at.
-        self._waiting: OrderedDict[asyncio.Future[bool], tuple[int, Callable[[], object]]] = OrderedDict()
+        self._waiting: OrderedDict[asyncio.Future[bool | None], tuple[int, Callable[[], object]]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool:
-        """Wait for a place in the window; return whether it was taken.
+    async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool | None:
+        """Wait for a place in the window; return whether it was taken, None if it was refused.
 
         Args:
             size: bytes.
             timeout: seconds; with none left, a place that is free in the same turn of the loop is taken all the same.
             take: takes the place; called once there is one, before any other task runs.
         """
-        given: asyncio.Future[bool] = self._loop.create_future()
-        late = self._loop.call_later(max(timeout, 0.0), _resolve, given)
+        given: asyncio.Future[bool | None] = self._loop.create_future()
+        late = self._loop.call_later(max(timeout, 0.0), _resolve, given, False)
         self._waiting[given] = size, take
         try:
             return await given
@@ -94,12 +94,12 @@ class AsyncWindowWaiters:
     def refuse(self) -> None:
         """Refuse all waiting tasks."""
         while self._waiting:
-            _resolve(self._waiting.popitem(last=False)[0])
+            _resolve(self._waiting.popitem(last=False)[0], None)
 
 
-def _resolve(given: asyncio.Future[bool]) -> None:
+def _resolve(given: asyncio.Future[bool | None], result: bool | None) -> None:
     if not given.done():
-        given.set_result(False)
+        given.set_result(result)
 
 
 _ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of the loop
@@ -201,10 +201,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
-        if await self._waiters.wait(confirmation.size, remaining, partial(self._admit_waiting, confirmation)):
+        taken = await self._waiters.wait(confirmation.size, remaining, partial(self._admit_waiting, confirmation))
+        if taken:
             return
-        early = time.monotonic() < confirmation.accepted_at + seconds
-        if self._takes_none or self.session.blocked_reason or early:
+        if taken is None or self._takes_none or self.session.blocked_reason:
             raise self._refusal(confirmation)
         raise PublishUnconfirmed(
             f"{confirmation} was never sent: the window ({self.window.max_count} messages, "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.cli.terminal import URL, metrics_served, say
 from reliable_mq.errors import ConfigurationError
 
@@ -107,10 +108,7 @@ def _wait(relays: list[StageRelay], received: list[int]) -> None:
 
 def _close(relays: list[StageRelay]) -> None:
     """Close all at the same time: each waits for its confirms."""
-    threads = [threading.Thread(target=relay.close, args=(_DRAIN,), daemon=True) for relay in relays]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    for thread in [start_daemon("stage drain", relay.close, _DRAIN) for relay in relays]:
         thread.join()
 
 

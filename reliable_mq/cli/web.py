@@ -7,13 +7,13 @@ import os
 import queue as queues
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.cli.dlq.options import imported_store
 from reliable_mq.cli.terminal import INTERRUPTED, URL, output, say
 from reliable_mq.errors import ConfigurationError
@@ -133,8 +133,7 @@ def _serve(server: object, listening: socket.socket) -> int:
             received.put(0)
 
     # Not on the main thread, it leaves signals alone.
-    serving = threading.Thread(target=run, name="web server", daemon=True)
-    serving.start()
+    serving = start_daemon("web server", run)
     number: int = received.get()
     server.should_exit = True  # type: ignore[attr-defined]
     serving.join(_GRACE)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ReliableMQError, UsageError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class Jobs:
                 line.append((job, work))
                 return job
             self._lines[job.queue] = deque([(job, work)])
-        threading.Thread(target=self._run, args=(job.queue,), name=f"dead letters {job.queue}", daemon=True).start()
+        start_daemon(f"dead letters {job.queue}", self._run, job.queue)
         return job
 
     def get(self, name: str) -> Job | None:

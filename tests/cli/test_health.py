@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reliable_mq.cli import main
+from reliable_mq.cli import app
 from reliable_mq.health import Health, HealthServer
 from reliable_mq.testing.containers import free_port
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["reliable-mq", "health", *arguments])
-    return main()
+    return app.run()
 
 
 def test_the_exit_status_is_the_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

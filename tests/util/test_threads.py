@@ -9,6 +9,7 @@ import reliable_mq
 
 PLACES = {
     "testing/store_contract.py",  # the callers of a store that is tested: each test waits for its own
+    "testing/cluster.py",  # commands to several nodes: each of them has a deadline
     "cli/demo/scenario.py",  # the shop and its outages: a restart of the broker is waited for at exit
     "_util/threads.py",
     "sync/io_thread.py",
