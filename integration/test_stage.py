@@ -267,12 +267,12 @@ def test_f68_a_cut_connection_repeats_nothing(vhost: VirtualHost, fault_proxy: F
 def test_f69_an_alarm_stops_the_relay_with_everything_unacked(private_vhost: VirtualHost) -> None:
     """It goes on when the alarm is over."""
     publish(private_vhost.url, "orders", 100, type="classic")
-    private_vhost.broker.set_disk_alarm(True)
+    private_vhost.broker.alarm("disk")
     with relaying(private_vhost.url) as relay:
         relay.wait_declared(DEADLINE)
         assert not relay.wait_active(2.0)
         assert ready(private_vhost, "orders") == 100
-        private_vhost.broker.set_disk_alarm(False)
+        private_vhost.broker.clear_alarm("disk")
         assert relay.wait_active(DEADLINE)
         assert relay.wait_moved(DEADLINE)
     counts = ids(originals(private_vhost.url, "stage", count=100))
