@@ -11,13 +11,13 @@ JOBS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv image images databases prometheus check test test-unit test-core test-rest test-fast t \
+.PHONY: help setup venv image images databases prometheus chromium check test test-unit test-core test-rest test-fast t \
 	test-integration test-brokers test-spark test-pythons docs demo dashboards demo-spark java bench soak soak-integration soak-unit soak-tests fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: venv images databases prometheus  ## everything the other targets need: .venv, docker, the images
+setup: venv images databases prometheus chromium  ## everything the other targets need: .venv, docker, the images
 
 venv:
 	@$(SETUP) venv
@@ -33,6 +33,9 @@ databases:
 
 prometheus:
 	@$(SETUP) prometheus
+
+chromium:
+	@$(SETUP) chromium
 
 check: venv  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
@@ -62,10 +65,10 @@ t: venv  ## some tests, in this process: make t T=tests/core/test_confirms.py
 	$(PYTEST) -q -n 0 $(T) $(ARGS)
 
 # Spark's tests mostly wait for Spark: they run beside the others.
-test-integration: venv images java databases prometheus  ## the tests against real brokers, databases and Spark
+test-integration: venv images java databases prometheus chromium  ## the tests against real brokers, databases and Spark
 	@tests/parts.sh test-brokers+test-spark
 
-test-brokers: venv images databases prometheus
+test-brokers: venv images databases prometheus chromium
 	$(PYTEST) integration --ignore=integration/spark -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-spark: venv images java
@@ -105,13 +108,13 @@ SOAK = RELIABLE_MQ_SOAK_SEEDS=$${RELIABLE_MQ_SOAK_SEEDS:-20} $(PYTEST) -n $(JOBS
 soak:  ## the fault matrix on both broker lines with many seeds, many examples of each property, every Python
 	@tests/parts.sh $(if $(TESTS),soak-tests,soak-integration soak-unit test-pythons)
 
-soak-integration: venv images java databases prometheus
+soak-integration: venv images java databases prometheus chromium
 	$(SOAK) integration $(ARGS)
 
 soak-unit: venv
 	$(SOAK) tests $(ARGS)
 
-soak-tests: venv images java databases prometheus
+soak-tests: venv images java databases prometheus chromium
 	$(SOAK) $(TESTS) $(ARGS)
 
 fmt: venv  ## format, and mend what the linter can

@@ -50,7 +50,7 @@ main() {
         strace) ensure_strace ;;
         chromium) ensure_chromium ;;
         prometheus) ensure_prometheus ;;
-        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null; ensure_strace; ensure_prometheus ;;
+        all) ensure_venv; ensure_docker; ensure_image newest; ensure_image 4.0; ensure_databases; ensure_java; ensure_faketime >/dev/null; ensure_strace; ensure_prometheus; ensure_chromium ;;
         *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 64 ;;
     esac
 }
@@ -64,7 +64,8 @@ apt_install() {  # apt_install WHAT-FOR PACKAGE...
     can_apt || die "$purpose needs $*: install that, or run this as root on Debian or a derivative."
     say "installing $* ($purpose)"
     apt-get update -q >&2 || say "apt-get update failed; going on with the lists that are there"
-    DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@" >&2 </dev/null
+    # Tests side by side may each install something: the others wait.
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -q -y --no-install-recommends "$@" >&2 </dev/null
 }
 
 # -- virtual environment ---------------------------------------------------------------------------------------------
