@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from integration.support.traffic import Traffic
     from reliable_mq.testing import ClusterNode, RabbitMQCluster, VirtualHost
 
-pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(900)]
 
 
 def lasts(seconds: float) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq import Delivery
     from reliable_mq.testing import RabbitMQCluster, VirtualHost
 
-pytestmark = [pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
 EVENTS = Queue("events", type="stream")
 
