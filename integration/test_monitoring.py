@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,13 @@ from reliable_mq.monitoring.alerts import ALERTS
 from reliable_mq.monitoring.dashboards import DASHBOARDS
 from reliable_mq.monitoring.grafana import dashboard_json
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing import connection_blocked
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from reliable_mq.core.idempotency import Claim
@@ -52,12 +53,26 @@ def expressions() -> dict[str, str]:
     return found
 
 
+@contextmanager
+def staging(vhost: VirtualHost, registry: CollectorRegistry) -> Iterator[None]:
+    """A relay that moves a queue into a stage."""
+    with vhost.connect() as connection:
+        connection.channel().queue_declare("returns", durable=True)
+    relay = StageRelay(StageOptions(url=vhost.url, queue="returns", stage="returns.stage"), registry=registry)
+    relay.start()
+    try:
+        yield
+    finally:
+        relay.close(PATIENCE)
+
+
 def test_every_query_of_every_panel_has_data_under_load(vhost: VirtualHost, tmp_path: Path) -> None:
     asked = expressions()
     assert len(asked) > 60
     with (
         MonitoredShop(vhost.url, tmp_path, rate=50, failing=0.1) as shop,
         Prometheus(tmp_path, {"shop": [shop.address]}) as prometheus,
+        staging(vhost, shop.registry),
     ):
         missing = dict(asked)
 

@@ -208,10 +208,10 @@ def test_f68_a_killed_relay_moves_each_message_once(
 
 def test_f68_two_hundred_kills_spend_no_message(vhost: VirtualHost, rng: random.Random) -> None:
     """On a queue with the delivery limit of 20: each life moves some, so none comes back that often."""
-    kills = 200 if soaking() else 12
+    kills = 200 if soaking() else 16
     arguments = {
         "x-queue-type": "quorum",
-        "x-delivery-limit": 20 if soaking() else 3,
+        "x-delivery-limit": 20 if soaking() else 8,
         "x-dead-letter-exchange": "",
         "x-dead-letter-routing-key": "dead",
     }
