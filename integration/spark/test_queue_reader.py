@@ -414,10 +414,10 @@ def test_f26_a_batch_longer_than_the_consumer_timeout_comes_again_and_nothing_el
 def test_the_first_batch_waits_for_what_is_asked_for_once_sizes_are_known(
     vhost: VirtualHost, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
 ) -> None:
-    """Also where the broker is far away: it is asked for a few, then for more, which takes it three answers."""
+    """Also where the broker is far away: it is asked for one, then for more, which takes it four answers."""
     publish(vhost, 500)
     proxy = fault_proxy(vhost.url)
-    proxy.delay(0.03)
+    proxy.delay(0.01)  # 20 ms for each answer, of the 100 ms that a batch waits
 
     def first_batch() -> int:
         reading = query(proxy.url, most=1000)
@@ -425,7 +425,7 @@ def test_the_first_batch_waits_for_what_is_asked_for_once_sizes_are_known(
         reading.source.stop()  # which hands all of it back
         return rows
 
-    assert any(first_batch() > 64 for _ in range(6)), "a machine that stalls cuts one short, not six"
+    assert any(first_batch() > 64 for _ in range(12)), "a machine that stalls cuts one short, not twelve"
 
 
 @pytest.mark.timeout(240)
