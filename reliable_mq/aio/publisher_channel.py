@@ -62,7 +62,7 @@ class AsyncWindowWaiters:
         return bool(self._waiting)
 
     async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool | None:
-        """Wait for a place in the window; return whether it was taken, None if it was refused.
+        """Wait for a place in the window; return whether it was taken, None if refused.
 
         Args:
             size: bytes.

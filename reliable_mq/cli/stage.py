@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq._util.threads import start_daemon
 from reliable_mq.cli.terminal import URL, metrics_served, say
 from reliable_mq.errors import ConfigurationError
 
@@ -108,6 +107,8 @@ def _wait(relays: list[StageRelay], received: list[int]) -> None:
 
 def _close(relays: list[StageRelay]) -> None:
     """Close all at the same time: each waits for its confirms."""
+    from reliable_mq._util.threads import start_daemon
+
     for thread in [start_daemon("stage drain", relay.close, _DRAIN) for relay in relays]:
         thread.join()
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq._util.threads import start_daemon
 from reliable_mq.cli.dlq.options import imported_store
 from reliable_mq.cli.terminal import INTERRUPTED, URL, output, say
 from reliable_mq.errors import ConfigurationError
@@ -122,6 +121,8 @@ def web(
 
 def _serve(server: object, listening: socket.socket) -> int:
     """Serve until a signal comes; return its number."""
+    from reliable_mq._util.threads import start_daemon
+
     received: queues.SimpleQueue[int] = queues.SimpleQueue()  # which a signal handler may use
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, lambda number, _frame: received.put(number))
