@@ -34,8 +34,7 @@ from reliable_mq.core import reconnect
 from reliable_mq.testing.waiting import until
 
 if TYPE_CHECKING:
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -43,7 +42,7 @@ ORDERS = Queue("orders", dead_letter=None)
 
 
 def test_aio_01_nothing_hangs_when_a_connection_with_a_full_socket_is_reset(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, run_async: Any
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, run_async: Any
 ) -> None:
     """aio-pika: 18 of 18 publishes without a timeout hung for ever."""
     proxy = fault_proxy(vhost.url)

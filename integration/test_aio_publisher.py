@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from random import Random
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -47,7 +46,7 @@ ORDERS = Queue("orders", dead_letter=None)
 
 
 def test_f50_10_000_callers_at_once_all_settle_within_the_window(
-    vhost: VirtualHost, checker: Checker, run_async: Any
+    vhost: VirtualHost, checker: Audit, run_async: Any
 ) -> None:
     """Each of 10 000 concurrent callers gets its receipt, and no more than the window is ever outstanding."""
     most = 0
@@ -101,7 +100,7 @@ def test_f49_a_cancelled_publish_credits_nothing_to_the_next(
 
 
 def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
-    vhost: VirtualHost, checker: Checker, rng: Random, run_async: Any
+    vhost: VirtualHost, checker: Audit, rng: Random, run_async: Any
 ) -> None:
     """Of 3000 tasks in a small window a third is cancelled at random; the others get what is theirs."""
 
@@ -144,7 +143,7 @@ def test_f49_tasks_cancelled_at_any_point_leave_the_sequence_intact(
 
 
 def test_f49_tasks_cancelled_while_connections_are_cut_leave_the_sequence_intact(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random, run_async: Any
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, run_async: Any
 ) -> None:
     """In every call that waits, entering included; each of the others gets what is its own, then and afterwards."""
     proxy = fault_proxy(vhost.url)

@@ -12,8 +12,7 @@ import pytest
 from docker.errors import NotFound
 
 from integration.support.baseline import back_to_baseline
-from integration.support.checker import Checker
-from reliable_mq.testing import RabbitMQ
+from reliable_mq.testing import Audit, RabbitMQ
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from reliable_mq.testing.management import ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
@@ -207,7 +206,7 @@ def test_a_leftover_may_be_removed_by_another_test_process_meanwhile(
     broker.let_go()
 
 
-def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Checker) -> None:
+def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Audit) -> None:
     ids = [str(n) for n in range(3000)]
     book(checker, ids)
     publish(vhost, "orders", ids)
@@ -222,7 +221,7 @@ def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, che
 
 def test_the_checker_catches_a_message_that_the_broker_lost(vhost: VirtualHost) -> None:
     reported: list[str] = []
-    checker = Checker(reported.append)
+    checker = Audit(reported.append)
     book(checker, ["1", "2"])
     publish(vhost, "orders", ["1"])
 
@@ -234,7 +233,7 @@ def test_the_checker_catches_a_message_that_the_broker_lost(vhost: VirtualHost) 
 
 
 def test_the_checker_catches_a_message_that_nobody_published(vhost: VirtualHost) -> None:
-    checker = Checker()
+    checker = Audit()
     book(checker, ["1"])
     publish(vhost, "orders", ["1", "stranger"])
 
@@ -245,7 +244,7 @@ def test_the_checker_catches_a_message_that_nobody_published(vhost: VirtualHost)
 
 
 def test_draining_does_not_end_while_somebody_holds_a_message(vhost: VirtualHost) -> None:
-    checker = Checker()
+    checker = Audit()
     publish(vhost, "orders", ["1"])
     with vhost.connect() as holder:
         holder.channel().basic_get("orders")
@@ -258,7 +257,7 @@ def test_draining_does_not_end_while_somebody_holds_a_message(vhost: VirtualHost
 
 
 def test_draining_waits_for_dead_letters_that_are_on_their_way(vhost: VirtualHost) -> None:
-    checker = Checker()
+    checker = Audit()
     ids = [str(n) for n in range(200)]
     with vhost.connect() as connection:
         channel = connection.channel()
@@ -297,7 +296,7 @@ def test_the_baseline_sees_a_thread_and_a_descriptor_that_stay(baseline: None) -
     opened[0].close()
 
 
-def test_the_harness_itself_leaves_nothing_behind(vhost: VirtualHost, checker: Checker) -> None:
+def test_the_harness_itself_leaves_nothing_behind(vhost: VirtualHost, checker: Audit) -> None:
     with back_to_baseline(timeout=10):
         book(checker, ["1"])
         publish(vhost, "orders", ["1"])
@@ -318,7 +317,7 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
         assert proxy.connections == 1
 
 
-def book(checker: Checker, ids: list[str]) -> None:
+def book(checker: Audit, ids: list[str]) -> None:
     """Book messages as attempted and confirmed."""
     for message_id in ids:
         checker.attempted(message_id)

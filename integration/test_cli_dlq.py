@@ -16,8 +16,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 ORDERS = Queue("orders")
 DEAD = "orders.dead"
@@ -200,7 +199,7 @@ def test_the_attempts_that_a_store_counts_are_reset(
 
 
 def test_a_replay_that_is_killed_goes_on_with_the_next(
-    any_vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    any_vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """SIGKILL, twice: nothing is lost, what was published and not acked is there twice, a batch of it at most."""
     proxy = fault_proxy(any_vhost.url)
@@ -230,7 +229,7 @@ def test_a_replay_that_is_killed_goes_on_with_the_next(
 
 
 def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """Again and again, that which takes as well as that which publishes: the end is the same."""
     proxy = fault_proxy(vhost.url)

@@ -16,7 +16,6 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from integration.support.command_line import run_cli, start_cli
-from integration.support.queues import bodies
 from reliable_mq import Message
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
 from reliable_mq.outbox import Outbox, SQLAlchemyOutbox, SQLiteOutbox
@@ -113,7 +112,7 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     store(outbox, "later", "c", "d")
     relayed = run_cli("outbox", "relay", vhost.url, where, "--until-empty", "--timeout", "30")
     assert relayed.returncode == 0, relayed.stderr
-    assert [name for name, _ in bodies(vhost, "orders")] == ["a", "b"]
+    assert [name for name, _ in vhost.bodies("orders")] == ["a", "b"]
     status = run_cli("outbox", "status", where, "--json")
     told = json.loads(status.stdout)
     assert (status.returncode, told["rows"], told["set_aside"]) == (1, 0, 2)
@@ -130,7 +129,7 @@ def test_an_outbox_is_relayed_and_what_was_set_aside_is_decided_about(
     assert (purged.returncode, purged.stdout) == (0, b"1 messages removed\n")
     declare(vhost, "later")
     assert run_cli("outbox", "relay", vhost.url, where, "--until-empty").returncode == 0
-    assert [name for name, _ in bodies(vhost, "later")] == ["c"]
+    assert [name for name, _ in vhost.bodies("later")] == ["c"]
     assert run_cli("outbox", "status", where).returncode == 0
 
 
@@ -297,7 +296,7 @@ def test_f33_of_two_relays_one_is_killed_and_the_other_publishes_everything(
         store_more()
         wait_until(lambda: outbox.status().rows == 0, timeout=30, what="an empty outbox")
         assert other.end(signal.SIGTERM) == 0
-    found = list(dict.fromkeys(name for name, _ in bodies(vhost, "orders")))
+    found = list(dict.fromkeys(name for name, _ in vhost.bodies("orders")))
     assert sorted(found, key=int) == names
     assert [name for name in found if name in set(in_order)] == in_order
 

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from integration.support.checker import Checker
     from integration.support.databases import Database
     from reliable_mq import Delivery
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 ORDERS = Queue("orders")
 UNPREPARED = {"prepare_threshold": None}  # so that each question has its text, for a proxy to know it by
@@ -103,7 +102,7 @@ def new_store(consumer_api: str, database: Callable[[str], Database], tmp_path: 
 @pytest.mark.both_apis
 @pytest.mark.parametrize("kind", ["redis", "postgresql", "mariadb", "mysql", "sqlite"])
 def test_f36_copies_that_arrive_together_take_effect_once(
-    vhost: VirtualHost, checker: Checker, new_store: Callable[..., Any], kind: str
+    vhost: VirtualHost, checker: Audit, new_store: Callable[..., Any], kind: str
 ) -> None:
     """Two consumers with eight handlers each, ten copies of each message: one effect each, and every copy is acked."""
     store = new_store(kind, shared=True)
@@ -123,7 +122,7 @@ def test_f36_copies_that_arrive_together_take_effect_once(
 @pytest.mark.both_apis
 @servers
 def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
-    vhost: VirtualHost, checker: Checker, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
+    vhost: VirtualHost, checker: Audit, database: Callable[[str], Database], new_store: Callable[..., Any], kind: str
 ) -> None:
     """When it is back, the consumer goes on by itself: every message takes effect once.
 
@@ -164,7 +163,7 @@ def test_f41_while_the_server_is_dead_nothing_is_handled_or_acked(
 @pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
     vhost: VirtualHost,
-    checker: Checker,
+    checker: Audit,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
     fault_proxy: Any,
@@ -194,7 +193,7 @@ def test_f42_while_the_server_hangs_heartbeats_go_on_and_nothing_is_acked(
 @pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f42_a_consumer_cut_off_from_store_and_broker_after_an_effect_does_not_repeat_it(
     vhost: VirtualHost,
-    checker: Checker,
+    checker: Audit,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
     fault_proxy: Any,
@@ -230,7 +229,7 @@ MARKS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize(("consumer_api", "kind"), APIS_AND_SERVERS, indirect=["consumer_api"])
 def test_f43_answers_that_are_lost_double_no_effect(
     vhost: VirtualHost,
-    checker: Checker,
+    checker: Audit,
     database: Callable[[str], Database],
     new_store: Callable[..., Any],
     rng: random.Random,

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 
 @pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f39_a_full_disk_refuses_new_messages_and_earlier_ones_are_published(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Checker
+    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
     """Refused in time, with the reason; what was accepted arrives, rows are removed, and then there is room again."""
     directory = tmp_path / "small"

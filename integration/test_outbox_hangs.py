@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.databases import with_driver
-from integration.support.queues import bodies
 from reliable_mq import Message, OutboxError, Publisher, Queue
 from reliable_mq.outbox import SQLAlchemyOutbox
 
@@ -79,5 +78,5 @@ def test_f42_while_the_database_of_an_outbox_hangs_every_call_ends_in_time(
     another.publish(Message(b"after"), routing_key="orders", timeout=20)
     another.flush(20)
     another.close()
-    found = [body for _, body in bodies(vhost, "orders")]
+    found = [body for _, body in vhost.bodies("orders")]
     assert [body for body in found if body != b"in doubt"] == [b"before", b"after"]

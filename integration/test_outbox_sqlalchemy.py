@@ -16,7 +16,6 @@ from sqlalchemy.orm import Session
 
 from integration.support.databases import APIS, with_driver
 from integration.support.processes import run
-from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from integration.test_outbox_sqlite import Killed
 from reliable_mq import AsyncPublisher, ConfigurationError, Message, OutboxError, Publisher, Queue
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from integration.support.checker import Checker
     from integration.support.databases import Database
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -105,7 +103,7 @@ def test_a_message_is_published_with_the_transaction_that_it_was_added_to_or_nev
         method, properties, body = connection.channel().basic_get("orders", auto_ack=True)
         assert (properties.message_id, properties.headers, body) == ("first", {"a": 1}, b'{"order":1}')
         assert method.message_count == 1
-    assert [body for _, body in bodies(vhost, "orders")] == [b"second"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"second"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_a_message_may_be_added_to_an_asyncio_session_and_relayed_with_its_engin
         await engine.dispose()
 
     asyncio.run(main())
-    assert [body for _, body in bodies(vhost, "orders")] == [b"1", b"2"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"1", b"2"]
     assert outbox.status().rows == 0
 
 
@@ -184,7 +182,7 @@ def test_relays_share_the_rows_and_none_is_published_twice(
         shares = [publisher.statistics.confirmed for publisher in publishers]
     assert sum(shares) == 1020
     assert sum(share > 0 for share in shares) >= 2, shares
-    found = bodies(vhost, "orders")
+    found = vhost.bodies("orders")
     assert len({message_id for message_id, _ in found}) == len(found) == 1020
 
 
@@ -200,11 +198,11 @@ def test_rows_of_a_key_are_published_in_order_by_several_relays(
         for first in range(0, count, 10):
             store(outbox, 10, key="key", first=first)
         wait_until(lambda: outbox.status().rows == 0, timeout=60, what="an empty outbox")
-    assert [int(body) for _, body in bodies(vhost, "orders")] == list(range(count))
+    assert [int(body) for _, body in vhost.bodies("orders")] == list(range(count))
 
 
 def test_f33_a_relay_killed_at_any_line_loses_no_row(
-    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Checker, rng: random.Random
+    vhost: VirtualHost, database_url: str, outbox: SQLAlchemyOutbox, checker: Audit, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of relays; when their leases are over, others publish what they had, in order."""
     in_order: list[str] = []
@@ -233,7 +231,7 @@ def test_f33_a_relay_killed_at_any_line_loses_no_row(
     assert relay(0)[0] == 0
     assert died > 0
     assert outbox.status().rows == 0
-    found = [message_id for message_id, _ in bodies(vhost, "orders")]
+    found = [message_id for message_id, _ in vhost.bodies("orders")]
     assert [message_id for message_id in dict.fromkeys(found) if message_id in set(in_order)] == in_order
     checker.left(found)
     checker.close()
@@ -246,7 +244,7 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted(
     api: str,
     driver: str,
     outbox: SQLAlchemyOutbox,
-    checker: Checker,
+    checker: Audit,
     rng: random.Random,
 ) -> None:
     """On asyncio with an ``AsyncEngine``; what a dead one had claimed is published when its lease is over."""
@@ -271,7 +269,7 @@ def test_what_cannot_be_published_is_set_aside_and_held_until_somebody_decides(
         session.commit()
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(20)
-        assert [body for _, body in bodies(vhost, "orders")] == [b"2"]
+        assert [body for _, body in vhost.bodies("orders")] == [b"2"]
         status = outbox.status()
         assert (status.rows, status.held, status.set_aside) == (1, 1, 1)
         assert outbox.retry() == 1
@@ -280,7 +278,7 @@ def test_what_cannot_be_published_is_set_aside_and_held_until_somebody_decides(
         assert "NO_ROUTE" in outbox.set_aside()[0].reason
         assert outbox.purge(["a", "b"]) == 1
         publisher.flush(20)
-    assert [body for _, body in bodies(vhost, "orders")] == [b"1"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"1"]
 
 
 def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
@@ -294,7 +292,7 @@ def test_f58_a_row_of_a_newer_format_is_left_for_a_newer_relay(
         connection.execute(first)
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(20)
-    assert [body for _, body in bodies(vhost, "orders")] == [b"0"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"0"]
     status = outbox.status()
     assert (status.rows, status.held, status.unreadable, status.set_aside) == (1, 1, 1, 0)
     assert outbox.retry() == outbox.purge() == 0
@@ -425,7 +423,7 @@ def test_while_the_database_is_away_publishing_fails_in_time_and_the_relay_recov
         publisher.publish(Message(b"after"), routing_key="orders")
         publisher.flush(30)
     engine.dispose()
-    assert [body for _, body in bodies(vhost, "orders")] == [b"before", b"after"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"before", b"after"]
 
 
 def _answers(outbox: SQLAlchemyOutbox) -> bool:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from integration.support.processes import Process
-from integration.support.queues import bodies
 from integration.support.seeds import soaking
 from reliable_mq import Message, Publisher, Queue, RetryPolicy, UsageError
 from reliable_mq.core.outbox import NewRow
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -44,7 +42,7 @@ def assert_in_order(found: list[bytes]) -> None:
 class Killed:
     """Runs the program again and again on one outbox, and keeps the account of what it said."""
 
-    def __init__(self, vhost: VirtualHost, outbox: Path | str, api: str, checker: Checker) -> None:
+    def __init__(self, vhost: VirtualHost, outbox: Path | str, api: str, checker: Audit) -> None:
         self._arguments = [vhost.url, str(outbox), api]
         self._checker = checker
         self.accepted = 0
@@ -94,7 +92,7 @@ class Killed:
 
 @pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_its_next_start(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """A SIGKILL at seeded lines of the outbox's code, one start after the other on one file; the same ids arrive."""
     killed = Killed(vhost, tmp_path / "outbox", api, checker)
@@ -110,7 +108,7 @@ def test_f33_a_publisher_killed_at_any_line_publishes_all_that_it_accepted_at_it
 
 @pytest.mark.parametrize("api", ["sync", "aio"])
 def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
-    api: str, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    api: str, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """First occurrences of the messages of a key come in the order in which they were accepted."""
     path = tmp_path / "outbox"
@@ -123,7 +121,7 @@ def test_f33_what_a_killed_process_has_left_keeps_the_order_of_its_keys(
         outbox.write([NewRow(Message(b"%d" % next(numbers)), "", "orders", True, "key") for _ in range(10)], [])
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(30)
-    found = [body for _, body in bodies(vhost, "orders")]
+    found = [body for _, body in vhost.bodies("orders")]
     assert len(set(found)) == 340
     assert_in_order(found)
 
@@ -153,7 +151,7 @@ def test_a_message_is_stored_while_the_broker_is_away_and_published_when_it_is_t
         publisher.flush(30)
         assert outbox.status().rows == 0
         assert publisher.statistics.confirmed == 3
-    found = bodies(vhost, "orders")
+    found = vhost.bodies("orders")
     assert [body for _, body in found] == [b"1", b"2", b"3"]
     assert found[0][0] == "mine"
 
@@ -171,7 +169,7 @@ def test_leaving_a_publisher_whose_broker_is_away_keeps_what_is_stored_for_the_n
     assert time.monotonic() - began < 15
     with Publisher(vhost.url, topology=[ORDERS], outbox=SQLiteOutbox(tmp_path / "outbox")) as publisher:
         publisher.flush(20)
-    assert [body for _, body in bodies(vhost, "orders")] == [b"1"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"1"]
 
 
 @pytest.mark.usefixtures("publisher_api")
@@ -209,7 +207,7 @@ def test_what_is_outstanding_when_the_time_to_close_is_over_is_confirmed_and_rem
         began = time.monotonic()
         publisher.close(3)
     assert time.monotonic() - began < 20
-    found = len(bodies(vhost, "orders"))
+    found = len(vhost.bodies("orders"))
     assert 0 < found < 3000
     assert outbox.status().rows == 3000 - found
 
@@ -234,8 +232,8 @@ def test_what_cannot_be_published_is_set_aside_with_the_reason_and_can_be_put_ba
     with Publisher(vhost.url, topology=[Queue("later", dead_letter=None)], outbox=outbox) as publisher:
         assert outbox.retry(["a"]) == 1
         publisher.flush(30)
-    assert bodies(vhost, "later") == [("a", b"unroutable")]
-    assert sorted(int(body) for _, body in bodies(vhost, "orders")) == list(range(20))
+    assert vhost.bodies("later") == [("a", b"unroutable")]
+    assert sorted(int(body) for _, body in vhost.bodies("orders")) == list(range(20))
     assert outbox.purge() == 1
     assert outbox.status().set_aside == 0
 
@@ -250,7 +248,7 @@ def test_a_damaged_row_is_set_aside_and_the_others_are_published(vhost: VirtualH
     with Publisher(vhost.url, topology=[ORDERS], outbox=outbox) as publisher:
         publisher.flush(20)
         wait_until(lambda: outbox.status().set_aside == 1, timeout=20, what="a row that is set aside")
-    assert [body for _, body in bodies(vhost, "orders")] == [b"0", b"2"]
+    assert [body for _, body in vhost.bodies("orders")] == [b"0", b"2"]
     [aside] = outbox.set_aside()
     assert (aside.message_id, aside.routing_key) == ("mine", "\\xff")
     assert "damaged" in aside.reason
@@ -268,7 +266,7 @@ def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_se
             publisher.submit(Message(b"%d" % number, correlation_id="held"), routing_key="orders")
             publisher.submit(Message(b"%d" % (1000 + number), correlation_id="free"), routing_key="orders")
         publisher.flush(30)
-        found = [body for _, body in bodies(vhost, "orders")]
+        found = [body for _, body in vhost.bodies("orders")]
         assert [int(body) for body in found] == list(range(1001, 1251))
         status = outbox.status()
         assert (status.rows, status.held, status.set_aside) == (250, 250, 1)
@@ -277,7 +275,7 @@ def test_messages_of_a_key_are_published_in_order_and_wait_behind_one_that_is_se
         assert outbox.retry() == 1
         publisher.flush(30)
         vhost.wait_for_messages("orders", 250)
-        assert [int(body) for _, body in bodies(vhost, "orders")] == list(range(1, 251))
+        assert [int(body) for _, body in vhost.bodies("orders")] == list(range(1, 251))
 
 
 @pytest.mark.usefixtures("publisher_api")
@@ -297,7 +295,7 @@ def test_a_nacked_message_is_tried_again_until_there_is_room(vhost: VirtualHost,
         taken: list[bytes] = []
 
         def take() -> bool:
-            taken.extend(body for _, body in bodies(vhost, "full"))
+            taken.extend(body for _, body in vhost.bodies("full"))
             return len(taken) == 3
 
         wait_until(take, timeout=30, what="three messages")
@@ -332,7 +330,7 @@ def test_f46_in_a_forked_child_a_publisher_with_an_outbox_refuses_and_the_parent
     vhost.wait_for_messages("orders", 3)
 
 
-def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Checker) -> None:
+def test_several_processes_share_one_file(vhost: VirtualHost, tmp_path: Path, checker: Audit) -> None:
     """All that any of them stored is published once, and the one that relays hands over when it leaves."""
     path = tmp_path / "outbox"
     programs = [Killed(vhost, path, api, checker) for api in ("sync", "aio") * 2]

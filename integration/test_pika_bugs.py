@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -94,7 +93,7 @@ def test_pika_04_a_memory_alarm_hangs_neither_publish_nor_close(
 
 
 def test_pika_05_a_publish_after_the_connection_broke_succeeds_only_with_a_confirm(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """pika's basic_publish returns as if all were well after its transport was aborted, and the message is nowhere."""
     proxy = fault_proxy(vhost.url)
@@ -115,7 +114,7 @@ def test_pika_05_a_publish_after_the_connection_broke_succeeds_only_with_a_confi
     assert not checker.close().duplicated
 
 
-def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Checker) -> None:
+def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Audit) -> None:
     """Two threads on one pika connection interleave frames: 87 of 8000 messages were stored, and all threads died."""
     bodies = [b"x" * size for size in (0, 1, 1_000, 140_000)]  # the last takes more than one frame
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -137,7 +136,7 @@ def test_pika_06_two_threads_corrupt_nothing(vhost: VirtualHost, checker: Checke
 
 
 def test_pika_08_a_half_open_connection_is_noticed_within_the_confirm_timeout(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """pika notices it by heartbeats, after two minutes at its default; without heartbeats, never."""
     proxy = fault_proxy(vhost.url)
@@ -154,7 +153,7 @@ def test_pika_08_a_half_open_connection_is_noticed_within_the_confirm_timeout(
 
 
 def test_pika_09_what_is_submitted_while_connections_die_is_settled(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Callbacks queued with add_callback_threadsafe vanish with pika's connection, and their waiters wait for ever."""
     proxy = fault_proxy(vhost.url)
@@ -185,7 +184,7 @@ def test_pika_09_what_is_submitted_while_connections_die_is_settled(
 
 
 def test_pika_10_children_forked_while_publishing_neither_hang_nor_corrupt_the_stream(
-    vhost: VirtualHost, checker: Checker
+    vhost: VirtualHost, checker: Audit
 ) -> None:
     """A forked child that used its copy of a pika connection hung, or wrote into its parent's stream."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:

@@ -15,8 +15,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -63,7 +62,7 @@ def user(vhost: VirtualHost) -> Iterator[User]:
     user.delete()
 
 
-def test_f52_password_is_rotated(vhost: VirtualHost, checker: Checker, user: User) -> None:
+def test_f52_password_is_rotated(vhost: VirtualHost, checker: Audit, user: User) -> None:
     """The credentials are asked for at every connect, so a new password is used by the next connection."""
     with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
@@ -79,7 +78,7 @@ def test_f52_password_is_rotated(vhost: VirtualHost, checker: Checker, user: Use
     checker.close()
 
 
-def test_f52_password_is_rotated_before_the_callback_knows_it(vhost: VirtualHost, checker: Checker, user: User) -> None:
+def test_f52_password_is_rotated_before_the_callback_knows_it(vhost: VirtualHost, checker: Audit, user: User) -> None:
     """Once it was connected, a refused password is asked for again until the new one is there; nothing is lost."""
     with Publisher(user.url, credentials=user.credentials, topology=[ORDERS], reconnect_wait=QUICK) as publisher:
         publisher.connect()

@@ -16,8 +16,7 @@ from reliable_mq import BrokerUnavailable, Message, Publisher, Queue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxy, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -60,7 +59,7 @@ def host_of(proxy: FaultProxy) -> str:
 
 @pytest.mark.parametrize("dead", ["refusing", "swallowing", "silent", "unknown"])
 def test_f54_one_of_two_hosts_is_dead(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, request: pytest.FixtureRequest, dead: str
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, request: pytest.FixtureRequest, dead: str
 ) -> None:
     """The next host is tried after at most the time to connect, whatever is wrong with the first."""
     match dead:
@@ -87,7 +86,7 @@ def test_f54_one_of_two_hosts_is_dead(
     checker.close()
 
 
-def test_f54_the_host_in_use_dies(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory) -> None:
+def test_f54_the_host_in_use_dies(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory) -> None:
     """When the host in use dies, what is outstanding is published to the next one."""
     first, second = fault_proxy(vhost.url), fault_proxy(vhost.url)
     with Publisher(with_hosts(vhost, host_of(first), host_of(second)), topology=[ORDERS]) as publisher:

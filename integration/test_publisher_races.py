@@ -33,9 +33,8 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -48,7 +47,7 @@ QUICK = tenacity.wait_fixed(0.05)
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1_000_000), (2, 1), (1000, 1), (3, 150)])
 def test_the_smallest_windows_let_everything_through(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, count: int, size: int
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, count: int, size: int
 ) -> None:
     """However small the window, and through a loss of the connection, every message gets its turn."""
     proxy = fault_proxy(vhost.url)
@@ -71,7 +70,7 @@ def test_the_smallest_windows_let_everything_through(
 
 
 def test_a_large_message_is_not_kept_out_by_small_ones(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """Places that are freed one by one are kept for the one that waits for several, and came first."""
     proxy = fault_proxy(vhost.url)
@@ -146,7 +145,7 @@ def test_a_deadline_of_nothing_is_over_at_once(vhost: VirtualHost) -> None:
 
 
 def test_every_submit_that_races_with_a_close_is_settled_or_refused(
-    vhost: VirtualHost, checker: Checker, rng: Random
+    vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """Whatever moment close() comes at: a submit returns a confirmation that is settled, or raises."""
     for _ in range(15):

@@ -16,7 +16,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.checker import Checker
+    from reliable_mq.testing import Audit
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -99,7 +99,7 @@ def url(vhost: VirtualHost, user: str = "guest:guest@", host: str = "localhost")
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_f53_good_certificate_is_accepted(
-    tls_vhost: VirtualHost, checker: Checker, authority: Authority, host: str
+    tls_vhost: VirtualHost, checker: Audit, authority: Authority, host: str
 ) -> None:
     """With the right authority everything works as without TLS, large messages and reconnects included."""
     with Publisher(
@@ -147,7 +147,7 @@ def test_f53_bad_certificate_is_refused(
 
 @BAD
 def test_f53_certificate_goes_bad_and_is_renewed(
-    tls_vhost: VirtualHost, checker: Checker, authority: Authority, good: Certificate, bad: Certificate, reason: str
+    tls_vhost: VirtualHost, checker: Audit, authority: Authority, good: Certificate, bad: Certificate, reason: str
 ) -> None:
     """Once it was connected, a certificate that went bad is refused, and asked for again until it is renewed."""
     with Publisher(

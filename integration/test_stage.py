@@ -29,8 +29,7 @@ from reliable_mq.url import parse_url
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 DEADLINE = 60.0
 
@@ -181,7 +180,7 @@ def test_a_super_stream_has_each_message_in_the_partition_of_its_key(vhost: Virt
 @pytest.mark.one_line
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_f68_a_killed_relay_moves_each_message_once(
-    any_vhost: VirtualHost, kind: str, checker: Checker, rng: random.Random
+    any_vhost: VirtualHost, kind: str, checker: Audit, rng: random.Random
 ) -> None:
     """SIGKILL at random moments, under load: 0 lost, 0 twice in the stage."""
     kills = 12 if soaking() else 4

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 pytestmark = pytest.mark.timeout(600)  # a browser on a machine that is busy
 ORDERS = Queue("orders")
@@ -271,7 +270,7 @@ def test_100_000_letters_are_read_in_proportion(vhost: VirtualHost, browser: Bro
 
 
 def test_a_broker_that_dies_in_mid_replay_loses_nothing(
-    private_vhost: VirtualHost, browser: Browser, checker: Checker
+    private_vhost: VirtualHost, browser: Browser, checker: Audit
 ) -> None:
     """The replay goes on by itself, or says that it has ended and is begun again."""
     messages = letters(1500)
@@ -300,7 +299,7 @@ def test_a_broker_that_dies_in_mid_replay_loses_nothing(
     assert len(checker.close().duplicated) <= 5 * 200
 
 
-def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Checker) -> None:
+def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker: Audit) -> None:
     """In one process one after another, in two at the same time: each letter goes back once."""
     messages = letters(900)
     publish(vhost, messages)

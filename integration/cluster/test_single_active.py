@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQCluster, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQCluster, VirtualHost
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
@@ -32,7 +31,7 @@ def test_f66_one_consumer_is_active_at_a_time_and_the_order_is_kept(
     cluster_vhost: VirtualHost,
     fault_proxy: FaultProxyFactory,
     rng: Random,
-    checker: Checker,
+    checker: Audit,
     report: Callable[[str], None],
 ) -> None:
     """But for redeliveries. First the active one loses its connection, then the next one its node."""

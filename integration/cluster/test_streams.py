@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import RabbitMQCluster, VirtualHost
+    from reliable_mq.testing import Audit, RabbitMQCluster, VirtualHost
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("baseline"), pytest.mark.timeout(600)]
 
@@ -50,7 +49,7 @@ def test_f65_what_is_read_from_a_stream_whose_leader_died_is_what_is_there(
     rabbitmq_cluster: RabbitMQCluster,
     cluster_vhost: VirtualHost,
     rng: Random,
-    checker: Checker,
+    checker: Audit,
     report: Callable[[str], None],
 ) -> None:
     """By a consumer, and by a task of Spark's source.

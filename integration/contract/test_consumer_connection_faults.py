@@ -22,9 +22,8 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -36,7 +35,7 @@ SOON = tenacity.wait_fixed(0.1)
 @pytest.mark.parametrize("graceful", [False, True], ids=["f01_killed", "f02_restarted"])
 @pytest.mark.both_apis
 def test_f01_f02_broker_dies_while_messages_are_handled(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random, graceful: bool
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, graceful: bool
 ) -> None:
     """Whether it is killed or restarted, everything confirmed is handled in the end; duplicates are allowed.
 
@@ -70,7 +69,7 @@ def test_f01_f02_broker_dies_while_messages_are_handled(
 
 @pytest.mark.both_apis
 def test_f03_connection_is_reset_after_frame_n(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Wherever a reset falls, in the handshake or among deliveries and acks, everything is handled in the end."""
     proxy = fault_proxy(vhost.url)
@@ -117,7 +116,7 @@ def test_f03_buffered_deliveries_of_a_lost_channel_never_reach_a_handler(
 
 
 def test_f04_connection_is_reset_between_publish_and_ack(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """Messages that were published twice, since their acks were lost, are delivered twice and take effect once."""
     proxy = fault_proxy(vhost.url)
@@ -141,7 +140,7 @@ def test_f04_connection_is_reset_between_publish_and_ack(
 
 @pytest.mark.both_apis
 def test_f04_connection_is_reset_between_effect_and_ack(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """What was handled, but whose acks never arrived, is delivered again and takes effect once."""
     proxy = fault_proxy(vhost.url)
@@ -159,7 +158,7 @@ def test_f04_connection_is_reset_between_effect_and_ack(
 
 @pytest.mark.both_apis
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """A delivery of which half a body came is none; it comes again whole."""
     proxy = fault_proxy(vhost.url)
@@ -186,7 +185,7 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
 )
 def test_f06_f07_connection_is_a_black_hole(
     vhost: VirtualHost,
-    checker: Checker,
+    checker: Audit,
     fault_proxy: FaultProxyFactory,
     rng: Random,
     direction: str,
@@ -224,7 +223,7 @@ def test_f06_a_stop_on_a_dead_connection_ends_in_time(vhost: VirtualHost, fault_
 
 @pytest.mark.both_apis
 def test_f08_slow_and_jittery_network(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
     """200 ms of delay with jitter bring everything once, and replace no connection."""
     proxy = fault_proxy(vhost.url, seed=seed)
@@ -239,7 +238,7 @@ def test_f08_slow_and_jittery_network(
 
 
 def test_f08_network_that_loses_packets(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """Of all packets 5 % are lost, each way, whichever they are: all comes once, and no connection is replaced."""
     handler = Handler(account=checker)
@@ -255,7 +254,7 @@ def test_f08_network_that_loses_packets(
     assert checker.close().left == 0
 
 
-def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random) -> None:
+def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s this side holds what was prefetched, and not the queue; heartbeats get through."""
     proxy = fault_proxy(vhost.url)
     bodies = [b"%d/" % number + rng.randbytes(rng.randrange(200, 2000)) for number in range(40)]
@@ -306,7 +305,7 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
 
 @pytest.mark.both_apis
 def test_f10_peer_stops_reading_then_resets(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Acks and dead letters stuck behind a full socket hang nothing; what they were for comes again."""
     proxy = fault_proxy(vhost.url)
@@ -338,7 +337,7 @@ def test_f10_peer_stops_reading_then_resets(
     assert (balance.left, balance.dead_lettered) == (0, 20)
 
 
-def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker) -> None:
+def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit) -> None:
     """Five seconds of silence amid the work: what is handled meanwhile is acked when it thaws, or comes again.
 
     It freezes while a handler runs and most of the messages are its own still. What the consumer had been given is
@@ -363,7 +362,7 @@ def test_f11_broker_is_frozen(private_broker: RabbitMQ, private_vhost: VirtualHo
 
 @pytest.mark.both_apis
 def test_f13_a_double_ack_from_outside_closes_the_channel_and_the_consumer_resumes(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """406 PRECONDITION_FAILED costs the channel, not the connection, and no message."""
     proxy = fault_proxy(vhost.url)
@@ -509,7 +508,7 @@ def test_a_retry_that_waits_is_handed_out_again_after_a_loss_and_keeps_its_count
 
 
 def test_a_flapping_connection_loses_nothing(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random, caplog: pytest.LogCaptureFixture
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Many resets while several handlers run, some of which fail: all is handled or dead-lettered."""
     caplog.set_level(logging.CRITICAL)

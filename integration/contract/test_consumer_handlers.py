@@ -19,9 +19,8 @@ from reliable_mq.testing.waiting import wait_until
 from tests.hostile_exceptions import NotYet, Textless
 
 if TYPE_CHECKING:
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -510,7 +509,7 @@ def test_a_batch_handler_gives_a_verdict_per_item(vhost: VirtualHost, store: boo
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: Checker, store: bool) -> None:
+def test_a_batch_that_raises_is_tried_item_by_item(vhost: VirtualHost, checker: Audit, store: bool) -> None:
     """Nobody knows the culprit: each item alone, its attempts counted from there; the good ones are handled once."""
 
     def fail(deliveries: list[Delivery]) -> None:
@@ -628,7 +627,7 @@ def test_the_metrics_of_a_run(vhost: VirtualHost) -> None:
     assert value("consumer_connected") is None, "a consumer that is closed is registered no more"
 
 
-def test_two_consumers_share_a_queue(vhost: VirtualHost, checker: Checker) -> None:
+def test_two_consumers_share_a_queue(vhost: VirtualHost, checker: Audit) -> None:
     """Each message goes to one of them."""
     one, other = Handler(account=checker), Handler(account=checker)
     first = Consumer(vhost.url, ORDERS, one, prefetch=10, name="one")

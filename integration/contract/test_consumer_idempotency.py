@@ -15,10 +15,9 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
     from reliable_mq.stores import Claim
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -33,7 +32,7 @@ def copies(count: int, of: int) -> list[Message]:
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 @pytest.mark.both_apis
 def test_f36_each_message_is_delivered_ten_times_concurrently(
-    vhost: VirtualHost, checker: Checker, together: bool
+    vhost: VirtualHost, checker: Audit, together: bool
 ) -> None:
     """Two consumers with eight workers each share a store: one effect per message, every copy acked."""
     messages = copies(10, of=100)
@@ -175,7 +174,7 @@ class Flaky(MemoryStore):
 
 
 @pytest.mark.parametrize("what", ["claim", "complete"])
-def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, checker: Checker, what: str) -> None:
+def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, checker: Audit, what: str) -> None:
     """No ack, no attempt, no second effect while it does not answer; the consumer recovers by itself."""
     store = Flaky()
     store.failing[what] = 2
@@ -190,7 +189,7 @@ def test_a_store_that_fails_closes_the_way_until_it_is_back(vhost: VirtualHost, 
 
 
 def test_f35_a_connection_lost_between_effect_and_completion_costs_no_second_effect(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """The handler that outlives its channel completes its claim: the redelivery is a duplicate."""
     proxy = fault_proxy(vhost.url)

@@ -19,9 +19,8 @@ from reliable_mq.topology import Binding
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -184,7 +183,7 @@ def refuse_odd_keys(delivery: Delivery) -> None:
 
 
 def test_f30_a_body_that_cannot_be_parsed_is_dead_lettered_with_the_reason(
-    any_vhost: VirtualHost, checker: Checker
+    any_vhost: VirtualHost, checker: Audit
 ) -> None:
     """After as many attempts as there may be; the body is untouched, and the good ones are handled meanwhile."""
     handler = Handler(then=lambda delivery: delivery.json()["number"], account=checker)
@@ -214,7 +213,7 @@ def test_f30_a_body_that_cannot_be_parsed_is_dead_lettered_with_the_reason(
 
 
 @pytest.mark.both_apis
-def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHost, checker: Checker) -> None:
+def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHost, checker: Audit) -> None:
     """A body or headers that are too large reach no handler, cost no attempt, and do not harm the consumer."""
     handler = Handler(account=checker)
     large_body = Message(b"x" * 100_001, message_id="large body")
@@ -240,9 +239,7 @@ def test_f32_what_is_above_the_limits_is_quarantined_unseen(any_vhost: VirtualHo
 
 
 @pytest.mark.both_apis
-def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(
-    any_vhost: VirtualHost, checker: Checker
-) -> None:
+def test_f32_a_body_far_above_the_limit_is_dead_lettered_by_the_broker(any_vhost: VirtualHost, checker: Audit) -> None:
     """Byte for byte, though the consumer has never had it in memory; its neighbours are handled."""
     handler = Handler(account=checker)
     body = bytes(range(256)) * 40_000

@@ -26,8 +26,7 @@ from reliable_mq import (
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -305,7 +304,7 @@ def test_a_broker_that_does_not_answer_costs_seconds_not_for_ever(
             assert bodies(deliveries) == numbered(1), "the late answer is not lost"
 
 
-def test_several_threads_take_turns(vhost: VirtualHost, checker: Checker) -> None:
+def test_several_threads_take_turns(vhost: VirtualHost, checker: Audit) -> None:
     """Each message goes to one of them."""
     with Consumer(vhost.url, ORDERS, prefetch=100) as consumer:
         publish(vhost, "orders", numbered(600), checker)

@@ -19,8 +19,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 ORDERS = Queue("orders")
 CLAIM_WAIT = 1.0  # seconds until a consumer looks again at a message that another one had claimed
@@ -34,7 +33,7 @@ def declare(vhost: VirtualHost) -> None:
 
 
 def test_f27_messages_that_kill_their_consumer_are_dead_lettered_and_their_neighbours_handled(
-    any_vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_api: str
+    any_vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str
 ) -> None:
     """Each killer is handed out twice, and ``max_attempts`` times from quarantine; no neighbour is given up."""
     bodies = [f"good-{number}" for number in range(100)]
@@ -114,7 +113,7 @@ SLOWER = 150  # a second, where a file is written for each
 WHOLE = Load(20_000, 400, 10, Settings(attempts=3, delay=0.5, prefetch=20, work=0.005, workers=6))
 
 
-def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: Checker) -> dict[str, float]:
+def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: Audit) -> dict[str, float]:
     """Publish, confirmed; returns when each was, in seconds since 1970."""
     sent: dict[str, float] = {}
     began = time.monotonic()
@@ -130,7 +129,7 @@ def publish_steadily(vhost: VirtualHost, bodies: list[str], rate: int, checker: 
     return sent
 
 
-def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: Checker) -> tuple[Killed, float]:
+def run(vhost: VirtualHost, bodies: list[str], load: Load, log: Path, checker: Audit) -> tuple[Killed, float]:
     """Publish and handle; answers with the 99th percentile of the time until a good message was handled first.
 
     Its handler's own time is in it: published by the clock to consumers that nothing happens to, a message waits for
@@ -192,7 +191,7 @@ def check(program: Killed, bodies: list[str], load: Load, dead: list[dict[str, A
 @pytest.mark.parametrize("store", ["", "done"], ids=["plain", "idempotent"])
 @pytest.mark.parametrize("load", [SMALL, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["small", "whole"])
 def test_f27_f30_poison_killers_and_transient_failures_leave_their_neighbours_alone(
-    vhost: VirtualHost, tmp_path: Path, checker: Checker, consumer_api: str, load: Load, store: str
+    vhost: VirtualHost, tmp_path: Path, checker: Audit, consumer_api: str, load: Load, store: str
 ) -> None:
     """At a steady rate, all at once: nothing is lost, what must is dead-lettered, within bounds, and good ones flow.
 

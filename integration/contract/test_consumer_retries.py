@@ -34,9 +34,8 @@ from reliable_mq.topology import Binding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -197,7 +196,7 @@ def test_a_message_of_another_user_is_tried_again_and_dead_lettered(any_vhost: V
 @pytest.mark.both_apis
 @BACKENDS
 def test_f27_f30_the_cap_holds_and_the_dead_letter_says_why(
-    any_vhost: VirtualHost, backend: str, checker: Checker
+    any_vhost: VirtualHost, backend: str, checker: Audit
 ) -> None:
     """Poison among good messages: ``max_attempts`` calls of the handler for each, one dead letter, nothing else moves.
 
@@ -261,7 +260,7 @@ def test_a_delay_that_no_queue_has_goes_through_several(vhost: VirtualHost) -> N
 
 
 @pytest.mark.both_apis
-def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Checker) -> None:
+def test_f56_mixed_delays_do_not_wait_for_each_other(vhost: VirtualHost, checker: Audit) -> None:
     """Short ones behind long ones come back in their own time: nothing blocks at a head."""
     back: dict[bytes, float] = {}
     gone: dict[bytes, float] = {}
@@ -408,7 +407,7 @@ def test_the_policy_decides_by_the_exception(vhost: VirtualHost) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
-def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checker: Checker, alarm: str) -> None:
+def test_f18_f19_retries_go_on_under_an_alarm(private_vhost: VirtualHost, checker: Audit, alarm: str) -> None:
     """Publishing is blocked: what fails is held and tried again; what is given up is left to the broker to dead-letter.
 
     Neighbours flow meanwhile, and nothing is lost. What was on its way when the alarm

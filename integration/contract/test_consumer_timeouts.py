@@ -14,8 +14,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -42,7 +41,7 @@ def impatient(any_vhost: VirtualHost) -> Iterator[VirtualHost]:
 
 @pytest.mark.both_apis
 def test_f26_a_message_that_hangs_its_handler_is_warned_of_and_bounded_and_its_neighbours_flow(
-    impatient: VirtualHost, checker: Checker, caplog: pytest.LogCaptureFixture
+    impatient: VirtualHost, checker: Audit, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each timeout is a failed attempt: after ``max_attempts`` it is dead-lettered as one that timed out."""
     vhost = impatient

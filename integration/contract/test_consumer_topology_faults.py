@@ -23,9 +23,8 @@ from reliable_mq import BrokerUnavailable, Consumer, Publisher, Queue, RetryPoli
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "consumer_api")
 
@@ -265,7 +264,7 @@ def test_f57_without_its_dead_letter_queue_an_original_is_never_acked(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
-def test_f57_a_dead_letter_queue_that_comes_back_gets_what_waited_for_it(vhost: VirtualHost, checker: Checker) -> None:
+def test_f57_a_dead_letter_queue_that_comes_back_gets_what_waited_for_it(vhost: VirtualHost, checker: Audit) -> None:
     """Deleted under the consumer: neighbours flow, and when it is back, what was given up arrives there."""
 
     def fail_even(delivery: Delivery) -> None:

@@ -23,8 +23,7 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from random import Random
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 GRACE = 2.0
 AMPLE = 6.0  # seconds of grace for a test that does something within them
@@ -101,7 +100,7 @@ def test_rabbitmq_4_0_leaves_a_queue_that_it_has_lost_without_a_leader(
 
 @pytest.mark.timeout(300)
 def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
-    private_vhost: VirtualHost, publisher_api: str, rng: Random, checker: Checker
+    private_vhost: VirtualHost, publisher_api: str, rng: Random, checker: Audit
 ) -> None:
     """And once more when it is back: a queue that it has lost is made again as it starts, and is new again."""
     broker = private_vhost.broker
@@ -125,7 +124,7 @@ def test_f61_the_broker_is_killed_while_the_work_queue_is_new(
 class Failing:
     """A handler that fails first attempts in a way of its own, and books what it handles."""
 
-    def __init__(self, checker: Checker, failure: Exception | None) -> None:
+    def __init__(self, checker: Audit, failure: Exception | None) -> None:
         self.calls = 0
         self._checker = checker
         self._failure = failure
@@ -154,7 +153,7 @@ def returned_twice(vhost: VirtualHost, queue: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["delay queue", "dead-letter queue", "quarantine"])
 def test_f61_the_broker_is_killed_while_a_queue_that_the_consumer_made_is_new(
-    private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Checker
+    private_vhost: VirtualHost, consumer_api: str, kind: str, rng: Random, checker: Audit
 ) -> None:
     """The work queue is old. The consumer acks originals when their copies are safe, and not before.
 

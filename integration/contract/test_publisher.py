@@ -31,15 +31,14 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
 ORDERS = Queue("orders", dead_letter=None)
 
 
-def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Checker) -> None:
+def test_f50_32_threads_share_a_publisher(vhost: VirtualHost, checker: Audit) -> None:
     """32 threads publish through one publisher, by every method; nothing is corrupted, lost or doubled."""
     with Publisher(vhost.url, topology=[ORDERS], max_outstanding=100) as publisher:
 

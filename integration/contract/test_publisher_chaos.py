@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxy, FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxy, FaultProxyFactory, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline")
 
@@ -95,7 +94,7 @@ def faults(proxy: FaultProxy, rng: Random) -> list[Callable[[], object]]:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("publisher_api")
 def test_every_message_ends_as_it_must_and_in_time_whatever_the_network_does(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
     """No outcome is wrong, none is late, none is lost; what was confirmed is in the queues, once or more."""
     proxy = fault_proxy(vhost.url, seed=seed)

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
-    from integration.support.checker import Checker
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -39,7 +38,7 @@ def wait_for_confirms(load: Load, count: int) -> None:
 
 @pytest.mark.one_api("aio")
 def test_f01_broker_is_killed_while_messages_are_outstanding(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """After a SIGKILL of the broker everything unconfirmed is published again, and nothing confirmed is lost."""
     with Publisher(private_vhost.url, topology=[ORDERS], new_queue_grace=2.0) as publisher:
@@ -59,7 +58,7 @@ def test_f01_broker_is_killed_while_messages_are_outstanding(
 
 @pytest.mark.one_api("sync")
 def test_f02_broker_is_restarted_gracefully(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """A graceful restart of the broker costs no message and fails none."""
     with Publisher(private_vhost.url, topology=[ORDERS]) as publisher:
@@ -73,7 +72,7 @@ def test_f02_broker_is_restarted_gracefully(
 
 
 def test_f03_connection_is_reset_after_frame_n(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Wherever a reset falls, in the handshake or among publishes, everything is confirmed in the end."""
     proxy = fault_proxy(vhost.url)
@@ -89,7 +88,7 @@ def test_f03_connection_is_reset_after_frame_n(
 
 
 def test_f04_connection_is_reset_between_publish_and_ack(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """When acks are lost with the connection, the messages are published again: duplicates, marked, and none lost."""
     count = rng.randrange(20, 300)
@@ -113,7 +112,7 @@ def test_f04_connection_is_reset_between_publish_and_ack(
 
 
 def test_f04_while_there_is_no_connection_new_messages_may_fail_at_once(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """With on_disconnected="raise" they are refused, and what was accepted before is confirmed in the end."""
     proxy = fault_proxy(vhost.url)
@@ -136,7 +135,7 @@ def test_f04_while_there_is_no_connection_new_messages_may_fail_at_once(
 
 
 def test_f05_connection_is_reset_in_the_middle_of_a_body(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """A message of which half a body was sent is published again whole."""
     proxy = fault_proxy(vhost.url)
@@ -159,7 +158,7 @@ def test_f05_connection_is_reset_in_the_middle_of_a_body(
 
 @pytest.mark.parametrize("direction", ["both", "to_broker", "to_client"])
 def test_f06_f07_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random, direction: str
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random, direction: str
 ) -> None:
     """A connection on which nothing arrives is noticed within the confirm timeout and replaced; no call hangs.
 
@@ -184,7 +183,7 @@ def test_f06_f07_connection_is_a_black_hole(
 
 @pytest.mark.one_api("aio")
 def test_f06_every_connection_is_a_black_hole(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """While no connection works at all, publishes end with an error at their deadline, and so does the publisher."""
     proxy = fault_proxy(vhost.url)
@@ -204,7 +203,7 @@ def test_f06_every_connection_is_a_black_hole(
 
 @pytest.mark.one_api("aio")
 def test_f08_slow_and_jittery_network(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, seed: int
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, seed: int
 ) -> None:
     """200 ms of delay with jitter fail nothing and replace no connection."""
     proxy = fault_proxy(vhost.url, seed=seed)
@@ -220,7 +219,7 @@ def test_f08_slow_and_jittery_network(
 
 @pytest.mark.one_api("aio")
 def test_f08_network_that_loses_packets(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random
 ) -> None:
     """Of all packets 5 % are lost, each way, whichever they are: that fails nothing and replaces no connection."""
     private_broker.lose_packets(0.05)
@@ -235,7 +234,7 @@ def test_f08_network_that_loses_packets(
 
 
 @pytest.mark.one_api("aio")
-def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random) -> None:
+def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
     """At 64 kbit/s the window, not the memory, takes up what does not fit through."""
     proxy = fault_proxy(vhost.url)
     confirmations: list[Confirmation] = []
@@ -264,7 +263,7 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Checker, fault_proxy: F
 
 
 def test_f10_peer_stops_reading_then_resets(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory, rng: Random
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
     """Publishes stuck behind a full socket are published again on the next connection."""
     proxy = fault_proxy(vhost.url)
@@ -285,7 +284,7 @@ def test_f10_peer_stops_reading_then_resets(
 @pytest.mark.one_api("aio")
 @pytest.mark.parametrize("seconds", [5, pytest.param(90, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 def test_f11_broker_is_frozen(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, rng: Random, seconds: int
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, rng: Random, seconds: int
 ) -> None:
     """A frozen broker leaves outcomes unknown; when it thaws they are resolved, and nothing hangs."""
     with Publisher(private_vhost.url, topology=[ORDERS], **QUICK) as publisher:

@@ -27,9 +27,8 @@ from tests.core.published import Unencodable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from integration.support.checker import Checker
     from reliable_mq import Confirmation
-    from reliable_mq.testing import FaultProxyFactory, RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
 pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 
@@ -38,7 +37,7 @@ ORDERS = Queue("orders", dead_letter=None)
 
 @pytest.mark.parametrize("culprits", [[0], [50], [99], [10, 11, 60]])
 def test_f12_channel_is_closed_over_some_of_100_messages(
-    vhost: VirtualHost, checker: Checker, culprits: list[int]
+    vhost: VirtualHost, checker: Audit, culprits: list[int]
 ) -> None:
     """A 404 fails the messages to the missing exchange alone; all others are confirmed, on the same connection."""
     with Publisher(vhost.url, topology=[ORDERS]) as publisher:
@@ -67,7 +66,7 @@ def test_f12_channel_is_closed_over_some_of_100_messages(
 
 
 def test_f12_many_messages_to_a_missing_exchange_hold_up_no_others(
-    vhost: VirtualHost, checker: Checker, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
 ) -> None:
     """An error that names the exchange costs a few channels, not one for each message to it."""
     count = 300
@@ -137,7 +136,7 @@ def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost, flaw: st
 
 
 @pytest.mark.parametrize("queue_type", ["classic", "quorum"])
-def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Checker, queue_type: str) -> None:
+def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, checker: Audit, queue_type: str) -> None:
     """A full queue nacks; after the retries exactly the nacked messages are reported, the others are in the queue.
 
     A quorum queue notices that it is full with some delay, hence the number.
@@ -163,7 +162,7 @@ def test_f15_nacked_messages_are_exactly_those_reported(vhost: VirtualHost, chec
     assert balance.drained == balance.confirmed == count - len(nacked)
 
 
-def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost, checker: Checker) -> None:
+def test_f15_a_nacked_message_is_confirmed_once_there_is_room(vhost: VirtualHost, checker: Audit) -> None:
     """A nack is followed by another attempt, which succeeds when the queue has room again; it is no duplicate."""
     full = Queue(
         "full", type="classic", dead_letter=None, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
@@ -244,7 +243,7 @@ def test_f17_a_return_whose_ack_was_lost_is_asked_for_again(vhost: VirtualHost, 
 @pytest.mark.one_api("aio")
 @pytest.mark.parametrize("alarm", ["memory", "disk"])
 def test_f18_f19_alarm_blocks_publishing(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker, alarm: str
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit, alarm: str
 ) -> None:
     """Under an alarm the state shows, publishes fail in time and say whether they were sent, and close works."""
     with Publisher(private_vhost.url, topology=[ORDERS], delivery_timeout=4) as publisher:
@@ -268,7 +267,7 @@ def test_f18_f19_alarm_blocks_publishing(
 
 
 def test_f18_publishing_goes_on_when_the_alarm_is_over(
-    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Checker
+    private_broker: RabbitMQ, private_vhost: VirtualHost, checker: Audit
 ) -> None:
     """What waits out an alarm is confirmed after it, and is no failure."""
     with Publisher(private_vhost.url, topology=[ORDERS], confirm_timeout=1) as publisher:

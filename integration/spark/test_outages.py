@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import RabbitMQ, VirtualHost
+    from reliable_mq.testing import Audit, RabbitMQ, VirtualHost
 
 ORDERS, COPIES, EVENTS = Queue("orders"), Queue("copies"), Queue("events", type="stream")
 MESSAGES = 300
@@ -33,7 +32,7 @@ def publish(vhost: VirtualHost, queue: Queue) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_f01_a_broker_killed_under_live_queries_loses_nothing(
-    spark: SparkSession, private_vhost: VirtualHost, private_broker: RabbitMQ, checker: Checker, tmp_path: Path
+    spark: SparkSession, private_vhost: VirtualHost, private_broker: RabbitMQ, checker: Audit, tmp_path: Path
 ) -> None:
     """Neither query fails. What was in a batch of the queue may come twice; a batch of the stream is read on."""
     for message_id in publish(private_vhost, ORDERS):

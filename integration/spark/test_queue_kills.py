@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 MESSAGES = 600
 PER_BATCH = 40
@@ -37,7 +36,7 @@ def publish(vhost: VirtualHost, queue: Queue) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("aimed_at", ["queue", pytest.param("stream", marks=pytest.mark.soak)])
 def test_f60_an_application_killed_in_every_phase_of_a_batch_loses_nothing(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random, aimed_at: str
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random, aimed_at: str
 ) -> None:
     """Restarted on the same checkpoints until all is read: 0 lost, and of the stream 0 twice, in a file sink.
 

@@ -37,15 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import FaultProxy, VirtualHost
+    from reliable_mq.testing import Audit, FaultProxy, VirtualHost
 
 ORDERS = Queue("orders")
 RESTARTS = int(os.environ.get("RELIABLE_MQ_SOAK_RESTARTS", "200"))
 
 
 def publish(
-    vhost: VirtualHost, count: int, checker: Checker | None = None, body: bytes = b"x" * 100, *, declared: bool = True
+    vhost: VirtualHost, count: int, checker: Audit | None = None, body: bytes = b"x" * 100, *, declared: bool = True
 ) -> None:
     messages = [Message(body) for _ in range(count)]
     for message in messages if checker else ():
@@ -141,14 +140,14 @@ def endings(directory: Path) -> list[int]:
     return [int(line) for line in (directory / "endings").read_text().splitlines()]
 
 
-def book_sink(directory: Path, checker: Checker) -> None:
+def book_sink(directory: Path, checker: Audit) -> None:
     for line in (directory / "sink").read_text().splitlines():
         checker.handled(line.split()[1])
 
 
 @pytest.mark.timeout(300)
 def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
-    vhost: VirtualHost, tmp_path: Path, checker: Checker, rng: random.Random
+    vhost: VirtualHost, tmp_path: Path, checker: Audit, rng: random.Random
 ) -> None:
     """Every phase of a batch, on one checkpoint; each death costs a batch at most, which comes again."""
     publish(vhost, 500, checker)
@@ -165,7 +164,7 @@ def test_f60_a_reader_killed_between_any_two_of_its_calls_loses_nothing(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["ours", "limited"])
-def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Path, checker: Checker, kind: str) -> None:
+def test_f60_two_hundred_restarts_lose_nothing(vhost: VirtualHost, tmp_path: Path, checker: Audit, kind: str) -> None:
     """On our own queue; and on a foreign one with a delivery limit, which next to nothing reaches."""
     first = seeds()[0]  # one for each line and kind: a run takes minutes
     print(f"seed {first}")
@@ -237,7 +236,7 @@ def test_commit_alone_acks_what_lies_before_it(vhost: VirtualHost, query: Callab
 
 
 def test_f03_a_connection_cut_in_mid_batch_loses_nothing(
-    vhost: VirtualHost, checker: Checker, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
+    vhost: VirtualHost, checker: Audit, fault_proxy: Callable[..., FaultProxy], query: Callable[..., Query]
 ) -> None:
     """What was in the batch comes again, what was not is dropped, and no old tag is acked."""
     publish(vhost, 400, checker)

@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-    from integration.support.checker import Checker
     from reliable_mq import Delivery
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
     from reliable_mq.testing.proxy import FaultProxy
 
 ORDERS, PAYMENTS = Queue("orders"), Queue("payments", type="classic")
 
 
-def publish(vhost: VirtualHost, queue: Queue, messages: Iterable[Message], checker: Checker | None = None) -> None:
+def publish(vhost: VirtualHost, queue: Queue, messages: Iterable[Message], checker: Audit | None = None) -> None:
     messages = list(messages)
     with Publisher(vhost.url, topology=[queue]) as publisher:
         for message in messages if checker else ():
@@ -213,7 +212,7 @@ def test_a_connection_cut_in_mid_batch_loses_nothing(
     spark: SparkSession,
     vhost: VirtualHost,
     checkpoint: str,
-    checker: Checker,
+    checker: Audit,
     fault_proxy: Callable[..., FaultProxy],
 ) -> None:
     """What was in the batch comes again, no old tag is acked, and the query goes on by itself."""

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from integration.support.checker import Checker
-    from reliable_mq.testing import VirtualHost
+    from reliable_mq.testing import Audit, VirtualHost
 
 EVENTS = Queue("events", type="stream")
 
 
-def publish(vhost: VirtualHost, checker: Checker, count: int) -> None:
+def publish(vhost: VirtualHost, checker: Audit, count: int) -> None:
     messages = [Message(b"%d" % number) for number in range(count)]
     for message in messages:
         checker.attempted(message.message_id)
@@ -32,7 +31,7 @@ def publish(vhost: VirtualHost, checker: Checker, count: int) -> None:
 
 
 def test_a_query_goes_on_where_its_checkpoint_ends(
-    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Checker
+    spark: SparkSession, vhost: VirtualHost, tmp_path: Path, checker: Audit
 ) -> None:
     """Two runs with availableNow: each message once, by several tasks, under a limit, with progress that counts."""
     source = {"url": vhost.url, "stream": EVENTS.name, "startingOffsets": "earliest"}
@@ -47,7 +46,7 @@ def test_a_query_goes_on_where_its_checkpoint_ends(
     assert rows == dict.fromkeys(range(300), 1)
 
 
-def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHost, checker: Checker) -> None:
+def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHost, checker: Audit) -> None:
     """All columns, or those that a schema asks for."""
     publish(vhost, checker, 1000)
     source = spark.read.format("rabbitmq").options(url=vhost.url, stream="events", minPartitions="4")
@@ -58,7 +57,7 @@ def test_a_batch_read_is_split_among_tasks(spark: SparkSession, vhost: VirtualHo
     assert {(row.offset, bytes(row.body)) for row in narrow.collect()} == {(n, b"%d" % n) for n in range(1000)}
 
 
-def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, checker: Checker) -> None:
+def test_a_stream_is_read_by_sql_alone(spark: SparkSession, vhost: VirtualHost, checker: Audit) -> None:
     """As a temporary view, which has what the stream had at its first query. The URL shows in no plan."""
     publish(vhost, checker, 100)
     view = f"CREATE OR REPLACE TEMPORARY VIEW events USING rabbitmq OPTIONS (url '{vhost.url}', stream 'events')"

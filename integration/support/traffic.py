@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from integration.support.blocking import BlockingPublisher
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.checker import Checker
 from reliable_mq import Consumer, Message, Publisher, PublishError, Queue, RetryPolicy
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
-from reliable_mq.testing import wait_until
+from reliable_mq.testing import Audit, wait_until
 from reliable_mq.testing.history import History, OperationKind, OperationOutcome
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class Traffic:
     ) -> None:
         self.vhost = vhost
         self.cluster = cluster
-        self.histories = {queue.name: History(Checker()) for queue in (ORDERS, PLAIN)}
+        self.histories = {queue.name: History(Audit()) for queue in (ORDERS, PLAIN)}
         self.errors: list[PublishError] = []
         self._rng = rng
         self._directory = directory
@@ -231,14 +230,19 @@ class Traffic:
         except TimeoutError as error:
             unsettled = {name: each._subscription.session.outstanding for name, each in self._consumers.items()}
             if not cut_off or any(unsettled.values()):
-                raise TimeoutError(f"{error}; not settled by these clients: {unsettled}") from None
-            self._report(f"the broker waits for acks that it was sent, until connections are closed: {error}")
+                raise TimeoutError(
+                    f"{error}; not settled by these clients: {unsettled}; the broker: {self._seen_by_broker()}"
+                ) from None
+            self._report(
+                f"the broker waits for acks that it was sent, until connections are closed: {error}; "
+                f"the broker: {self._seen_by_broker()}"
+            )
             self.vhost.close_connections("it waits for acks that it was sent")
             self._wait_until_handled(180)
         self._stack.close()
         for queue, history in self.histories.items():
             account = history.account
-            assert isinstance(account, Checker)
+            assert isinstance(account, Audit)
             account.drain(self.vhost, [queue], dead_letters=[f"{queue}.dead"], timeout=120)
             result = history.result(tolerance=LATE)
             self._report(f"{queue}: {result}{self._recovery(history)}")
@@ -247,6 +251,23 @@ class Traffic:
             assert result.balance.confirmed > 20
             assert result.balance.dead_lettered
         assert not self.errors, f"{len(self.errors)} failed, such as {self.errors[0]!r}"
+
+    def _seen_by_broker(self) -> str:
+        """Return who holds what, as the management API tells it: for the text of a failure."""
+        api = self.cluster.management
+        queues = [
+            f"{queue['name']}: ready {queue.get('messages_ready')}, unacked {queue.get('messages_unacknowledged')}, "
+            f"led by {queue.get('leader')}, consumers {queue.get('consumers')}"
+            for queue in api.call("GET", "queues", self.vhost.name)
+            if queue.get("messages")
+        ]
+        channels = [
+            f"{channel['connection_details'].get('name')} on {channel.get('node')}: "
+            f"unacked {channel.get('messages_unacknowledged')}, uncommitted {channel.get('acks_uncommitted')}"
+            for channel in api.call("GET", "vhosts", self.vhost.name, "channels")
+            if channel.get("consumer_count")
+        ]
+        return "; ".join((*queues, *channels))
 
     def _recovery(self, history: History) -> str:
         if not self._fault:
